@@ -78,7 +78,7 @@ PREFETCHED = 1  # units that are gathered ahead of the one that computes
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ``fully_shard`` divides a model.
+    """The settings by which ``fully_shard`` divides a model.
 
     dtype: of the gathered weights; the shards stay as they are. reduce_dtype: in which gradients are summed over ranks.
     keep_gathered: weights stay gathered from the forward to the backward pass (the traffic of ZeRO-2), else they are

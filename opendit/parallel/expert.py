@@ -102,8 +102,8 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks have the same experts. shards: those that divide them; None: this one has them whole. copies: those
-    with another copy of the same shard. averaged: ranks of whose losses the mean is meant."""
+    """The ranks with the same experts. shards: those that divide them; None: this one has them whole. copies: those
+    with another copy of the same shard. averaged: the number of ranks over whose losses the mean is taken."""
 
     shards: Group | None
     copies: dist.ProcessGroup | None

@@ -62,7 +62,7 @@ class Float8Shards:
 
 
 class _Gathered:
-    """What FSDP2 gathers of a weight, and makes of that.
+    """The form in which FSDP2 gathers a weight, and its way back to a weight.
 
     sent: (rows, in) uint8, this rank's rows, padded to the first rank's number. descale: (1,) fp32. length: rows of the
     whole weight.

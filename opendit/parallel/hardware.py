@@ -1,4 +1,4 @@
-"""What the cost models know of the hardware: rates of a card, and of the links between cards and between machines.
+"""The hardware of the cost models: rates of a card, and of the links between cards and between machines.
 
 :data:`H200` holds what was measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). Other cards of
 :data:`CARDS` have its measurements scaled by what their data sheets say against an H200's: expected, not measured.
@@ -120,7 +120,7 @@ def of_card(name: str) -> HardwareModel | None:
 
 
 def default_path() -> Path:
-    """Where ``python -m opendit.cli.links`` keeps what it measured unless it is told otherwise: the user's cache."""
+    """Return the default file for the measurements of ``python -m opendit.cli.links``, in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opendit" / "hardware.json"
 
 

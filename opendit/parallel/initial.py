@@ -17,7 +17,7 @@ SPAN = 1 << 24  # elements that are drawn at a time
 
 
 class InitialValues:
-    """What ``opendit.models.initialization.initialize`` gives to a model's parameters, by shards.
+    """The values that ``opendit.models.initialization.initialize`` gives to a model's parameters, by shards.
 
     model: knows names, shapes and distributions, and may be on the meta device; nothing of it is kept.
     Raises ValueError unless exactly one pattern of its initial distributions fits the name of each parameter.

@@ -1,4 +1,4 @@
-"""Where every parameter's shards are: canonical full tensor <-> this rank's shard.
+"""Map every parameter's canonical full tensor to this rank's shard, and back.
 
 The canonical tensor of a parameter is the one that a checkpoint holds: full, in the model's own shape. From it a chain
 of cuts leads to the shard of a rank, outer to inner: say the rows of its heads (``tp``), and of these its part of
@@ -88,7 +88,7 @@ def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a canonical tensor.
+    """The part of a canonical tensor that a rank holds.
 
     shape: of the shard. slices: (dim, ranges) of every cut, outer to inner: of what the cuts before have left, these
     ranges along dim (None: of the flattened tensor), one after the other.
@@ -160,7 +160,7 @@ class Layout:
             self._before[name], self._local[name] = before, Shard(shape, tuple(slices))
 
     def local(self, name: str) -> Shard:
-        """What this rank holds of a parameter."""
+        """Return this rank's shard of a parameter."""
         return self._local[name]
 
     def take(self, name: str, full: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Layout:
 
 
 def _in_order(cut: Cut) -> bool:
-    """Whether the ranks' shards, each padded to the longest, are the tensor when they are put one after the other."""
+    """Return True if the ranks' shards, each padded to the longest, form the tensor when they are concatenated."""
     width = max(cut.lengths())
     return cut.dim in (None, 0) and all(
         start == rank * width for rank, ranges in enumerate(cut.ranges) for start, stop in ranges if start != stop

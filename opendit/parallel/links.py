@@ -21,7 +21,7 @@ TRIALS = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the things are that are timed. shard: bytes that a rank brings to an all-gather."""
+    """The sizes of the operations that are timed. shard: bytes that a rank brings to an all-gather."""
 
     product: int = 8192
     copied: int = 1 << 30
@@ -109,7 +109,7 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
 
 
 def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Of a machine: all-gathers among neighbours, and all-to-alls and single shards among all of its ranks."""
+    """Time a machine's links: all-gathers among neighbours, and all-to-alls and single shards among all its ranks."""
     world, gathers = mesh.world_size, []
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:
@@ -150,7 +150,7 @@ def _gathered(mesh: Mesh, group: dist.ProcessGroup | None, size: int, shard: int
 
 
 def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup | None) -> None:
-    """To the next rank of a group, from the one before."""
+    """Send to the next rank of a group, and receive from the one before."""
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, group=group, group_peer=after),

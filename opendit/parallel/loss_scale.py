@@ -9,7 +9,7 @@ LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """What a loss is multiplied by, so that its gradients do not vanish in fp16.
+    """The factor of a loss that keeps its gradients from vanishing in fp16.
 
     It is doubled after INTERVAL steps in a row whose gradients were finite (Micikevicius et al., "Mixed Precision
     Training", ICLR 2018, sec. 3.2), and halved after a step whose gradients were not, but for the first

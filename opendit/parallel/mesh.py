@@ -75,7 +75,7 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """How many ranks, or groups of ranks, see different samples."""
+        """The number of ranks, or groups of ranks, that see different samples."""
         return self.dims.size("dp")
 
     @property
@@ -100,12 +100,12 @@ class Mesh:
 
     @property
     def leads_sharing(self) -> bool:
-        """Whether this rank is the first of those that see the same samples."""
+        """True if this rank is the first of those that see the same samples."""
         return not any(self.coordinate(axis) for axis in ("pp", "sp", "tp"))
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank prints and writes what is written once."""
+        """True if this rank prints, and writes what is written once."""
         return self.rank == 0
 
     def coordinate(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""How the processes of a run meet: the store that all of them share, and what can be wrong with the way to it."""
+"""Connect the processes of a run: the store that they share, and the errors on the way to it."""
 
 import contextlib
 import os

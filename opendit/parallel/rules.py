@@ -1,4 +1,4 @@
-"""What the rules of a plan (opendit.models.plans) mean: slices of canonical tensors, shard units, stages, and whether
+"""Apply the rules of a plan (opendit.models.plans): slices of canonical tensors, shard units, stages, and checks that
 sizes divide. Pure functions of shapes, names and numbers: nothing here holds a tensor or a process group.
 """
 
@@ -35,7 +35,7 @@ def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
 
 
 def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tuple[Slices, ...]:
-    """Which parts of a canonical tensor of ``shape`` a rank of a group of ``size`` holds.
+    """Return the parts of a canonical tensor of ``shape`` that a rank of a group of ``size`` holds.
 
     Returns:
         Slices of the canonical tensor, in the order in which they lie, one behind the other along the rule's dimension,
@@ -54,7 +54,7 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """What a rank holds of a dimension of length ``side``: its share of every section, in whole heads where there are
+    """Return a rank's part of a dimension of length ``side``: its share of every section, in whole heads if there are
     heads."""
     if isinstance(rule, Vocabulary):  # the first ranks have a row more
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
@@ -103,9 +103,10 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Which blocks each stage has: neighbours, one at least, so that the stage with the most work has as little as it
-    can. ``first``, ``last``: the work of what else is on these stages, in blocks. Where several stages may have a block
-    more it is the later ones, which hold fewer micro-batches' activations.
+    """Divide blocks over stages: neighbours, at least one each, so that the largest work of a stage is minimal.
+
+    first, last: the other work on these stages, in blocks. If several stages could have a block more, the later ones
+    get it, because they hold fewer micro-batches' activations.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first

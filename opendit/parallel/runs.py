@@ -1,4 +1,4 @@
-"""Which elements of a canonical tensor a shard is made of: flat runs of it, in the shard's own order.
+"""Describe a shard by the elements of the canonical tensor that it holds: flat runs, in the shard's order.
 
 Any nest of cuts becomes a list of runs, so that shards of different layouts can be compared and copied into each other:
 a part that one rank has written in rows is found in what another needs as a flat range.
@@ -100,7 +100,7 @@ def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs:
 
 
 def hold_each_once(numel: int, shards: Iterable[Runs]) -> bool:
-    """Whether the shards together hold every element of a tensor of ``numel`` elements once."""
+    """Return True if the shards together hold every element of a tensor of ``numel`` elements exactly once."""
     shards = list(shards)
     start = np.concatenate([runs.start for runs in shards] or [np.zeros(0, np.int64)])
     stop = np.concatenate([runs.stop for runs in shards] or [np.zeros(0, np.int64)])

@@ -98,12 +98,12 @@ class ShardedOptimizer:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What the backward passes since the last step have left on this rank, in the order of the parameters."""
+        """This rank's gradients of the backward passes since the last step, in the order of the parameters."""
         return [None if p.grad is None else local_part(p.grad) for p in self._parameters]
 
     @gradients.setter
     def gradients(self, gradients: list[Tensor | None]) -> None:
-        """Of whole parameters alone."""
+        """Set the gradients; only for parameters that are not sharded."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 

@@ -1,4 +1,4 @@
-"""How a program of one or more ranks ends: at once, on all of them, and with one line that says why.
+"""End a program of one or more ranks: at once, on all of them, and with one line that says why.
 
 What the user sees of an error: ``error: ...`` as the last line, and an exit code that is not 0. Errors that a user can
 do something about are that line alone; a traceback stands before it where the program itself is wrong.

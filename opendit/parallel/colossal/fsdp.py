@@ -16,7 +16,7 @@ from opendit.parallel.tensor.gradients import ReplicatedGradients
 
 
 class FSDPPlugin(Plugin):
-    """What ``Booster.boost`` makes of a model and its optimizer: :func:`opendit.parallel.apply.apply_shards`, and a
+    """A plugin that shards a model by :func:`opendit.parallel.apply.apply_shards`, and wraps its optimizer in a
     :class:`ShardedOptimizer`.
 
     Where no other rank has the same weights, nothing is cut: ``fully_shard`` would copy every weight and gradient of

@@ -145,7 +145,7 @@ def boost(
 
 
 def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """What Colossal-AI's Booster makes of both, with this plugin."""
+    """Boost a module and its optimizer with Colossal-AI's Booster and this plugin."""
     with warnings.catch_warnings():  # torch's advice on DDP arguments that TorchDDPPlugin passes
         warnings.simplefilter("ignore")
         boosted = Booster(plugin=plugin).boost(module, optimizer)

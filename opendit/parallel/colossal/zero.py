@@ -113,7 +113,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What the backward passes since the last step have left on this rank, in the order of the parameters."""
+        """Return this rank's gradients of the backward passes since the last step, in the order of the parameters."""
         if self._world == 1:
             return [p.grad for p in self._params]
         return [self._shards.get(id(p)) for p in self._params]

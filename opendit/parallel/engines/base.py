@@ -1,4 +1,4 @@
-"""What every training engine offers: forward, backward, step, and where the state lies.
+"""The interface of training engines: forward, backward, step, and the layout of their state.
 
 Whatever the plugin, the fp32 master weights, the optimizer's moments and the EMA are seen the same way: every rank
 holds one fp32 shard of every parameter, and ``layout`` says which slices of the canonical tensor it is, so shards can
@@ -32,7 +32,7 @@ Values = Callable[[str, Shard], Tensor]  # of a parameter's shard
 
 @dataclass
 class StepResult:
-    """What a step did, as 0-dim tensors on the device: reading one waits for the device, which a step itself need not.
+    """The results of a step, as 0-dim tensors on the device. Reading one waits for the device; a step does not.
 
     grad_norm: unscaled and before clipping. finite: whether it was, and the step was taken; if not, no weight, moment
     or average has changed. loss_scale: of fp16's scaler, else 1. loss: the mean of the step's micro-batches on this
@@ -47,8 +47,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Settings:
-    """Of AdamW: lr, weight_decay, betas. grad_clip: bound of the global gradient norm, 0 for none. grad_accumulation:
-    micro-batches a step. Of fsdp: sharding; offload: what of its state lies in host memory."""
+    """The settings of an engine's optimizer.
+
+    lr, weight_decay, betas: of AdamW. grad_clip: bound of the global gradient norm, 0 for none. grad_accumulation:
+    micro-batches in a step. sharding, offload: only for fsdp; offload names the state that lies in host memory.
+    """
 
     lr: float
     weight_decay: float
@@ -117,7 +120,7 @@ class Engine(ABC):
     no_graph: str  # why forward and backward can't be recorded as a CUDA graph; empty if they can
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """What a forward pass of ``module`` runs in."""
+        """Return the context that a forward pass of ``module`` runs in."""
         return contextlib.nullcontext()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,8 +150,8 @@ class Engine(ABC):
         """``step`` without the counting."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
-        """What this rank has of each parameter's gradient since the last step, to look at; None where that can't be
-        told."""
+        """Return this rank's part of each parameter's gradient since the last step, for reading; None if the engine
+        can't tell."""
         return None
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
@@ -191,8 +194,8 @@ class Engine(ABC):
         """This rank's live fp32 shard of a parameter; a view: changed by steps."""
 
     def held(self, name: str) -> Shard:
-        """What of a parameter's master and moments this rank has in memory, and so must be given when they are set;
-        more than ``layout`` says where that is a view of whole tensors."""
+        """Return the shard of a parameter's master and moments that this rank has in memory, and must get when they are
+        set. It is larger than in ``layout`` if that is a view of whole tensors."""
         return self.layout.local(name)
 
     @torch.no_grad()
@@ -272,12 +275,12 @@ class Engine(ABC):
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Of these parameters, whose parts (of a shape) are divided by ``cut``."""
+        """Make the layout of these parameters; ``cut`` divides the part of a given shape."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
     def _division(self, name: str) -> list[Cut]:
-        """How ranks divide the layer of a parameter."""
+        """Return the cuts by which ranks divide the layer of a parameter."""
         return [self.divided[name].cut] if name in self.divided else []
 
 

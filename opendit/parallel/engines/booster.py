@@ -1,4 +1,4 @@
-"""What the engines over Colossal-AI's Booster have in common."""
+"""The code that engines over Colossal-AI's Booster share."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from opendit.parallel.engines.base import Engine
 
 
 def state_of_scaler(scaler: Any) -> dict[str, float]:
-    """Of Colossal-AI's fp16 loss scaler, as :meth:`opendit.parallel.loss_scale.LossScale.state`."""
+    """Return the state of Colossal-AI's fp16 loss scaler; see :meth:`opendit.parallel.loss_scale.LossScale.state`."""
     return dict(scale=scaler.scale.item(), growth=scaler._growth_step, hysteresis=scaler._hysteresis_step)
 
 

@@ -54,7 +54,7 @@ class FSDPEngine(Engine):
         self._optimizer_keys = dict(self.optimizer.masters)
 
     def _rows(self, names) -> Layout:
-        """Where ``fully_shard`` puts what of these parameters."""
+        """Make the layout in which ``fully_shard`` places these parameters."""
         dims, cuts = self.mesh.dims, {}
         for name in names:
             shape, division = self._local_shapes[name], self._division(name)
@@ -121,7 +121,7 @@ class FSDPEngine(Engine):
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What this rank has of the gradients since the last step; a replayed graph's are put back by hand."""
+        """This rank's part of the gradients since the last step. Those of a replayed graph are set explicitly."""
         return self.optimizer.gradients
 
     @gradients.setter

@@ -84,6 +84,6 @@ ENGINE = GeminiEngine
 
 
 def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
-    """What of [start, stop) lies in [low, high); empty and at ``start`` if nothing does."""
+    """Return the part of [start, stop) that lies in [low, high); (start, start) if there is none."""
     first, last = max(start, low), min(stop, high)
     return (first, last) if first < last else (start, start)

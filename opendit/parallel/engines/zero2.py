@@ -17,7 +17,7 @@ class Zero2Engine(BoosterEngine):
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What this rank has of the gradients since the last step; a replayed graph's are put back by hand."""
+        """This rank's part of the gradients since the last step. Those of a replayed graph are set explicitly."""
         return self.optimizer.gradients
 
     @gradients.setter

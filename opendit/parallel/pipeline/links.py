@@ -60,7 +60,7 @@ class Links:
     # for all messages that are alike.
 
     def known(self, message: Message, key: tuple[Any, ...]) -> bool:
-        """Whether a receive can be posted without waiting for the sender."""
+        """Return True if a receive can be posted without waiting for the sender."""
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:

@@ -24,12 +24,12 @@ class Action:
 
 
 def chunks_of(schedule: str) -> int:
-    """How many runs of neighbouring blocks every rank has."""
+    """Return how many runs of neighbouring blocks every rank has."""
     return 2 if schedule == "interleaved" else 1
 
 
 def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """What ``rank`` of ``ranks`` does in a step.
+    """List the passes of ``rank`` of ``ranks`` in a step, in order.
 
     1f1b: one forward, one backward pass in turn, after as many forward passes as there are ranks behind (PipeDream-
     flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). A rank holds the activations
@@ -100,7 +100,7 @@ def in_flight(actions: list[Action]) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """What a pass gets from another rank, or sends there: ``forward`` activations, or the gradient of them."""
+    """The tensors that a pass gets from another rank or sends there: ``forward`` activations, or their gradients."""
 
     forward: bool
     source: int
@@ -110,7 +110,7 @@ class Message:
 
 
 def received(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
-    """What a pass begins with; None: the model's input, or the loss."""
+    """Return the message that a pass begins with; None: it begins with the model's input, or the loss."""
     first, last = _ends(action.chunk, rank, ranks, chunks)
     if action.forward:
         return None if first else Message(True, (rank - 1) % ranks, rank, action.chunk, action.micro_batch)
@@ -118,7 +118,7 @@ def received(action: Action, rank: int, ranks: int, chunks: int) -> Message | No
 
 
 def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
-    """What a pass leaves to another rank; None: nothing."""
+    """Return the message that a pass sends to another rank; None: it sends nothing."""
     first, last = _ends(action.chunk, rank, ranks, chunks)
     if action.forward:
         chunk = action.chunk + (rank == ranks - 1)
@@ -128,6 +128,6 @@ def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
 
 
 def _ends(chunk: int, rank: int, ranks: int, chunks: int) -> tuple[bool, bool]:
-    """Whether a chunk is the model's first stage, and its last one."""
+    """Return (True if a chunk is the model's first stage, True if it is the last)."""
     stage = chunk * ranks + rank
     return stage == 0, stage == chunks * ranks - 1

@@ -19,7 +19,7 @@ from opendit.parallel.rules import balanced_blocks, check_stages, stage_of
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """What ``rank`` of the ``ranks`` of a pipeline has of a model.
+    """The part of a model that ``rank`` of the ``ranks`` of a pipeline has.
 
     blocks: of every stage of the pipeline, of which rank r has r, r + ranks, ...: one for each of its chunks.
     """
@@ -31,17 +31,17 @@ class PipelineStages:
 
     @property
     def chunks(self) -> int:
-        """How many stages each rank has."""
+        """The number of stages that each rank has."""
         return len(self.blocks) // self.ranks
 
     @property
     def first(self) -> bool:
-        """Whether this rank has the model's first stage."""
+        """True if this rank has the model's first stage."""
         return self.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether this rank has the model's last stage, and so the loss."""
+        """True if this rank has the model's last stage, and so the loss."""
         return self.rank == self.ranks - 1
 
     def own(self, chunk: int) -> range:
@@ -49,7 +49,7 @@ class PipelineStages:
         return self.blocks[chunk * self.ranks + self.rank]
 
     def has(self, config: DiTConfig, name: str) -> bool:
-        """Whether a parameter or buffer is on this rank. Raises ValueError as ``stage_of``."""
+        """Return True if a parameter or buffer is on this rank. Raises ValueError as ``stage_of`` does."""
         return any(stage % self.ranks == self.rank for stage in stage_of(plan_of(config), name, self.blocks))
 
     def describe(self) -> str:
@@ -114,7 +114,7 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """What is kept or left out as a whole: a block, or another of the model's own modules or buffers."""
+    """Return the unit of a name that is kept or left out as a whole: a block, or another top-level module or buffer."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 
@@ -134,7 +134,7 @@ class StageForward:
         self._model, self._stages = model, stages
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
-        """What a chunk makes of a micro-batch.
+        """Run a chunk's forward pass on a micro-batch.
 
         The condition is made of t and y anew on every stage: that is a small part of a block's work, and neither its
         vector nor a caption's tokens cross a border, nor do their gradients.
@@ -167,7 +167,7 @@ class StageForward:
 
 
 def grid_of_tokens(model: DiT, size: tuple[int, ...]) -> TokenGrid:
-    """Where the tokens of latents of this size are, for a stage that gets them as tokens."""
+    """Describe the places of the tokens of latents of this size, for a stage that gets tokens."""
     sizes = model.config.grid_of(size)
     shards = None if model.sequence is None else model.sequence(math.prod(sizes), sizes)
     positions = model.positions(sizes) if model.config.positions_in_blocks else None

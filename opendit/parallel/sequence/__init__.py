@@ -30,7 +30,7 @@ Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """What a model is given by ``use(sequence=...)``; build with :func:`sequence_parallel`.
+    """The argument of ``use(sequence=...)``; build it with :func:`sequence_parallel`.
 
     ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; one with
     ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length, float8)`` in its place.
@@ -82,7 +82,7 @@ class SharedSequence:
 
     @property
     def takes_projection(self) -> bool:
-        """Whether the strategy makes q, k, v itself."""
+        """True if the strategy computes q, k, v itself."""
         return self.sequence.strategy is not None and self.sequence.strategy.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
@@ -112,7 +112,7 @@ class SharedSequence:
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:
-    """What attends, in words: ``note``, of the model's attention, or what the strategy has in its place."""
+    """Describe the attention that runs: ``note`` for the model's own, or that of the strategy."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
     ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"

@@ -58,7 +58,7 @@ class GridShare:
         return 1 - self.home
 
     def share(self, axis: int) -> int:
-        """Of this axis' tokens a rank's, padding among them, where the axis is divided."""
+        """Return a rank's number of tokens along a divided axis, padding included."""
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 class GridExchange(Protocol):
-    """What brings tokens to the other layout of a grid and back."""
+    """The exchange that brings tokens to the other layout of a grid and back."""
 
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
         """``attend(lines, which)`` (B, n, D') of tokens in the other layout (B, n, D), given back in this one; which:
@@ -238,7 +238,7 @@ class SharedGrid:
 
     @property
     def takes_projection(self) -> bool:
-        """Of attention to all tokens: whether the strategy makes q, k, v itself."""
+        """True if the strategy of attention to all tokens computes q, k, v itself."""
         return self.full is not None and self.full.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:

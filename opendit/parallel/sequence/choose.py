@@ -1,4 +1,4 @@
-"""Which strategy a sequence group should use: the one whose communication a layer's computation hides best.
+"""Choose the strategy of a sequence group: the one whose communication a layer's computation hides best.
 
 The model counts, for one layer and one micro-batch, forward and backward, the seconds that a rank waits for others or
 does work that a single rank would not. Volumes received by a rank are in units of N x D: FastSeq (P-1)/P for the
@@ -54,23 +54,23 @@ class _Costs:
 
     @property
     def whole(self) -> float:
-        """To receive N x D."""
+        """Return the seconds to receive N x D."""
         s = self.shape
         return s.samples * s.tokens * s.hidden * s.bytes / self.hardware.link
 
     @property
     def attention_flop(self) -> float:
-        """For each element of a head."""
+        """Return the FLOPs of attention for each element of a head."""
         s = self.shape
         return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
 
     def exposed(self, transfer: float, work: float) -> float:
-        """What is seen of a transfer with computation beside it. (NCCL's kernels and others take turns on the card.)"""
+        """Return the seconds of a transfer that computation beside it doesn't hide (kernels take turns on the card)."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """By a ring and an all-to-all: of the gathers and the gradients' sum what computation does not hide, and the
-        heads' way."""
+        """Return FastSeq's seconds by a ring and an all-to-all: the part of the gathers and the gradients' sum that
+        computation does not hide, and the exchange of heads."""
         s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P + m.latency
@@ -81,9 +81,9 @@ class _Costs:
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def direct_fastseq(self) -> float:
-        """Of the inputs and their gradients, what the products beside them don't hide; heads come and go in one piece.
-        Passes over memory that a single rank would not make: rows of tokens taken out and added up, the own heads' rows
-        of the weight, and zeros for the others' in its gradient."""
+        """Return FastSeq's seconds by direct copies: the inputs and their gradients as far as the products beside them
+        don't hide them, heads in one piece, and passes over memory that a single rank would not make: rows of tokens
+        taken out and added up, the own heads' rows of the weight, and zeros for the others' in its gradient."""
         s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P * m.link / m.copies
@@ -95,7 +95,7 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, ranks: int | None = None) -> float:
-        """By all-to-alls among so many of the ranks, forward and backward, beside which nothing runs."""
+        """Return the seconds of Ulysses: all-to-alls among ``ranks`` ranks, forward and backward, not hidden."""
         m, P = self.hardware, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
@@ -155,7 +155,7 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """How ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of SEQUENCE_TYPES.
+    """Plan how ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of SEQUENCE_TYPES.
 
     groups: of Ulysses, given; None: by the cost model.
 

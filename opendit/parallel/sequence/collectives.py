@@ -1,4 +1,4 @@
-"""What the strategies send: all-to-alls that overlap in both directions, a ring of neighbours, the gather of tokens.
+"""The strategies' communication: all-to-alls that overlap in both directions, a ring of neighbours, token gathers.
 
 Everything talks to one group of ranks, never to the world.
 """
@@ -34,7 +34,7 @@ class Flight:
         self._works, self._received, self._sent = works, received, sent
 
     def wait(self) -> Tensor:
-        """What was received. On a GPU the stream waits for it, not the host."""
+        """Return what was received. On a GPU the stream waits for it, not the host."""
         for work in self._works:
             work.wait()
         return self._received
@@ -53,7 +53,7 @@ class Counts:
 
     @property
     def back(self) -> "Counts":
-        """Of the exchange that brings every row back to where it came from."""
+        """Return the counts of the exchange that brings every row back."""
         return Counts(self.received, self.sent)
 
 
@@ -90,7 +90,7 @@ class Exchange:
         return self
 
     def finish(self) -> Tensor:
-        """What arrived (P, ...), row p from rank p, or (rows, ...). Once for each ``start``."""
+        """Return what arrived: (P, ...), row p from rank p, or (rows, ...). Call it once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 

@@ -101,7 +101,7 @@ class Layer:
         self.doutput.update(enumerate(found))
 
     def real(self, rank: int) -> int:
-        """Of a rank's n tokens, those that are no padding."""
+        """Return how many of a rank's n tokens are no padding."""
         n = self.shape[1]
         return min(max(self.length - rank * n, 0), n)
 
@@ -120,7 +120,7 @@ class Layer:
             self.memory.exchange(heads, rows, first, push=True)
 
     def push_gradients(self, grads: tuple[Tensor, ...], group: int) -> None:
-        """Of q, k, v, to where the projection's backward pass takes them; or of anything else, one tensor or three."""
+        """Push gradients of q, k, v, or of any one or three tensors, to the ranks whose backward pass needs them."""
         rows, (first, _) = self.rows(Buffer.OUTPUT, len(grads), grads[0].dtype), self.heads_of(group)
         self.push(grads, rows, first, beside=group > 0)
 

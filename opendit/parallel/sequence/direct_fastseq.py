@@ -59,12 +59,12 @@ class _Layer(Layer):
         return [(rank + i) % size for i in range(1, size)]
 
     def tokens_of(self, rank: int) -> slice:
-        """Of all tokens those of a rank, without padding."""
+        """Return the slice of all tokens that a rank has, without padding."""
         first = rank * self.shape[1]
         return slice(first, first + self.real(rank))
 
     def inputs(self, buffer: Buffer, dtype: torch.dtype) -> list[Tensor]:
-        """Of every rank, where all tokens' inputs (B, N, D) arrive."""
+        """Return every rank's buffer for all tokens' inputs (B, N, D)."""
         B, _, D = self.shape
         return self.memory.rows(buffer, (B, self.length, D), dtype).of
 

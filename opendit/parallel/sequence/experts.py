@@ -68,7 +68,7 @@ class RoutingByRanks:
 
     @not_compiled
     def result(self) -> Tensor:
-        """What is added to the tokens."""
+        """Return what is added to the tokens."""
         return add_rows(self._back.finish(), self._chosen.weights, self._chosen.rows, self._y)
 
     def _send(self, chosen: "Chosen", counts: Sequence[Sequence[int]]) -> None:
@@ -136,8 +136,8 @@ class _Pending:
 
 @functools.lru_cache(maxsize=32)  # of whole samples they are always the same
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
-    """Where rows that came rank by rank, from each expert by expert, are in a stack (experts, rows): the same rows
-    expert by expert, with room for the most that one of them has. The stack flattened, and that number."""
+    """Map rows that arrive rank by rank, and within a rank expert by expert, to places in a flattened stack
+    (experts, rows). Return the places, and the rows of an expert's part: the most that any expert has."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:

@@ -50,7 +50,7 @@ class FastSeq:
 
 
 class _GatheredAgain:
-    """Where one node of the backward pass leaves the gather that it started for another."""
+    """Pass a gather from the node of the backward pass that started it to another node."""
 
     def __init__(self, group: Group):
         self.group = group

@@ -24,7 +24,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def reference_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`attend_part_backward`."""
+    """Compute :func:`attend_part_backward` by the formula."""
     scale = 1 / math.sqrt(q.shape[-1])
     p = (q @ k.transpose(-1, -2) * scale - lse.unsqueeze(-1)).exp()
     ds = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale

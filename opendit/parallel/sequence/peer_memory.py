@@ -128,12 +128,12 @@ class PeerMemory:
         self._made[buffer][-1][0].barrier(channel=channel)
 
     def exchange(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, push: bool) -> None:
-        """As :func:`opendit.kernels.exchange_heads.exchange_heads`, on the current stream."""
+        """Exchange heads on the current stream; see :func:`opendit.kernels.exchange_heads.exchange_heads`."""
         shape = tuple(rows.of[0].shape)
         exchange_heads(heads, rows.addresses, shape, self.group.rank, first, push, offset=rows.offset)
 
     def send(self, rows: Tensor, heads: PeerRows, length: int) -> None:
-        """As :func:`opendit.kernels.exchange_heads.send_rows`, on the current stream."""
+        """Send rows on the current stream; see :func:`opendit.kernels.exchange_heads.send_rows`."""
         send_rows(rows, heads.addresses, self.group.rank, length)
 
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:

@@ -139,7 +139,7 @@ def taken_over(x: Tensor | Modulated | Quantized, qkv: AnyProjection, float8: bo
 
 
 def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """What autocast would hand to a linear layer: before anything is sent, which then is half as much. None stays
+    """Cast tensors as autocast would for a linear layer, before they are sent, so that half as much is sent. None stays
     None."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):

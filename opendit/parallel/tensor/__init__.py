@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """What a model is given by ``use(sequence=...)`` whose layers :func:`divide` has divided.
+    """The argument of ``use(sequence=...)`` for a model that :func:`divide` has divided.
 
     sequence: how ranks of another group share every sample before those of ``group`` do; None: they do not.
     """
@@ -63,7 +63,7 @@ class TensorParallel:
 
     @property
     def shares_samples(self) -> bool:
-        """Whether ranks of another group have other tokens of a sample."""
+        """True if ranks of another group have other tokens of a sample."""
         return self.sequence is not None
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
@@ -100,7 +100,7 @@ class SharedTokens:
 
     @property
     def takes_projection(self) -> bool:
-        """Whether a shared sequence's strategy makes q, k, v itself."""
+        """True if a shared sequence's strategy computes q, k, v itself."""
         return self.shared is not None and self.shared.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
@@ -129,7 +129,7 @@ class SharedTokens:
 
     @property
     def axial(self) -> bool:
-        """Whether a shared grid has its own attention along an axis."""
+        """True if a shared grid has its own attention along an axis."""
         return self.shared is not None and self.shared.axial
 
     def attend_along(
@@ -166,7 +166,7 @@ def tensor_group(mesh: Mesh) -> Group | None:
 
 
 def layout_of(model: DiT, mesh: Mesh) -> Layout:
-    """Where the parts of a model are that :func:`divide` has divided."""
+    """Make the layout of a model that :func:`divide` has divided."""
     shapes, divided = {name: tuple(p.shape) for name, p in model.named_parameters()}, divided_parameters(model)
     shapes |= {name: part.shape for name, part in divided.items()}
     return Layout(mesh, shapes, {name: [divided[name].cut] if name in divided else [] for name in shapes})

@@ -1,5 +1,5 @@
-"""What ranks that divide a layer send: shares of tokens or features that are joined, and whole tensors that are summed
-and shared out. The two are each other's adjoint."""
+"""Collectives of ranks that divide a layer: gather shares of tokens or features, and sum and scatter whole tensors.
+Each is the other's adjoint."""
 
 import torch
 import torch.distributed as dist

@@ -11,10 +11,12 @@ from opendit.parallel.mesh import Mesh
 
 
 class ReplicatedGradients:
-    """For parameters ``names``, of which the ranks of ``tp`` have parts of those in ``divided`` and all of the others,
-    and the ranks of ``pp`` those in ``on_every_stage``, each of them, while each of the others is one rank's.
+    """Sum the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and compute the norm of all.
 
-    counted: whether this rank's squares of each gradient belong into the sum over all ranks: each part once.
+    names: the parameters. divided: those of which each rank of ``tp`` has a part; all ranks have the others whole.
+    on_every_stage: those that every rank of ``pp`` has; each of the others is on one rank.
+
+    counted: for each gradient, True if this rank adds its squares to the sum over all ranks, so that each counts once.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Of all gradients of the groups, 0-dim fp32."""
+        """Return the norm of all gradients of the groups, 0-dim fp32."""
         pairs = zip(gradients, self.counted, strict=True)
         norms = torch._foreach_norm([g for g, counted in pairs if counted and g is not None])
         return self.total(torch.stack(norms).double().square().sum()).sqrt().float()

@@ -92,7 +92,7 @@ DIVIDING = (Column, Row, Heads, Expert)  # rules that the ranks follow; tables o
 
 @functools.cache
 def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
-    """How many parameters each of so many ranks has of a model, and of one of its blocks."""
+    """Count the parameters that each of ``ranks`` ranks has of a model, and of one of its blocks."""
     (shapes, _), rules, found = model_shapes(config), plan_of(config).rules(config), [0, 0]
     for name, shape in shapes.items():
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
@@ -102,8 +102,8 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
-    """What takes the place of a linear layer whose weight has ``rule`` on this rank; the layer itself if the rule does
-    not divide it. Parameters are copies of their part, or on the meta device where the layer's are there."""
+    """Return this rank's part of a linear layer whose weight has ``rule``; the layer itself if the rule does not divide
+    it. Parameters are copies of their part, or on the meta device where the layer's are there."""
     kinds = {Row: RowParallel, Heads: ColumnParallel, Column: ColumnParallel}
     kind = kinds.get(type(rule))
     if kind is None:
