@@ -24,7 +24,7 @@ class AllBut:
     @overload
     def __getitem__(self, place: slice | np.ndarray) -> np.ndarray: ...
     def __getitem__(self, place: Any) -> Any:
-        """Of a slice or an array of places int64."""
+        """Return the numbers at a slice or at an array of places int64."""
         if isinstance(place, slice):
             start, stop, step = place.indices(len(self))
             if step != 1 or stop <= start:
@@ -40,7 +40,7 @@ class AllBut:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """How many of these numbers lie below each one of ``numbers``, from 0 to ``size``."""
+        """Count how many of these numbers lie below each one of ``numbers``, from 0 to ``size``."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Whether an AVI file holds MPEG-4 whose frames are stored in the order they are shown, from its first bytes.
+"""Tell from an AVI file's first bytes whether it holds MPEG-4 whose frames are stored in the order they are shown.
 
 Asking FFmpeg takes as long as decoding several frames of a small clip. Chunks are named as in Microsoft's description
 of AVI, fields as in ISO/IEC 14496-2, 6.2.3.
@@ -14,7 +14,7 @@ _PIXEL_SHAPE_FOLLOWS = 15
 
 
 def has_no_b_frames(file: BinaryIO) -> bool:
-    """Whether the file's beginning says so, up to its first frame; False also where it says nothing or does not reach
+    """Return True if the file's beginning, up to its first frame, says so; False if it doesn't, if it does not reach
     that far, and for every other kind of file.
 
     Raises OSError if the file can't be read.
@@ -54,7 +54,7 @@ def _video_tracks(parts: memoryview) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _low_delays(stream: bytes) -> Iterator[bool]:
-    """What every video object layer of a stream's bytes says of B frames: True if it says that there are none."""
+    """Yield, for every video object layer in a stream's bytes, True if it declares that there are no B frames."""
     at = stream.find(b"\0\0\1")
     while 0 <= at < len(stream) - 3:
         if 0x20 <= stream[at + 3] <= 0x2F:

@@ -1,4 +1,4 @@
-"""What every data set of OpenDiT looks like to the rest of the program, and how unreadable files are counted.
+"""The interface of every data set to the rest of the program, and the count of unreadable files.
 
 A data set holds rows; a training step asks for a row with a ``SampleKey`` that says where in the run the
 sample is used. Everything random about the sample is keyed by it (see ``opendit.diffusion.random``), so the same key
@@ -164,12 +164,13 @@ class MediaDataset(Dataset[Any]):
         return median(rates) if rates else None
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
-        """Of cached latents: (where rows of one size end, their frames, height and width), from the first row on."""
+        """Return the sizes of cached latents, from the first row on: (end of the rows of one size, (frames, height,
+        width))."""
         frames, height, width = (1, *self.sample_shape[1:])[-3:]
         return [(len(self), (frames, height, width))]
 
     def source(self, row: int) -> str:
-        """Where a row comes from, for people: its file."""
+        """Name the file that a row comes from, for messages."""
         return f"row {row} of {type(self).__name__}"
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
@@ -248,8 +249,8 @@ class MediaDataset(Dataset[Any]):
         return None
 
     def verification(self, share: int, shares: int) -> Verification | None:
-        """What compares this data set's files with their checksums beside the training, of ``shares`` processes the
-        ``share``-th; None if there are none."""
+        """Return the background verifier of this data set's checksums for process ``share`` of ``shares``; None if it
+        has no checksums."""
         return None
 
     def describe(self) -> str:

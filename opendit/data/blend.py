@@ -206,7 +206,7 @@ class BlendedDataset(MediaDataset):
         return [each for part in self.parts for each in part.files_of_sources()]
 
     def next_row(self, row: int) -> int:
-        """Of the same source."""
+        """Return the next row of the same source."""
         source, place = self._find(row)
         return row - place + self.parts[source].next_row(place)
 

@@ -356,8 +356,8 @@ def decode_chosen(
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether nothing else is to be tried: the file is bad, or memory has run out. libav's error of that name is none
-    of these: it says that a damaged file asks for an absurd amount."""
+    """Return True if nothing else should be tried: the file is bad, or memory has run out. libav's error of that name
+    does not count: it says that a damaged file asks for an absurd amount."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -477,7 +477,7 @@ def name_for_ffmpeg(path: str) -> Iterator[str]:
 def _decode_in_order(
     path: str, indices: list[int], stop: threading.Event, size: int | tuple[Any, ...] | None
 ) -> np.ndarray:
-    """What ``decode_frames`` returns, by PyAV, from the first frame on."""
+    """Decode frames with PyAV, from the first frame on; see ``decode_frames``."""
     kept: dict[int, np.ndarray] = {}
     wanted, count = set(indices), 0
     try:

@@ -1,4 +1,4 @@
-"""What a clip's file says of itself, read before a decoder is asked: it is quick, and a decoder believes anything."""
+"""Read the header of a clip's file before a decoder is asked: it is quick, and a decoder believes anything."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Whether files still hold what they held, without reading all of them."""
+"""Notice files whose contents have changed, without reading all of them."""
 
 import os
 import stat

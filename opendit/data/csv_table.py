@@ -132,7 +132,7 @@ def _explain(error: csv.Error) -> str:
 
 
 def _is_medium(folder: Path, cell: str) -> bool:
-    """Whether a cell names a clip or a picture: by its suffix or, where that says nothing, because the file exists."""
+    """Return True for a cell that names a clip or picture: by its suffix or, without one, because the file exists."""
     cell = cell.strip()
     return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
 
@@ -174,7 +174,7 @@ def _check_delimiter(folder: Path, name: str, number: int, cells: list[str]) -> 
 
 @dataclass(frozen=True)
 class _Table:
-    """How the lines of a CSV become rows."""
+    """The settings that turn the lines of a CSV into rows."""
 
     folder: Path  # that paths are relative to
     name: str

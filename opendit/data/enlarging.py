@@ -87,8 +87,8 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Of an axis of ``source`` pixels at ``length``: (taps, length) the pixels that each new one is a sum of, their
-    weights as whole numbers, int32 both, and the bits of a weight after its point."""
+    """Return the taps that resize an axis from ``source`` to ``length`` pixels: (taps, length) the old pixels that each
+    new one is a sum of, their weights as whole numbers, int32 both, and the bits of a weight after its point."""
     places, weights = _exact_taps(source, length)
     largest, bits = max(map(max, weights)), 0
     while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # as many as 16 bits hold
@@ -102,8 +102,8 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _exact_taps(source: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
-    """For each new pixel the numbers of as many old ones, and their weights, whose sum is 1. In double precision and
-    in the order of torch's arithmetic, because the bits of the result depend on both."""
+    """Return, for each new pixel, the numbers of its old pixels and their weights, whose sum is 1. Computed in double
+    precision and in the order of torch's arithmetic, because the bits of the result depend on both."""
     scale = source / length
     reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
     most = math.ceil(reach) * 2 + 1

@@ -19,7 +19,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """What a ``st_mode`` is of, if not of an ordinary file: "a folder", "a named pipe" and so on; else None."""
+    """Name the kind of file of a ``st_mode``: "a folder", "a named pipe" and so on; None for an ordinary file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no ordinary file")
 
 

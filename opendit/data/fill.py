@@ -1,4 +1,4 @@
-"""How full sequences of a fixed number of tokens get with media of these sizes."""
+"""Simulate how full sequences of a fixed number of tokens get with media of these sizes."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ Identity = tuple[int, int]  # device and inode: the same for every path to a fol
 
 @dataclass
 class Ignored:
-    """What a search passed over.
+    """The files and folders that a search passed over.
 
     suffixes: how many files of each suffix that was not asked for. hidden: files and folders. outside: pictures that
     are in no class folder. named: "path (what it is)" of links that lead back up, pipes, devices and sockets.

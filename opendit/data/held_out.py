@@ -104,7 +104,7 @@ class SomeRows(MediaDataset):
         self._rows_identity: str | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What only some kinds of data sets have, as cached latents their scaling factor."""
+        """Return an attribute that only some kinds of data sets have, such as cached latents' scaling factor."""
         if name.startswith("_") or name == "whole":  # while a copy is being made there is no ``whole`` yet
             raise AttributeError(name)
         return getattr(self.whole, name)
@@ -199,5 +199,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """How many of the rows lie before each of these of ``whole``."""
+        """Count the rows that lie before each of these rows of ``whole``."""
         return self.rows.searchsorted(ends).tolist()

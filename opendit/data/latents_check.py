@@ -17,8 +17,9 @@ REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 class ShardLayout(NamedTuple):
-    """What every shard of an index must hold: latents of ``shape`` (2C, [t,] h, w), ``views`` of each picture, labels
-    below ``classes``, captions if there are no classes (0), and embeddings of up to ``max_tokens`` (0: none)."""
+    """The contents that every shard of an index must have: latents of ``shape`` (2C, [t,] h, w), ``views`` of each
+    picture, labels below ``classes``, captions if there are no classes (0), and embeddings of up to ``max_tokens``
+    (0: none)."""
 
     shape: tuple[int, ...]
     views: int

@@ -29,7 +29,7 @@ FORMAT, FILES_VERSION, TARS_VERSION = "opendit-latents", 1, 2
 
 @dataclass(frozen=True)
 class ShardForm:
-    """How the shards of a cache are written. pattern: of their names. name: (shard, shards) -> a name. header: path ->
+    """The format of a cache's shards. pattern: of their names. name: (shard, shards) -> a name. header: path ->
     (samples, settings, skipped files), None of what is no whole shard. write: (path, tensors, settings, skipped) ->
     its SHA-256; a shard that exists is complete. version: of the index."""
 
@@ -60,7 +60,8 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """As :func:`check_indexes`, of a folder; None also if there is none. Raises ValueError for a damaged one, too."""
+    """Read and check the indexes of a folder, see :func:`check_indexes`; None if there are none. Raises ValueError for
+    a damaged one."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -86,7 +87,7 @@ def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> d
 
 
 def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> None:
-    """Of version 1 the only one of ``indexes``; of version 2 all of them, the smallest pictures first."""
+    """Write the index: in version 1 the only one of ``indexes``, in version 2 all, the smallest pictures first."""
     plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
     content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
     content = plain[0] if version == FILES_VERSION else content
@@ -96,7 +97,7 @@ def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> No
 
 
 class CachedLatents(MediaDataset):
-    """What data sets of cached latents have of their index, whatever their shards are."""
+    """The base of data sets of cached latents: all that follows from their index, for any kind of shards."""
 
     kind = "latents"
 

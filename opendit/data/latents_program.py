@@ -1,4 +1,4 @@
-"""What ``preprocess.py latents`` does, in one process or several."""
+"""Run ``preprocess.py latents``, in one process or several."""
 
 from contextlib import ExitStack
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What the files of a cache of latents may say, checked before anything is allocated."""
+"""Check the contents of a cache of latents' files before anything is allocated."""
 
 from opendit.common.rules import MIB, either, listed, mapping, number, one_of, optional, record, string, truth, whole
 from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind

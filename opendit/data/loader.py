@@ -1,5 +1,5 @@
-"""How the samples of a step are read: any number of ranks, micro-batches and worker processes cuts the same global
-batch into parts."""
+"""Read the samples of a step: any number of ranks, micro-batches and worker processes divides the same global
+batch."""
 
 import math
 import weakref
@@ -52,8 +52,8 @@ class Batch:
     shared: Tensor | tuple[Tensor, ...] | None = None  # of a pinned batch: ``x`` as the worker shares it
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a worker's batch: the samples stay where they are, and what is small goes with the message; each tensor
-        would cost a message of its own."""
+        """Pickle a worker's batch: samples stay in shared memory, and small parts become arrays in the message, because
+        each tensor would cost another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def _place(item: Item, target: Tensor) -> None:
 
 
 class _RingBuffer:
-    """Where batches are put together: in a worker process a ring buffer in memory that the main process shares.
+    """The memory that batches are collated in: a worker's ring buffer, which it shares with the main process.
 
     New shared memory for every batch costs the kernel more than the copy: 2.3 ms of the 7 that a clip of 16 x 256 x 256
     takes. A worker makes a batch when it is asked to, and it is asked for batch n + ``AHEAD`` only once the main

@@ -1,4 +1,4 @@
-"""What ``preprocess.py look`` does: opens a share of a data set's rows, and shows what is in them."""
+"""Run ``preprocess.py look``: open a share of a data set's rows, and show what is in them."""
 
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -105,8 +105,8 @@ def open_any(
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """What cached latents say of themselves, in a folder or behind an address, or those that are the first source of a
-    blend; None of anything else."""
+    """Read the indexes of cached latents, in a folder or behind an address, also if they are the first source of a
+    blend; None for anything else."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -119,8 +119,8 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Whether a data set that was opened with its clips has any, as far as it knows; of one that opens with clips only
-    if it has some, or was opened as pictures, nothing is to be found out."""
+    """Return True if a data set that was opened with its clips has any, as far as it knows. Nothing needs to be looked
+    up in one that was opened as pictures, or that opens with clips only if it has some."""
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
     if not isinstance(dataset, PicturesAndClips) or dataset.kind == "latents" or not dataset.use_video:
@@ -176,7 +176,7 @@ def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, t
 
 @dataclass(frozen=True)
 class _Opener:
-    """What a process that looks does with a row; an object, which processes that are not forked can be sent."""
+    """Open a row in a process that looks. It is an object, so that it can be sent to processes that are not forked."""
 
     dataset: MediaDataset
 

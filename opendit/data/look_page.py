@@ -39,10 +39,10 @@ class Look:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in ``dataset``: looks at rows in their order, and "file: reason" of every bad one.
+    """The findings in ``dataset``: looks at rows in their order, and "file: reason" for every bad one.
 
-    drawn: what figures are made of: the looks, and of several sources as many of each as its weight makes it, so that
-    some may be there twice and others not."""
+    drawn: the looks that figures are made from; with several sources as many of each as its weight asks for, so that
+    some may occur twice and others not."""
 
     dataset: MediaDataset
     looks: list[Look]
@@ -60,7 +60,7 @@ class Findings:
 
     @property
     def counted(self) -> str:
-        """What figures count."""
+        """Name the unit that figures count."""
         return "rows looked into" if self.dataset.source_rows() is None else "samples by weight"
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """How many rows were opened, and of several sources how many samples they stand for."""
+        """Describe how many rows were opened and, with several sources, the samples that they stand for."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.source_rows()) is None:
             return rows

@@ -154,7 +154,7 @@ def make_latents(
 
 
 def _take_index(output: Path, settings: dict[str, Any], form: ShardForm, world_size: int, rank: int) -> dict[str, str]:
-    """As ``take_index``, on every rank."""
+    """Call ``take_index`` on rank 0, and return its result on every rank."""
     found: list[Any] = [{}]
     if rank == 0:
         found[0] = take_index(output, settings, form)
@@ -177,8 +177,8 @@ def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list
 
 
 def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int], encoder) -> int:
-    """How many of these rows a tar of about ``shard_size`` bytes holds, with captions as long as they are cut to; one
-    at least."""
+    """Return how many of these rows, at least one, a tar of about ``shard_size`` bytes holds, with captions of the
+    longest length."""
     numbers = int(np.prod(_shard_shape(dataset, codec, settings, rows)))
     if encoder:
         numbers += (encoder.max_tokens + 1) * encoder.width

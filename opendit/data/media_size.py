@@ -1,4 +1,4 @@
-"""How large the media of a data set are, by their headers: looked up once and remembered on this machine."""
+"""Find the sizes of a data set's media by their headers, once for each machine, which keeps them."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

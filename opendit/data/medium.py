@@ -1,4 +1,4 @@
-"""What a picture or a clip is before anything is cropped or resized: its size, its length, and frames to look at."""
+"""Describe a picture or clip before it is cropped or resized: its size, its length, and frames to look at."""
 
 import math
 from collections import Counter

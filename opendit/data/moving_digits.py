@@ -33,7 +33,7 @@ def name_digit(digit: int) -> str:
 
 
 def all_captions(moving: bool) -> list[str]:
-    """Of every digit, ``moving``: in every direction."""
+    """List the captions of every digit; moving: in every direction."""
     if not moving:
         return [name_digit(digit) for digit in range(10)]
     return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]

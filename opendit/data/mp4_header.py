@@ -1,4 +1,4 @@
-"""What an MP4 or MOV file says of itself: how many frames it has, read before a decoder believes it, and their codec.
+"""Read the number of frames and the codec from the header of an MP4 or MOV file, before a decoder believes it.
 
 FFmpeg makes an entry of 24 bytes or more for every sample that a file's tables declare, and decord one of its own: a
 file of 2 KB can ask for gigabytes, and the error ends the process. Boxes are named as in ISO/IEC 14496-12.
@@ -196,7 +196,7 @@ def _boxes(data: bytes, at: int, last: int, most: int) -> list[tuple[bytes, int,
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """How many samples the table in data[begin:end] speaks of. Raises ValueError, as :func:`_count` says."""
+    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError, see :func:`_count`."""
     size = end - begin
     _check(kind, 8, size)
     number = _NUMBER.unpack_from(data, begin + 4)[0]  # of entries, or for stsz the size of all samples, if that is one

@@ -109,8 +109,8 @@ _PROBES = _probes()
 
 
 def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
-    """By PNG's gAMA and cHRM. Numbers that are sRGB's within 5 % and 0.001 (libpng's bounds) stand for sRGB itself, and
-    those that make no sense are passed over."""
+    """Convert by PNG's gAMA and cHRM. Numbers within 5 % and 0.001 (libpng's bounds) of sRGB's stand for sRGB itself,
+    and numbers that make no sense are ignored."""
     if gamma is not None and (not 0.05 <= gamma <= 10 or abs(gamma / _SRGB_GAMMA - 1) <= 0.05):
         gamma = None
     if chromaticities is not None:

@@ -193,7 +193,7 @@ def open_picture_file(file: PictureFile) -> Image.Image:
 
 
 def _scans(file: PictureFile) -> int:
-    """How many scans a JPEG file has; the file's position is kept."""
+    """Count the scans of a JPEG file; the file's position is kept."""
     at, count, last = file.tell(), 0, b""
     file.seek(0)
     while part := file.read(2**20):

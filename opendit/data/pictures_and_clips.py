@@ -1,4 +1,4 @@
-"""What data sets of pictures and clips have in common, wherever their files lie."""
+"""The base of data sets of pictures and clips, for files in any place."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -119,7 +119,7 @@ class PicturesAndClips(MediaDataset):
         raise NotImplementedError
 
     def window_note(self) -> str:
-        """What the log says of how clips are read."""
+        """Describe for the log how clips are read."""
         interval = f", frame interval {self.frame_interval}" if self.frame_interval > 1 else ""
         if self.fps is not None:
             interval = f", {self.fps:g} frames a second"

@@ -73,7 +73,7 @@ def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> No
 
 
 def state_of(pid: int) -> str:
-    """What the kernel says that a process does: ``stopped``, ``waiting for a disk``, or nothing worth saying."""
+    """Return a process's state if it matters: ``stopped`` or ``waiting for a disk``; otherwise an empty string."""
     with contextlib.suppress(OSError, IndexError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk"}.get(letter, "")

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, elsewhere a line every half minute."""
+"""Show the progress of a long job: a bar on a terminal, elsewhere a line every half minute."""
 
 import sys
 import time
@@ -43,7 +43,7 @@ class Progress:
             self._line()
 
     def figures(self, figures: dict[str, str]) -> None:
-        """What stands behind the count from now on, e.g. the loss."""
+        """Set the figures after the count, for example the loss."""
         self._figures = figures
         if self._bar is not None:
             self._bar.set_postfix(figures, refresh=False)

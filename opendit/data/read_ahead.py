@@ -147,8 +147,8 @@ class ReadAhead:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Which files have been read for so long, and by whom. If nothing moves though none is being read, which worker
-        is stopped; empty if there is progress."""
+        """Name the files that have been read for ``seconds``, and their readers; or, if nothing moves though no file is
+        read, the worker that is stopped. Empty if there is progress."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -292,7 +292,7 @@ class _Failed:
         return _Failed("bug", f"{type(error).__name__}: {text}", row, traceback.format_exc())
 
     def error(self, dataset: MediaDataset) -> Exception:
-        """What the main process raises."""
+        """Return the error that the main process raises."""
         where = "" if self.row is None else f" at {dataset.source(self.row)}"
         text = " ".join(self.text.split())
         if self.kind == "data":

@@ -89,7 +89,7 @@ def _locate(data_path: str) -> Path:
 
 
 def _name_advice(name: str) -> str:
-    """What a name that is no path may have been meant for."""
+    """Guess what a name that is no path was meant for, for an error message."""
     known = name.lower().replace("-", "").replace("_", "")
     if known in ("cifar10", "cifar100", "mnist", "fashionmnist", "stl10", "svhn"):
         return " (a torchvision data set is named by the folder that it was downloaded to)"
@@ -98,7 +98,7 @@ def _name_advice(name: str) -> str:
 
 
 def _file_advice(path: Path) -> str:
-    """What a file is that is no CSV, and what to give in its place."""
+    """Name the kind of a file that is no CSV, and what to give instead."""
     suffix = path.suffix.lower()
     if path.name == INDEX or suffix == ".safetensors":
         return "a file; give the folder of cached latents that it is in"

@@ -58,7 +58,7 @@ def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[f
 
 
 def _attempts(wait: Callable[[float], object] = time.sleep) -> Iterator[bool]:
-    """For each attempt whether it is the last; waits in between."""
+    """Yield, for each attempt, True if it is the last; wait in between."""
     for pause in PAUSES:
         yield False
         wait(pause)

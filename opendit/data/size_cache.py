@@ -1,4 +1,4 @@
-"""What was found out about the media of a data set, kept on this machine: one process makes it, the others map it."""
+"""Keep facts about a data set's media on this machine: one process computes them, the others map them."""
 
 import fcntl
 import json
@@ -45,7 +45,7 @@ class KeptArrays(NamedTuple):
 
 
 def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
-    """What ``make`` returns: made by one process of this machine, once, and mapped by all.
+    """Return ``make()``, which one process of this machine calls once, and whose result all map.
 
     name: of what decides it, a hash. Where nothing can be written, or what was written is damaged, it is made anew.
     """
@@ -65,7 +65,7 @@ def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
 
 
 def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """What ``make`` returns, (rows,): of ``LARGE`` rows and more :func:`kept` under ``name()``."""
+    """Return ``make()``, (rows,); with ``LARGE`` rows or more :func:`kept` under ``name()``."""
     if rows < LARGE:
         return make()
     return kept(name(), lambda: KeptArrays({"array": make()}, {})).arrays["array"]

@@ -90,7 +90,8 @@ def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:
 
 
 def load_empty_caption(content: bytes, max_tokens: int, name: str) -> Embedding:
-    """As :func:`read_empty_caption`, of a file's bytes. Raises ValueError that names it."""
+    """Read an empty caption's embedding from a file's bytes; see :func:`read_empty_caption`. Raises ValueError that
+    names the file."""
     try:
         found = load(content)
         tokens, pooled = found["tokens"], found["pooled"]

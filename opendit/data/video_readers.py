@@ -1,4 +1,4 @@
-"""What decodes clips: torchcodec, decord or PyAV, behind one interface; all give the same pixels.
+"""Decode clips with torchcodec, decord or PyAV, behind one interface; all give the same pixels.
 
 The frames of a file and their number are those that FFmpeg's decoding from the start gives. Each reader has files of
 which it gives others without a word: decord takes no notice of edit lists, of frames that are shown before the key
@@ -371,8 +371,8 @@ class ShownFrames:
 
 
 class TorchCodecReader:
-    """By torchcodec, which needs FFmpeg's shared libraries. It turns frames itself, and neither stretches, mirrors nor
-    crops them."""
+    """Read clips with torchcodec, which needs FFmpeg's shared libraries. It turns frames itself, but neither
+    stretches, mirrors nor crops them."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -410,7 +410,7 @@ class TorchCodecReader:
 
 
 class PyAVReader:
-    """By PyAV, from the key frame before the first frame that is wanted."""
+    """Read clips with PyAV, from the key frame before the first frame that is wanted."""
 
     def __init__(self, name: str, contents: Contents):
         self._file, self._contents = open_container(name), contents
@@ -446,7 +446,7 @@ class PyAVReader:
 
 
 class DecordReader:
-    """By decord, of files whose header says all of their frames: see ``finds``.
+    """Read clips with decord, from files whose header describes all of their frames: see ``finds``.
 
     It takes frames for wider pixels where the bytes of a row, padded for the processor, are a whole number of frame
     widths but not three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64 those 32, 96 or 144
@@ -477,7 +477,7 @@ class DecordReader:
 
     @staticmethod
     def finds(header: ContainerHeader) -> bool:
-        """Whether it is known to find the frames of such files by their numbers."""
+        """Return True if decord is known to find the frames of such files by their numbers."""
         return header.codec == IN_ORDER or (header.track is not None and header.codec in _OF_DECORD)
 
 

@@ -324,8 +324,8 @@ def step_cost(
     sequence_types: tuple[str, ...] | None = None,
     graph: bool = False,
 ) -> StepCost:
-    """Of a rank that trains ``micro_batches`` micro-batches of ``batch`` samples, shared with the ranks of its
-    sequence and tensor groups, a step.
+    """Estimate the cost of a step for a rank that trains ``micro_batches`` micro-batches of ``batch`` samples, shared
+    with the ranks of its sequence and tensor groups.
 
     Args:
         setup: with --reshard and what becomes of gradients settled (``settle_sharding``).

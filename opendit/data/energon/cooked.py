@@ -110,7 +110,7 @@ class CookedDataset(ShardDataset):
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
     def _first(self) -> dict[str, Any]:
-        """What a sample has. Raises ValueError if none of the first is as it must be."""
+        """Return the parts of the first valid sample. Raises ValueError if none of the first ones is valid."""
         reason: BadSample | None = None
         for row in range(min(TRIED, len(self))):
             try:
@@ -200,7 +200,7 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """What is wrong with what a function returned."""
+    """Explain what is wrong with a cooker's result; empty if nothing is."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"

@@ -64,7 +64,7 @@ def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
 
 
 def _place(tar: Path, plan: str, folder: Path) -> Path:
-    """Where the index of a tar is, or is to be."""
+    """Return the path of a tar's index, whether or not it exists yet."""
     beside, state = index_of(tar), os.stat(tar)
     if beside.exists():
         try:

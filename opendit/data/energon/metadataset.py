@@ -24,8 +24,8 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """Which samples of a split are used: of those from ``first`` to before ``last`` (None: the end) the part from
-    ``start`` to ``end``, shares of 1. Its numbers are rounded where Energon's are, and as they are."""
+    """The samples of a split that are used: of samples [first, last) (None: the end) the part from ``start`` to
+    ``end``, shares of 1. Numbers are rounded where and as Energon rounds them."""
 
     start: float = 0.0
     end: float = 1.0
@@ -62,14 +62,14 @@ class Leaf:
 
 
 def is_metadataset(content: Any) -> bool:
-    """Whether a YAML file's content is Energon's rather than a blend of this project."""
+    """Return True if a YAML file's content is Energon's rather than a blend of this project."""
     if not isinstance(content, dict) or "sources" in content:
         return False
     return "splits" in content or str(content.get("__module__", "")).startswith("megatron.energon")
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """What the shares are, and the leaves, of the first of ``splits`` that the file has.
+    """Read the first of ``splits`` that the file has: the meaning of the shares, and the leaves.
 
     Raises ValueError, which begins with ``shown``; NoSuchSplitThere if it has none of them; OSError."""
     return _Reader(shown).file(path, splits)
@@ -199,7 +199,7 @@ class _Reader:
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
-        """What a node takes of its samples, of which ``outer`` takes a part."""
+        """Read the subset of a node's samples, of which ``outer`` takes a part."""
         content = node.get("subset")
         if content is None:
             return outer
@@ -255,7 +255,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """Where in the files a reference stands."""
+    """The place in the files at which a reference stands."""
 
     folder: Path
     split: str

@@ -59,7 +59,7 @@ class PreparedSet:
 
     @property
     def plan(self) -> str:
-        """What an index of its tars says that it was made for."""
+        """Return the hash by which an index of the tars records what it was made for."""
         return hash_parts("energon", repr(self.fields))
 
 
@@ -176,7 +176,7 @@ def _prefixes(name: str, most: int) -> Iterator[str]:
 
 
 def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any]]:
-    """What a dataset.yaml says of a sample's members, and its subflavors."""
+    """Read the members of a sample, and its subflavors, from a dataset.yaml."""
     if not path.exists():
         if cooked:
             return Fields(exact=True, whole=True), {}

@@ -18,7 +18,7 @@ _MOST, _MOST_SHAPES = 256, 4096  # sources, and shapes: domains of permutations 
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Which rows of a data set are whose, and in which proportions they are drawn.
+    """The sources of a data set's rows, and the proportions in which they are drawn.
 
     names: of the sources. ends: (sources,) where each source's rows end; they begin where the one before ends.
     stages: (first step, the weight of every source) in order of step, the first at 0; weights may have any sum, and 0
@@ -55,8 +55,8 @@ class SourceRows:
         return np.bincount(np.searchsorted(self.ends, rows, side="right"), minlength=len(self.ends))
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
-        """Of so many samples drawn of each, {"sources": {name: {"share": of all so far, "epoch": passes over it}}}; a
-        share is None if none was drawn."""
+        """Return fields for the log, {"sources": {name: {"share": of all samples so far, "epoch": passes over it}}}; a
+        share is None if none was drawn. counts: samples drawn of each source."""
         seen, found = int(counts.sum()), {}
         for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
             found[name] = {"share": count / seen if seen else None, "epoch": count / size}
@@ -123,11 +123,11 @@ class BlendSchedule(BatchSchedule):
             self._mixtures.append(Mixture(stages, seed, SOURCES + shape * _MOST))
 
     def _of_cells(self, weights: tuple[Fraction, ...]) -> list[list[Fraction]]:
-        """What every shape of every source weighs."""
+        """Return the weight of every shape of every source."""
         return [[weight * share for share in shares] for weight, shares in zip(weights, self._shares, strict=True)]
 
     def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
-        """How often a micro-batch is of each shape: of shapes of which it takes more samples, as much less often."""
+        """Return the frequency of micro-batches of each shape, lower for shapes of which one takes more samples."""
         of_shapes = [sum(column, Fraction(0)) for column in zip(*table, strict=True)]
         return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
 
@@ -157,7 +157,7 @@ class BlendSchedule(BatchSchedule):
         return int((self._parts.counts(step * self._cut) * self._part).sum())
 
     def log(self, step: int) -> dict[str, Any]:
-        """What :meth:`SourceRows.log` says."""
+        """Return the fields of :meth:`SourceRows.log` for the samples so far."""
         return self.sources.log(self.consumed(step))
 
     def consumed(self, step: int) -> np.ndarray:
@@ -193,7 +193,7 @@ class BlendSchedule(BatchSchedule):
         return steps_of(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of the places from ``start`` to before ``stop`` of all samples of a shape the pool and the place in it."""
+        """Return the pool, and the place in it, of places [start, stop) of all samples of a shape."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers

@@ -12,8 +12,11 @@ _ROWS = 65536  # media assigned at once
 
 @dataclass(frozen=True)
 class TokenSize:
-    """What a token stands for. frames: of latents, in a token of a clip; a picture is one token long. temporal: frames
-    of a clip for each latent frame after the first. side: (height, width) in pixels."""
+    """The pixels that a token stands for.
+
+    frames: of latents, in a token of a clip; a picture is one token long. temporal: frames of a clip for each latent
+    frame after the first. side: (height, width) in pixels.
+    """
 
     frames: int
     temporal: int
@@ -89,7 +92,7 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """For each medium the number of its shape in ``table``, int16; -1 for one that is smaller than all of them.
+    """Return, for each medium, the number of its shape in ``table``, int16; -1 if it is smaller than all of them.
 
     Of the shapes that it need not be enlarged for by more than ``upscale``, and has frames for, those of the largest
     area; of these the longest ones; of these the one that least of it is cropped for.
@@ -116,7 +119,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
 
 
 def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-    """Which share of each medium's pixels its shape shows, (n,): 1 where nothing is cropped. shapes: (n, 3)."""
+    """Return the share of each medium's pixels that its shape shows, (n,): 1 if nothing is cropped. shapes: (n, 3)."""
     sizes, shapes = sizes.astype(np.float64), shapes.astype(np.float64)
     scale = np.maximum(shapes[:, 1] / sizes[:, 1], shapes[:, 2] / sizes[:, 2])
     return shapes[:, 1] * shapes[:, 2] / (scale**2 * sizes[:, 1] * sizes[:, 2])

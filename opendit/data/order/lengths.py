@@ -37,7 +37,7 @@ class Summary(NamedTuple):
 
 
 def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
-    """Of the rows from ``start`` to before ``stop``, one at least, in memory that does not grow with them."""
+    """Summarise rows [start, stop), at least one, in memory that does not grow with them."""
     parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
     found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
     least, most, total = zip(*found, strict=True)

@@ -11,7 +11,7 @@ from opendit.data.order.permutation import permuted
 
 
 class Mixture:
-    """Which component every position of an endless sequence takes, and how many of that component are before it.
+    """Assign a component to every position of an endless sequence, and count those of that component before it.
 
     The sequence is made of blocks. Up to the end of block b component c has been taken floor(b * rate_c) times,
     whatever the rates, so its share is off by less than one there; within a block the order is a keyed permutation.
@@ -43,7 +43,7 @@ class Mixture:
         return np.concatenate(components), np.concatenate(ranks)
 
     def counts(self, position: int) -> np.ndarray:
-        """How many of every component are before ``position``; int64."""
+        """Count the positions of every component before ``position``; int64."""
         number = self._stage(position)
         return self._counts[number] + self._stages[number].counts(position - self._starts[number])
 
@@ -69,7 +69,7 @@ class _Stage:
         self.seed, self.domain, self.in_order = seed, domain, in_order
 
     def before(self, block: int) -> list[int]:
-        """How many of every component are before a block."""
+        """Count the positions of every component before a block."""
         return [block * rate // self.denominator for rate in self.rates]
 
     def block(self, position: int) -> int:

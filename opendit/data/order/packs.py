@@ -1,4 +1,4 @@
-"""Which samples make the packs of a step: a deterministic fold over the order of samples.
+"""Choose the samples of a step's packs, by a deterministic fold over the order of samples.
 
 Samples come in the keyed order of every data set: pass after pass over each source, each pass in another order. The
 fold cuts that order into windows, and a window fills whole steps of packs. What finds no room waits, and is placed
@@ -140,7 +140,7 @@ class PackSchedule(BatchSchedule):
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
-        """How many passes over the data have as many samples as the steps before ``step`` have taken."""
+        """Return the number of complete passes over the data before ``step``, by the count of samples."""
         return self.drawn(step) // self.samples_of_a_pass
 
     def drawn(self, step: int) -> int:
@@ -176,7 +176,7 @@ class PackSchedule(BatchSchedule):
         return found
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """As ``BatchSchedule.seen``; None of several sources, whose epochs :meth:`log` has.
+        """Implement ``BatchSchedule.seen``; None for several sources, whose epochs are in :meth:`log`.
 
         All samples before a place of the order are taken, but for those that wait there and those of the window's
         steps that are still to come.

@@ -19,7 +19,7 @@ ROUNDS = 8
 
 
 def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    """What stands at ``positions`` (n,) int64, all below ``size``, in the permutation of (seed, domain, epoch); int64.
+    """Return the entries at ``positions`` (n,) int64 < ``size`` of the permutation of (seed, domain, epoch); int64.
 
     domain: below 2^32, what the permutation is of; others have independent ones. size: up to 2^61.
     """
@@ -32,8 +32,8 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
 def permuted_each(
     positions: np.ndarray, sizes: np.ndarray, seed: int, domains: np.ndarray, epochs: np.ndarray
 ) -> np.ndarray:
-    """As :func:`permuted`, of a permutation of its own for every position; all (n,) int64. Of few numbers each a call
-    takes as long as one of all together."""
+    """Return the entries of another permutation for every position, see :func:`permuted`; all (n,) int64. Every
+    distinct short permutation costs a call of :func:`permuted`."""
     out, large = np.zeros_like(positions), sizes > SORTED
     out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
     if not large.all():

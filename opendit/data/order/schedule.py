@@ -1,4 +1,4 @@
-"""Which samples a step trains on: a pure function of (seed, step).
+"""Choose the samples that a step trains on: a pure function of (seed, step).
 
 So a run that starts at any step draws the samples that an uninterrupted one draws there, and any number of ranks,
 workers and micro-batches cuts the same global batches into parts. Nothing is carried from one step to the next:
@@ -59,8 +59,8 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """How many parts of one shape each a global batch has, within which the ranks' micro-batches lie; None: all
-        samples are of one shape, or may be of any."""
+        """The number of parts of a global batch that have one shape each and hold the ranks' micro-batches; None: all
+        samples have one shape, or may have any."""
         return None
 
     @property
@@ -99,7 +99,7 @@ class BatchSchedule:
         return self._of_step(step).rows
 
     def ends(self, step: int) -> Sequence[int]:
-        """Where each of the ``global_batch`` units of ``step`` ends among its :meth:`rows`."""
+        """Return the end of each of the ``global_batch`` units of ``step`` among its :meth:`rows`."""
         return self._of_step(step).ends
 
     def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
@@ -113,7 +113,7 @@ class BatchSchedule:
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
-        """What a line of the log after ``step`` steps says of the samples; nothing of one plain source."""
+        """Return the samples' fields for the line of the log after ``step`` steps; none for one plain source."""
         return {}
 
     def seen(self, step: int) -> dict[int, int] | None:
@@ -121,11 +121,11 @@ class BatchSchedule:
         return None
 
     def state(self, step: int) -> dict[str, Any] | None:
-        """What a checkpoint after ``step`` steps must keep to go on; None: nothing, as here."""
+        """Return the state that a checkpoint after ``step`` steps must keep to resume; None: none is needed."""
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Where units are samples: the rows at places of the run, counted over its steps, int64."""
+        """Return the rows at places [start, stop) of the run, counted over its steps, if units are samples; int64."""
         pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
         return pool.rows(np.arange(start, stop))
 
@@ -144,7 +144,7 @@ class BatchSchedule:
         return found[step - steps.start]
 
     def _steps(self, steps: range) -> list[StepRows]:
-        """What some steps draw."""
+        """Return the rows that some steps draw."""
         rows = self.rows_between(steps.start * self.global_batch, steps.stop * self.global_batch)
         ends = range(1, self.global_batch + 1)
         return [StepRows(of_step, ends) for of_step in rows.reshape(-1, self.global_batch).tolist()]

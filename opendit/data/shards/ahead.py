@@ -59,7 +59,7 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """What will be taken next, in this order. What was not taken of the last ones is forgotten."""
+        """Begin to read the ranges that will be taken next, in order. Ranges of earlier calls are forgotten."""
         self._process = os.getpid()  # threads stay behind where a process is forked
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()

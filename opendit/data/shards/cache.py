@@ -28,12 +28,12 @@ class FileCache:
 
     @classmethod
     def of_environment(cls) -> "FileCache":
-        """As OPENDIT_SHARD_CACHE and OPENDIT_SHARD_CACHE_SIZE say. Raises ValueError."""
+        """Make the cache that OPENDIT_SHARD_CACHE and OPENDIT_SHARD_CACHE_SIZE ask for. Raises ValueError."""
         folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
         return cls(folder, read_size(os.environ.get(SIZE) or DEFAULT_SIZE, SIZE))
 
     def path(self, name: str) -> Path:
-        """Where the content of this name is, if it is there."""
+        """Return the path of the content with this name, whether or not it exists."""
         digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
         return self.folder / digest[:2] / digest[2:40]
 

@@ -68,7 +68,7 @@ class IndexedTar:
         return int((self.shapes(use_video) == PICTURE).sum())
 
     def shapes(self, use_video: bool) -> np.ndarray:
-        """Which of the samples are pictures and which clips, a byte each; looked up only where there are both."""
+        """Return a byte for each sample, picture or clip; looked up only if there are both."""
         header = self.index.header
         if self._told(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
@@ -133,7 +133,7 @@ class ShardDataset(PicturesAndClips):
         return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
-        """Which of all samples are pictures and which clips, a byte each; of many, mapped from a file."""
+        """Return a byte for each of all samples, picture or clip; mapped from a file if they are many."""
         if self._kinds is None:
             written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
@@ -189,7 +189,7 @@ class ShardDataset(PicturesAndClips):
             self.store.prefetch(group for row in rows for group in grouped(self._ranges(row)))
 
     def _ranges(self, row: int) -> Iterator[ByteRange]:
-        """Of a sample's medium and caption."""
+        """Yield the byte ranges of a sample's medium and caption."""
         number, _, record = self.find_record(row)
         if not self._is_too_large(number, record):
             yield ByteRange(number, record.medium_at, record.medium_bytes)
@@ -323,7 +323,7 @@ class ShardDataset(PicturesAndClips):
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
     def _contents(self) -> list[str]:
-        """What tells the tars, and the samples of them, apart from others."""
+        """Return texts that identify the tars and their samples."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
             header.sha256 or f"{shard.name} {header.tar_bytes}"
@@ -367,7 +367,7 @@ class ShardDataset(PicturesAndClips):
 
 
 def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
-    """What all tars have; of no captions and no classes one class is made."""
+    """Return the conditioning that all tars have; without captions and classes there is one class."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)

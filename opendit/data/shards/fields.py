@@ -1,4 +1,4 @@
-"""Which members of a sample are its medium, its caption and its class."""
+"""Find the medium, the caption and the class among a sample's members."""
 
 import json
 import re
@@ -17,7 +17,7 @@ Path = tuple[str, ...]  # a member's ending, then keys or numbers inside of its 
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a sample's parts stand; of several places the first that the sample has.
+    """The places of a sample's parts; of several places the first that the sample has counts.
 
     medium: endings of pictures and clips; None: the first member whose ending is one. caption, label: see ``Path``.
     parts: the only endings that are looked at; None: all. exact: endings keep their case, as Energon takes them, where

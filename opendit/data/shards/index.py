@@ -97,7 +97,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What an index says of its tar as a whole.
+    """The header of an index, which describes its tar as a whole.
 
     tar_bytes, sha256: the tar's size and checksum; "" where nobody has read all of it. checked: whether records have
     the CRC-32 of their medium. pictures: how many samples are pictures; the others are clips. conditioning: "text" if
@@ -305,7 +305,7 @@ def check_whole(content: bytes) -> None:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file is there and a whole index."""
+    """Return True if a file exists and is a complete index."""
     try:
         TarIndex(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Which samples of a tar a data set has, where that is not all of them."""
+"""The samples of a tar that a data set has, if it doesn't have all of them."""
 
 from dataclasses import dataclass, field
 

@@ -153,7 +153,7 @@ def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
 
 
 def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] | None:
-    """As ``read_indexes``, of a folder behind an address. Raises ValueError, DataError or OSError."""
+    """Read the indexes of a folder behind an address; see ``read_indexes``. Raises ValueError, DataError or OSError."""
     name = f"{address.rstrip('/')}/{INDEX}"
     content = None if address.lower().endswith(".tar") else remote.read_if_there(name, LATENTS_SIZES.most_bytes)
     return None if content is None else check_indexes(parse_json(content, name), name)
@@ -271,7 +271,7 @@ class TarLatents(CachedLatents, ShardDataset):
         return [(end, (lengths[key], height, width)) for end, key in of]
 
     def _frames(self, key: int) -> int:
-        """Of the latents in the tars of a key: pictures among clips have one, which the index does not say."""
+        """Return the frames of the latents in the tars of a key: pictures among clips have one; no index records it."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():

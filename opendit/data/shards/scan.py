@@ -73,7 +73,7 @@ def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
 
 @dataclass
 class _Rows:
-    """What becomes the index, as it is found."""
+    """The rows of an index while its tar is scanned."""
 
     fields: Fields
     rows: list[tuple[Any, ...]] = field(default_factory=list)

@@ -47,7 +47,7 @@ class LocalTars:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Whether bytes that are damaged can be read anew from elsewhere: no."""
+        """Return True if damaged bytes can be read again from elsewhere: here they can't."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -84,7 +84,7 @@ class LocalTars:
 
 
 def size_problem(name: str, found: int, expected: int) -> str:
-    """What is wrong with a tar of another size than its index says."""
+    """Explain what is wrong with a tar whose size differs from its index's."""
     what = "is truncated" if found < expected else "is not the tar that its index was made of"
     return (
         f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "

@@ -47,8 +47,8 @@ class TarPlan:
 
 
 def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
-    """What a CSV or a folder of pictures holds: the samples, the names of its classes (none of a CSV), and "path: why"
-    of files that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
+    """Return the samples of a CSV or a folder of pictures, the names of its classes (none for a CSV), and "path: why"
+    for files that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
     if os.path.isdir(data_path):
         found = find_pictures(data_path)
         class_names, beside = found.class_names, "cls"
@@ -103,7 +103,7 @@ def _padded(size: int) -> int:
 
 
 def is_done(job: TarPlan) -> bool:
-    """Whether the tar and its index are there. Raises ValueError if they are of another plan."""
+    """Return True if the tar and its index exist. Raises ValueError if they belong to another plan."""
     if not index_of(job.tar).exists():
         return False
     header = TarIndex(index_of(job.tar)).header
@@ -150,7 +150,7 @@ def _blocks(entries: list[Entry]) -> Iterator[bytes]:
 
 
 def member_header(name: str, size: int) -> bytes:
-    """What stands before a member's content: of no owner and time, so that tars depend on contents alone."""
+    """Return a member's header, without owner and time, so that tars depend on their contents alone."""
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.PAX_FORMAT)

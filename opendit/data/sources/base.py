@@ -1,4 +1,4 @@
-"""What a data source is asked for."""
+"""The interface of data sources."""
 
 from dataclasses import dataclass
 from pathlib import Path

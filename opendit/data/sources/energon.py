@@ -61,7 +61,7 @@ def _no_split(asked: Request, error: ValueError) -> ValueError:
 
 
 def _names(leaves: list[Leaf], above: Path) -> list[str]:
-    """Of each leaf one of its own, for the log."""
+    """Give each leaf a unique name, for the log."""
     names: dict[str, None] = {}
     last: dict[str, int] = {}
     for leaf in leaves:
