@@ -207,7 +207,7 @@ def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCT
 
 
 def typed(words: str, one: Priced) -> str:
-    """The flags of a product, in the place of those of a recipe."""
+    """Return the flags of a product, instead of those of a recipe."""
     recomputed = "" if one.candidate.grad_checkpoint else "--no_grad_checkpoint"
     return f"{words} {recomputed} {one.candidate}"
 

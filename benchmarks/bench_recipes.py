@@ -202,7 +202,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[max(1, torch.cuda.device_count())], help="one run each")
     parser.add_argument("--only", nargs="+", metavar="CASE", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--fill", type=float, default=USABLE, help="share of the card that a run may take")
-    parser.add_argument("--batch_size", type=int, help="a GPU, in the place of what fits")
+    parser.add_argument("--batch_size", type=int, help="samples per GPU, instead of as many as fit")
     parser.add_argument("--more", default="", metavar="'--FLAG VALUE'", help="flags of train.py for all cases")
     parser.add_argument("--limit", type=float, default=300, help="seconds a run may take")
     parser.add_argument("--outputs", type=Path, default=Path("outputs/bench_recipes"))

@@ -119,7 +119,7 @@ def compare(old: Path, new: Path, steps: int) -> str | None:
 
 
 def make_pictures(folder: Path) -> None:
-    """Write 64 pictures of several shapes, and a table of their captions that nothing reads as labels."""
+    """Write 64 pictures of several shapes in four class folders."""
     import numpy as np
     from PIL import Image
 

@@ -31,7 +31,7 @@ def is_untouched(lab: Lab, folder: Path) -> None:
 
 
 def planted(folder: Path, name: str, target: Path) -> None:
-    """A link in a folder in the place of what is there."""
+    """Replace a file or folder inside a folder by a link."""
     link = folder / name
     if link.is_dir() and not link.is_symlink():
         link.rename(folder.parent / "set aside")

@@ -210,7 +210,7 @@ class MediaDataset(Dataset[Any]):
         return None
 
     def source_rows(self) -> SourceRows | None:
-        """Whose the rows are, of a data set of several sources; None of any other."""
+        """Return the sources of the rows, for a data set with several sources; None for any other."""
         return None
 
     def shape_keys(self) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""When the frames of a clip are shown, and which of them are read: every so many, or so many a second."""
+"""Choose the frames of a clip to read by the times at which they are shown: every n-th, or n a second."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When the last frame is no longer shown: it counts for as long as the median frame, one alone for nothing."""
+        """The time at which the last frame ends. It lasts as long as the median frame; a single frame takes no time."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))

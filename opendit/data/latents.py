@@ -135,7 +135,7 @@ class LatentDataset(CachedLatents, MediaDataset):
         return self._looked(self.load(row, False))
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
-        """(Where the rows of a shard end, the frames, height and width of their latents)."""
+        """Return, for each shard, (the end of its rows, (frames, height, width) of their latents)."""
         sizes = []
         for first, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             if first < end:

@@ -101,7 +101,7 @@ class _Parts:
 
 
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
-    """(Where it begins, bytes) of the parts of a file of ``size`` bytes that tell of all its frames, and of at least
+    """Return (offset, bytes) of the parts of a file of ``size`` bytes that describe all its frames, and of at least
     the first ``least`` bytes; None for what is no MP4, or keeps tables with its frames, so that all of it is needed.
 
     read: (at, count) -> so many bytes of the file from there."""

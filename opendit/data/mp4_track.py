@@ -190,8 +190,8 @@ def _scale(header: bytes) -> int:
 
 
 def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
-    """(When the frames are shown, rising; each frame's number in this order by its number in the file, or None if the
-    two are the same). Raises ValueError if two are shown at once."""
+    """Return (the rising times at which frames are shown, each frame's number in this order by its number in the file;
+    None if the two are the same). Raises ValueError if two are shown at once."""
     lengths = np.frombuffer(tables[b"stts"], ">u4", offset=8).reshape(-1, 2).astype(np.int64)
     durations = np.repeat(lengths[:, 1], lengths[:, 0])
     times = np.cumsum(durations) - durations

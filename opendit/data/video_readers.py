@@ -85,7 +85,7 @@ class Contents:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
     def timeline(self) -> Timeline:
-        """When the frames are shown; of a file without times as its rate says."""
+        """Return the times at which the frames are shown, by the rate for a file without times."""
         if self.times is None:
             return Timeline(np.arange(self.length) / (self.rate or 1.0))
         return Timeline(self.times * float(self.time_base))
@@ -110,7 +110,7 @@ class Reader(Protocol):
         ...
 
     def timeline(self) -> Timeline:
-        """When the frames are shown."""
+        """Return the times at which the frames are shown."""
         ...
 
     def read(self, indices: Sequence[int]) -> Tensor:

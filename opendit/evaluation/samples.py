@@ -165,7 +165,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
-    """Every digit, of clips in every direction, in the place of the checkpoint's own few captions."""
+    """List captions of every digit, for clips in every direction, instead of the checkpoint's few captions."""
     digits = all_captions(sampling.model.config.is_video)
     assert isinstance(sampling.conditioner, CaptionConditioner)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)

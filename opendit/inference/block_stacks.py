@@ -1,7 +1,7 @@
 """Run the network's blocks in a sampling step: all of them, or fewer with the results of earlier steps ([T], [F] of
 ``opendit.inference.approximations``).
 
-A stack is called in the place of :func:`opendit.models.blocks.run_blocks`. What it keeps between steps lies in memory
+A stack is called instead of :func:`opendit.models.blocks.run_blocks`. What it keeps between steps lies in memory
 that stays where it is, so that recorded steps find it; the memory is of one batch size, and of each evaluation of the
 network in a step (Heun's method has two).
 """

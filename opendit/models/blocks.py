@@ -42,7 +42,7 @@ class Block(nn.Module):
         return self.adaLN_modulation(c, shared)
 
     def keys_values(self, context: Context | None) -> Context | None:
-        """The context with this block's keys and values in the place of the tokens, for a caption that several calls
+        """Return the context with this block's keys and values instead of the tokens, for a caption that several calls
         attend to; as it is, in a block that has no cross-attention."""
         attention = getattr(self, "cross_attn", None)
         if attention is None or context is None:

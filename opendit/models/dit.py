@@ -173,7 +173,7 @@ class DiT(nn.Module):
         varlen: Varlen | None = None,
         sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
     ) -> "DiT":
-        """Puts kernels or a parallel strategy in the place of the torch expressions; returns self.
+        """Replace torch expressions by kernels or by a parallel strategy; return self.
 
         With ``sequence`` (opendit.parallel.sequence) several ranks share every sample: all of them call the model with
         the same arguments, and all get the whole result. Gradients are those of their own tokens, times their number.

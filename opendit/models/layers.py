@@ -101,7 +101,7 @@ def linear_gate_residual(
 
 @dataclass(frozen=True)
 class Kernel:
-    """Something in the place of an operation's torch reference, and what others have to know of it.
+    """A replacement for an operation's torch reference, and what callers have to know about it.
 
     operation: the field of :class:`BlockOps`. switches: what must be on for it. keeps: the activations that it keeps
     for the backward pass, by their names in its operation. takes_projection: it reads the projection's weight itself,

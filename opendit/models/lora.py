@@ -116,7 +116,7 @@ def check_lora(weights: "Weights") -> None:
 
 @torch.no_grad()
 def merge_lora(model: DiT, weights: "Weights") -> None:
-    """W + (alpha / rank) B A in the place of every W, and what was trained whole; ``model`` has the base's weights."""
+    """Return W + (alpha / rank) B A for every W, and the layers trained whole; ``model`` has the base's weights."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     parameters = dict(model.named_parameters())
     for name, value in state.items():

@@ -1,4 +1,4 @@
-"""Who this process is: the device it drives and its place among the others.
+"""Describe this process: the device it drives and its place among the others.
 
 Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and without it (one process).
 """

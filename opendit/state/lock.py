@@ -245,7 +245,7 @@ def _boot() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did; 0 if it is gone or a zombie, None if nobody can say."""
+    """Return the start of a process, in ticks since boot; 0 if it is gone or a zombie, None if it can't be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])

@@ -75,7 +75,7 @@ class Candidate:
         return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
 
     def on(self, flags: TrainConfig) -> TrainConfig:
-        """The flags with these in the place of their own."""
+        """Return the flags with this candidate's values instead of their own."""
         return replace(flags, parallel="flags", **asdict(self))
 
     def __str__(self) -> str:

@@ -264,7 +264,7 @@ class TarLatents(CachedLatents, ShardDataset):
         return self._kinds
 
     def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
-        """(Where the rows of a tar end, the frames, height and width of their latents)."""
+        """Return, for each tar, (the end of its rows, (frames, height, width) of their latents)."""
         lengths = {key: self._frames(key) for key in set(self._keys)}
         height, width = self.sample_shape[-2:]
         of = zip(self.starts[1:].tolist(), self._keys, strict=True)
