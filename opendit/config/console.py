@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import logging
 import os
 import select
 import sys
@@ -17,7 +18,8 @@ def prepare_console() -> None:
     - a character that the encoding of a stream lacks is written as an escape (``\\xe9``);
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
     - a stream that was closed at the start is the null device, so that no file of the program gets its number;
-    - every whole line is written at once, to files too.
+    - every whole line is written at once, to files too;
+    - what the package logs from level INFO on appears on standard output, above a progress bar if there is one.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -31,6 +33,19 @@ def prepare_console() -> None:
             setattr(sys, name, _stream(descriptor, stream.encoding))
         elif hasattr(stream, "reconfigure"):  # somebody else's, such as a test's
             stream.reconfigure(errors="backslashreplace")
+    logger = logging.getLogger("opendit")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _AboveProgressBar) for handler in logger.handlers):
+        logger.addHandler(_AboveProgressBar())
+
+
+class _AboveProgressBar(logging.Handler):
+    """Prints the message of every record; tqdm moves a progress bar out of its way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm  # which most command lines with a mistake need not wait for
+
+        tqdm.write(self.format(record))
 
 
 _commands: list[str] = []  # the running command of ``opendit``

@@ -16,8 +16,9 @@ print("caf\\xe9 \\u6f22 \\udce9 \\U0001f469 end")
 print("caf\\xe9 \\udce9 error", file=sys.stderr)
 for i in range(20000):
     print("line", i)
-from tqdm import tqdm
-tqdm.write("written \\u6f22")
+import logging
+logging.getLogger("opendit.room").debug("not shown")
+logging.getLogger("opendit.room").info("written \\u6f22")
 opened = open(sys.argv[1], "w")
 opened.write(f"{opened.fileno()} went on")
 opened.close()
