@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
     flags = read_flags(SampleConfig, argv)
     stages = Stages("Python, flags")
     with stages("imports"):
-        from opendit.inference.run import run  # torch and the rest, which a wrong flag need not wait for
+        from opendit.sampling.run import run  # torch and the rest, which a wrong flag need not wait for
 
     run(flags, stages)
 

@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 from benchmarks.bench_state import seconds
 from benchmarks.results import append
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from opendit.training.engine import build_model_and_engine
 from opendit.training.prepare import prepare
 

@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 
 from benchmarks.results import append
+from opendit.checkpoint.run_folders import run_folders
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
 from opendit.models import config_from_dict
-from opendit.state.run_folders import run_folders
 from opendit.training.dry_run import CARDS
 from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import GIB, USABLE, estimate, largest_batch, settle_sharding

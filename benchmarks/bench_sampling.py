@@ -27,11 +27,11 @@ from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective
 from opendit.diffusion.guidance import cfg_model
 from opendit.diffusion.sampling import sample_latents
-from opendit.inference.engine import SamplingEngine
 from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, build_model, model_config
+from opendit.sampling.engine import SamplingEngine
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0
 PLAIN = "plain compiled"

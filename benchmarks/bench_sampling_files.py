@@ -5,7 +5,7 @@
 Model and VAE (of Stable Diffusion's shape, in fp16 on a GPU) have random weights. The three variants take turns for
 --trials trials in one process after one batch each that is not counted; the median of a variant's trials counts.
 "latents" draws and keeps nothing; "in turn" decodes a batch, brings it to the host and writes its files before the next
-one is drawn; "beside" is what sample.py does (opendit/inference/output_pipeline.py).
+one is drawn; "beside" is what sample.py does (opendit/sampling/output_pipeline.py).
 """
 
 import argparse
@@ -26,11 +26,11 @@ from benchmarks.random_vae import random_vae
 from benchmarks.results import append
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
-from opendit.inference.engine import SamplingEngine
-from opendit.inference.output import save_one
-from opendit.inference.output_pipeline import OutputPipeline, Writers
-from opendit.inference.run import writer_threads
 from opendit.parallel.mesh import Mesh
+from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.output import save_one
+from opendit.sampling.output_pipeline import OutputPipeline, Writers
+from opendit.sampling.run import writer_threads
 
 
 def make_codec(args, device: torch.device, compiled: bool = False) -> VAECodec:

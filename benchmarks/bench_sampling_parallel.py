@@ -23,12 +23,12 @@ from benchmarks.bench_sampling import SEED, Bench
 from benchmarks.bench_sampling_files import make_codec
 from benchmarks.results import append
 from opendit.encoders.video_vae import FrameCodec
-from opendit.inference.engine import SamplingEngine
-from opendit.inference.output_pipeline import OutputPipeline
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
+from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.output_pipeline import OutputPipeline
 
 
 def main(argv: list[str] | None = None) -> None:

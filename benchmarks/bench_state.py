@@ -22,16 +22,16 @@ from torch import Tensor
 
 from benchmarks.bench_train import Latents
 from benchmarks.results import append
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.config.components import SpeedFlags
 from opendit.config.plugins import PLUGINS
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from opendit.parallel.engines import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from opendit.training.monitor import resident_gib
 from opendit.training.runners import build_runner
 

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.fused_dit import fused_dit
 from benchmarks.plain_dit import PlainDiT, PlainVDiT
 from benchmarks.results import append
+from opendit.checkpoint.ema import EMA
 from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective
 from opendit.diffusion.random import Stream, integers, normal
@@ -40,7 +41,6 @@ from opendit.models import build_model, model_config
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.state.ema import EMA
 from opendit.training.prepare import make_deterministic
 from opendit.training.runners import GRAPH_WARMUP, MicroBatch, build_runner
 

@@ -28,7 +28,7 @@ def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, w
     import torch
 
     try:
-        from opendit.state.ema import EMA
+        from opendit.checkpoint.ema import EMA
     except ImportError:  # before the packages
         from opendit.ema import EMA
     import train

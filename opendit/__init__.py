@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from opendit.config.evaluate import EvaluateConfig as EvaluateConfig
     from opendit.config.train import TrainConfig as TrainConfig
     from opendit.evaluation.program import evaluate as evaluate
-    from opendit.inference.clip import VideoClip as VideoClip
-    from opendit.inference.pipeline import Pipeline as Pipeline
-    from opendit.inference.pipeline import load as load
     from opendit.models.dit import DiT as DiT
     from opendit.models.zoo import build_model as build_model
     from opendit.models.zoo import model_config as model_config
+    from opendit.sampling.clip import VideoClip as VideoClip
+    from opendit.sampling.pipeline import Pipeline as Pipeline
+    from opendit.sampling.pipeline import load as load
 
 __version__ = "0.2.0"
 __all__ = [
@@ -50,8 +50,8 @@ _get, _ = import_when_used(
         "opendit.cli.programs": "train",
         "opendit.config.train": "TrainConfig",
         "opendit.evaluation.program": "evaluate",
-        "opendit.inference.clip": "VideoClip",
-        "opendit.inference.pipeline": "Pipeline load",
+        "opendit.sampling.clip": "VideoClip",
+        "opendit.sampling.pipeline": "Pipeline load",
         "opendit.models.dit": "DiT",
         "opendit.models.zoo": "build_model model_config",
     },

@@ -63,16 +63,16 @@ NOT_RUN = [
     (r"^colossalai run --hostfile", "needs other machines"),
     (r"^colossalai run", "needs fabric, which training does not"),
     (r"--nnodes", "needs other machines"),
-    (r"opendit page|^mkdocs serve", "a server that does not end; tests/inference/page starts it"),
+    (r"opendit page|^mkdocs serve", "a server that does not end; tests/sampling/page starts it"),
     (r"page_screenshot\.py", "needs Chromium and a server"),
     (r"benchmarks[/.]bench_(?!faults\.py --list)", "a benchmark"),
     (r"benchmarks/plot\.py", "draws the repository's own pictures anew"),
     (r"http://host|s3://bucket", "needs a server; tests/data/shards starts one"),
     (r"opendit\.cli\.links", "measures the links between GPUs"),
     (r"--feature_precision tf32", "needs a GPU"),
-    (r"golden retriever", "a line for each kind of model; tests/inference/test_pipeline.py runs such lines"),
+    (r"golden retriever", "a line for each kind of model; tests/sampling/test_pipeline.py runs such lines"),
     (r"SamplingEngine\(model|sequence_parallel\(mesh", "a fragment, of objects that the reader has"),
-    (r"Image\.open\(.000003", "of a picture that the page drew; tests/inference/page reads one"),
+    (r"Image\.open\(.000003", "of a picture that the page drew; tests/sampling/page reads one"),
 ]
 
 # Page -> name that its commands use -> what stands there (scripts/docs_stand_ins.py). What is not listed must be made

@@ -12,12 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From top to bottom; common is below all.
-ROOMS = "cli evaluation training inference state data encoders diffusion parallel kernels models config common".split()
+ROOMS = "cli evaluation training sampling checkpoint data encoders diffusion parallel kernels models config".split()
+ROOMS += ["common"]
+
 PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anything
 
 
-MODULES = "data diffusion encoders fused kernels.attention models state.export".split()
-MODULES += "training.from_flags training.build inference.run inference.engine evaluation.program".split()
+MODULES = "data diffusion encoders fused kernels.attention models checkpoint.export".split()
+MODULES += "training.from_flags training.build sampling.run sampling.engine evaluation.program".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """
 import importlib, os, sys, traceback, torch
@@ -112,15 +114,15 @@ def test_every_room_has_its_floor():
     [
         ("opendit.models.dit", "import torch\nfrom opendit.common.lazy import import_when_used", set()),
         ("opendit.models.dit", "from opendit.kernels.common import f", {"kernels"}),
-        ("opendit.models.dit", "def f():\n    import opendit.state.ema as e", {"state"}),
+        ("opendit.models.dit", "def f():\n    import opendit.checkpoint.ema as e", {"checkpoint"}),
         ("opendit.models.dit", "from opendit import training", {"training"}),
         ("opendit.models.dit", "from ..cli import flags", {"cli"}),
         ("opendit.models.dit", "from . import layers", set()),
         ("opendit.models.dit", "try:\n    x\nexcept ImportError:\n    from opendit.data.base import f", {"data"}),
-        ("opendit.models.dit", "import_when_used(__name__, {'opendit.state.ema': 'EMA'})", {"state"}),
-        ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.state.ema import EMA", {"state"}),
+        ("opendit.models.dit", "import_when_used(__name__, {'opendit.checkpoint.ema': 'EMA'})", {"checkpoint"}),
+        ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.checkpoint.ema import EMA", {"checkpoint"}),
         ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
-        ("opendit.training.build", "from opendit.state import ema\nfrom opendit.models import DiT", set()),
+        ("opendit.training.build", "from opendit.checkpoint import ema\nfrom opendit.models import DiT", set()),
         ("opendit.common.rules", "from opendit.models import DiT", {"models"}),
         ("opendit.cli.command", "from opendit.training import prepare\nfrom opendit.common import rules", set()),
     ],

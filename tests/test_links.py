@@ -17,6 +17,11 @@ import torch
 import preprocess
 import sample
 import train
+from opendit.checkpoint.checkpoint import incomplete, prune, put_in_place, step_folder, tidy
+from opendit.checkpoint.files import point_to, write_manifest
+from opendit.checkpoint.lock import FolderLock, lock_folder
+from opendit.checkpoint.run_folders import WRITTEN as WRITTEN_RUN
+from opendit.checkpoint.weight_files import write_weights
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import LinkRefused, make_folder
 from opendit.common.tensor_files import write_file, write_tensors
@@ -34,23 +39,18 @@ from opendit.evaluation.extract import Features
 from opendit.evaluation.reference import save_features
 from opendit.evaluation.results import Measurement, append_results
 from opendit.evaluation.sweep import write_sweep
-from opendit.inference.clip import VideoClip
-from opendit.inference.output import OutputFolder, save_one, write_npz
-from opendit.inference.parts import Job, Parts
-from opendit.inference.prepare import WRITTEN as WRITTEN_SAMPLES
 from opendit.parallel import hardware
 from opendit.parallel.mesh import Mesh
-from opendit.state.checkpoint import incomplete, prune, put_in_place, step_folder, tidy
-from opendit.state.files import point_to, write_manifest
-from opendit.state.lock import FolderLock, lock_folder
-from opendit.state.run_folders import WRITTEN as WRITTEN_RUN
-from opendit.state.weight_files import write_weights
+from opendit.sampling.clip import VideoClip
+from opendit.sampling.output import OutputFolder, save_one, write_npz
+from opendit.sampling.parts import Job, Parts
+from opendit.sampling.prepare import WRITTEN as WRITTEN_SAMPLES
 from opendit.training.board import Board
 from opendit.training.monitor import keep_up_to
 from opendit.training.profiling import STEPS, WARMUP, StepProfiler
 from opendit.training.validation_plot import LossHistory, draw_losses
 from tests.data.shards.tars import captioned, write_tar
-from tests.inference.small import write as write_weights_of_a_model
+from tests.sampling.small import write as write_weights_of_a_model
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 PIXELS = np.zeros((2, 8, 8, 3), np.uint8)
@@ -305,7 +305,7 @@ def test_a_lock_that_is_a_hard_link_out_of_the_folder(tmp_path, outside):
 @pytest.mark.parametrize("future", [False, True])
 def test_the_file_of_a_locks_removal(future, tmp_path, outside, monkeypatch):
     """It keeps nobody waiting for ever, whatever its time is; a link is refused."""
-    from opendit.state import lock as locking
+    from opendit.checkpoint import lock as locking
 
     def none(*_):
         raise OSError(95, "not supported")

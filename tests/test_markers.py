@@ -57,7 +57,7 @@ def test_what_starts_ranks_is_found(function, starts):
         ("config/test_help.py", plain, [], False, {"fast"}),
         ("cli/test_slow.py", plain, [], False, set()),
         ("config/test_help.py", through_a_helper, [], False, {"ranks"}),
-        ("inference/page/test_x.py", plain, ["visit", "chromium"], False, {"browser"}),
+        ("sampling/page/test_x.py", plain, ["visit", "chromium"], False, {"browser"}),
         ("gpu/test_x.py", through_a_helper, [], False, {"gpu", "ranks"}),
         ("kernels/test_fp8.py", plain, [], True, {"interpreter"}),
         ("training/test_x.py", plain, ["start"], False, {"ranks"}),

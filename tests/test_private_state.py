@@ -19,7 +19,7 @@ KNOWN = {
         "load(copy('t5')).model.config._attn_implementation",
     ],
     # Which arguments an operator of torch writes to, it says nowhere else.
-    "inference/tape.py": ["function._schema"],
+    "sampling/tape.py": ["function._schema"],
 }
 
 

@@ -16,7 +16,7 @@ import opendit
 from opendit.cli.programs import as_given
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
-from tests.inference.small import write
+from tests.sampling.small import write
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = dict(

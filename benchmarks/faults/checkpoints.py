@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.faults.lab import RUN, Lab, add, differing, fault
-from opendit.state.files import MANIFEST, write_manifest
+from opendit.checkpoint.files import MANIFEST, write_manifest
 
 MODEL, AVERAGE, MOMENTS, STATE = "model.safetensors", "ema.safetensors", "optimizer_000.safetensors", "state.json"
 

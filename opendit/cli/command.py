@@ -23,7 +23,7 @@ SCRIPTS = {
 }
 MODULES = {
     "evaluate": ("opendit.evaluation.__main__", "FID and its kin, FVD, CLIP score of a run or of samples"),
-    "page": ("opendit.inference.page.__main__", "draws, shows runs and compares in a browser"),
+    "page": ("opendit.sampling.page.__main__", "draws, shows runs and compares in a browser"),
     "export": ("opendit.export.__main__", "to and from diffusers' and Meta's formats"),
     "links": ("opendit.cli.links", "measures this machine's rates and links, for --parallel auto"),
     "completion": ("opendit.cli.completion", "prints a shell's completion of commands, flags and values"),

@@ -1,6 +1,6 @@
 """JSON files that are compared with a rule before anything of them is used.
 
-Which kinds there are stands where they are written: opendit.state.schema, opendit.data.latents_schema,
+Which kinds there are stands where they are written: opendit.checkpoint.schema, opendit.data.latents_schema,
 opendit.encoders.folder.
 """
 

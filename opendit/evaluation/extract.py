@@ -24,11 +24,11 @@ from opendit.common.safe_files import make_folder
 from opendit.data.progress import Progress
 from opendit.evaluation.media import Media
 from opendit.evaluation.networks import FeatureNetwork
-from opendit.inference.job import pixel_shape, settings_of
-from opendit.inference.parts import Job, PartAssembly, Parts, find, samples_a_part
-from opendit.inference.prepare import SamplingRun
-from opendit.inference.run import draw_missing, drawn_before, writer_threads
 from opendit.parallel.mesh import Mesh
+from opendit.sampling.job import pixel_shape, settings_of
+from opendit.sampling.parts import Job, PartAssembly, Parts, find, samples_a_part
+from opendit.sampling.prepare import SamplingRun
+from opendit.sampling.run import draw_missing, drawn_before, writer_threads
 
 FOLDER = "features"
 AHEAD = 3  # batches that are read while one is computed

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from opendit.checkpoint.lock import lock_folder
 from opendit.common.stages import Stages
 from opendit.config.metrics import DIGITS
 from opendit.data.moving_digits import all_captions
@@ -18,12 +19,11 @@ from opendit.encoders.video_vae import FrameCodec
 from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
-from opendit.inference.given import drawn_without
-from opendit.inference.job import pixel_shape, settings_of
-from opendit.inference.prepare import WRITTEN, SamplingRun, choose, prepare
-from opendit.inference.run import announce
 from opendit.parallel.mesh import Mesh
-from opendit.state.lock import lock_folder
+from opendit.sampling.given import drawn_without
+from opendit.sampling.job import pixel_shape, settings_of
+from opendit.sampling.prepare import WRITTEN, SamplingRun, choose, prepare
+from opendit.sampling.run import announce
 
 if TYPE_CHECKING:
     from opendit.config.evaluate import EvaluateConfig

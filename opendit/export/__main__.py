@@ -83,7 +83,11 @@ def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, g
 
 
 def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int) -> None:
-    from opendit.state.export import export_diffusers, export_meta, import_weights  # torch, which the flags need not
+    from opendit.checkpoint.export import (  # torch, which the flags need not
+        export_diffusers,
+        export_meta,
+        import_weights,
+    )
 
     if to == "diffusers":
         deviation = export_diffusers(ckpt, output, model, vae, most_bytes)

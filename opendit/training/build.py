@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from opendit.checkpoint.checkpoint import folder_name
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.common.records import WriteFailures
 from opendit.data import BatchSchedule
 from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.state.checkpoint import folder_name
-from opendit.state.ema import EMA
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from opendit.training.agenda import Agenda
 from opendit.training.diagnosis import Diagnosis
 from opendit.training.drawing import EMASampler, SampleGrids

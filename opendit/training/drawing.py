@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.ema import EMA
 from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
-from opendit.inference.engine import SamplingEngine
 from opendit.models import Condition, DiT, empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline.forward import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
-from opendit.state.ema import EMA
+from opendit.sampling.engine import SamplingEngine
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions

@@ -2,6 +2,7 @@
 
 import torch
 
+from opendit.checkpoint.first_weights import FirstWeights
 from opendit.models import DiT, empty_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
@@ -10,7 +11,6 @@ from opendit.parallel.engines import Engine, Values, build_engine
 from opendit.parallel.expert import expert_group
 from opendit.parallel.initial import InitialValues
 from opendit.parallel.tensor import allocate, tensor_group
-from opendit.state.first_weights import FirstWeights
 from opendit.training.specification import RunSpecification
 
 

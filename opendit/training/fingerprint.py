@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 
 import opendit
+from opendit.checkpoint.ema import FIRST_WARMUP
+from opendit.checkpoint.tensor_set import files_of
 from opendit.common.hashing import hash_parts
 from opendit.config.flags import flags_of
 from opendit.config.objectives import DESCRIPTIONS
@@ -25,8 +27,6 @@ from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae_folder import vae_folder
-from opendit.state.ema import FIRST_WARMUP
-from opendit.state.tensor_set import files_of
 from opendit.training.specification import RunSpecification
 from opendit.training.validation_data import number_of_losses
 
@@ -235,7 +235,7 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
-    """The warm-up of a checkpoint's averages, as :class:`opendit.state.ema.EMA` takes it. Earlier versions stored
+    """The warm-up of a checkpoint's averages, as :class:`opendit.checkpoint.ema.EMA` takes it. Earlier versions stored
     whether there was one, or nothing, and then had none."""
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value

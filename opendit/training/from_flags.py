@@ -7,6 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+from opendit.checkpoint.checkpoint import Checkpoint
+from opendit.checkpoint.foreign import assumption, infer_config
+from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_newest
+from opendit.checkpoint.tables import table_notes
 from opendit.common.errors import DataError
 from opendit.config.architectures import parse_given, patch_size
 from opendit.config.components import BatchFlags, DataFlags
@@ -29,10 +33,6 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import check_pipeline, idle_stages
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.tensor import check_tensor_parallel
-from opendit.state.checkpoint import Checkpoint
-from opendit.state.foreign import assumption, infer_config
-from opendit.state.pretrained import ALONE, find_weights, read_config, read_newest
-from opendit.state.tables import table_notes
 from opendit.training.memory import Setup
 
 

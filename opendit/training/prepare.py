@@ -8,6 +8,11 @@ from typing import Any, cast
 
 import torch
 
+from opendit.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from opendit.checkpoint.ema import WARMUP
+from opendit.checkpoint.lock import lock_folder
+from opendit.checkpoint.pretrained import read_config, read_info
+from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.plugins import OWN_ATTENTION, PLUGINS
@@ -34,11 +39,6 @@ from opendit.parallel.expert import check_expert_parallel
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
-from opendit.state.checkpoint import Checkpoint, find_checkpoint
-from opendit.state.ema import WARMUP
-from opendit.state.lock import lock_folder
-from opendit.state.pretrained import read_config, read_info
-from opendit.state.run_folders import WRITTEN, new_run_folder
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
 from opendit.training.from_flags import (
     caption_notes,

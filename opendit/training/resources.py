@@ -6,6 +6,10 @@ import os
 from functools import partial
 from typing import cast
 
+from opendit.checkpoint.best import BestCheckpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.whole import most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.plugins import PLUGINS
 from opendit.data import BatchIterator, build_loader
@@ -13,10 +17,6 @@ from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.state.best import BestCheckpoint
-from opendit.state.ema import EMA
-from opendit.state.saving import Checkpoints
-from opendit.state.whole import most_bytes_of_a_host
 from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
 from opendit.training.memory import GIB
 from opendit.training.monitor import Monitor

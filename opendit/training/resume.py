@@ -1,12 +1,12 @@
 """Check the checkpoint that a run resumes from."""
 
+from opendit.checkpoint.checkpoint import Checkpoint
+from opendit.checkpoint.header import compare
+from opendit.checkpoint.pretrained import read_info
+from opendit.checkpoint.tables import table_notes
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.models import DiTConfig, config_from_dict
 from opendit.models.shapes import model_shapes
-from opendit.state.checkpoint import Checkpoint
-from opendit.state.header import compare
-from opendit.state.pretrained import read_info
-from opendit.state.tables import table_notes
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from opendit.checkpoint.checkpoint import Checkpoint
 from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset
@@ -22,7 +23,6 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline.stages import PipelineStages
 from opendit.parallel.sequence import SequenceParallel
-from opendit.state.checkpoint import Checkpoint
 from opendit.training.inputs import Latents
 from opendit.training.memory import Setup
 
@@ -55,7 +55,7 @@ class RunSpecification:
     initial_config: DiTConfig | None  # of the model that these weights are of
     lora: Lora | None
     notes: list[str]
-    ema_warmup: float  # of the averages, see opendit.state.ema.EMA
+    ema_warmup: float  # of the averages, see opendit.checkpoint.ema.EMA
     samples_at_once: int  # of the model's configured size, in a rank's micro-batch, or as many tokens
     validation: MediaDataset | None = None  # what the held-out loss is of
     clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known

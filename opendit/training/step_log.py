@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from opendit.checkpoint.saving import Checkpoints
 from opendit.data import BatchIterator, BatchSchedule
 from opendit.parallel.engines import Engine, StepResult
-from opendit.state.saving import Checkpoints
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
 

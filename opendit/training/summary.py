@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+from opendit.checkpoint.checkpoint import newest_run
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.saving import Checkpoints
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.config.components import BatchFlags
 from opendit.config.console import print_block
@@ -13,9 +16,6 @@ from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.parallel.engines import Engine
 from opendit.parallel.sequence import attention_note
-from opendit.state.checkpoint import newest_run
-from opendit.state.ema import EMA
-from opendit.state.saving import Checkpoints
 from opendit.training.dry_run import describe_recipe
 from opendit.training.history import write_config
 from opendit.training.memory import USABLE, advice, card_memory, describe

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.ema import EMA
 from opendit.data import MediaDataset
 from opendit.data.base import to_pixels
 from opendit.data.loader import read_batches
@@ -16,7 +17,6 @@ from opendit.diffusion.given_frames import draw_given
 from opendit.diffusion.random import Stream, normal
 from opendit.models import Condition
 from opendit.parallel.engines import Engine
-from opendit.state.ema import EMA
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
 from opendit.training.runners import MicroBatch, Runner

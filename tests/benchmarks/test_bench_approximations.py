@@ -12,7 +12,7 @@ from opendit.data.moving_digits import DIRECTIONS
 from opendit.diffusion import FlowObjective
 from opendit.evaluation.frechet import Moments, frechet_distance
 from opendit.evaluation.moving_digits import real_clips
-from tests.inference.small import BYTES, write
+from tests.sampling.small import BYTES, write
 
 SETTINGS = ["steps:3", "taylor:2:1", "first_block:10", "guidance_every:2", "cfg_interval:0.3:5", "fp8"]
 EXACT = Row("exact", 1.0, 4.0, 0.0, 0.95, 2.0)

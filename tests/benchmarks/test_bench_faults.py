@@ -11,8 +11,8 @@ import torch
 from benchmarks.bench_faults import COLUMNS, summary, table, write_csv
 from benchmarks.faults import GROUPS
 from benchmarks.faults.lab import FAULTS, RUN, Fault, Lab, Shared, judge, newest_step, register_all
+from opendit.checkpoint.files import write_manifest
 from opendit.common.tensor_files import write_tensors
-from opendit.state.files import write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("model.safetensors", "ema.safetensors", "optimizer_000.safetensors")

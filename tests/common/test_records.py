@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from opendit.checkpoint.files import damage
 from opendit.common import records
 from opendit.common.records import RecordFile, WriteFailures
-from opendit.state.files import damage
 from opendit.training.board import Board
 from opendit.training.monitor import keep_up_to
-from tests.state.test_checkpoint import ARGV
+from tests.checkpoint.test_checkpoint import ARGV
 
 ROOT = Path(__file__).resolve().parents[2]
 

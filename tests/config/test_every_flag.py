@@ -19,13 +19,13 @@ import opendit.models.__main__ as listing
 import preprocess
 import sample
 import train
+from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config import preprocess as preprocess_flags
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.flags import flags_of, value_of
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
-from opendit.state.pretrained import METADATA_KEY
 
 VALUES = {
     "zero": "0", "minus zero": "-0", "below zero": "-1", "huge": "9" * 30, "longer": "9" * 5000, "1e400": "1e400",
@@ -165,7 +165,7 @@ def place(tmp_path, monkeypatch, no_ranks):
     run = SimpleNamespace(failed_writes=lambda: 0)
     monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext(run))
     monkeypatch.setattr(train, "train", lambda run: None)
-    monkeypatch.setattr("opendit.inference.run.draw", lambda *_: None)
+    monkeypatch.setattr("opendit.sampling.run.draw", lambda *_: None)
     monkeypatch.setattr("opendit.evaluation.program.run", lambda *_: None)
     monkeypatch.setattr(preprocess, "run", lambda *_: None)
     monkeypatch.setattr(export, "convert", lambda *_: None)

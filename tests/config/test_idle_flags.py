@@ -6,12 +6,12 @@ import pytest
 from safetensors.torch import save_file
 
 import sample
+from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.flags import overridden, parse, read_flags
 from opendit.config.recipes import RECIPES
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 from opendit.models import TextConfig, build_model, model_config
-from opendit.state.pretrained import METADATA_KEY
 
 CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
 

@@ -18,7 +18,7 @@ program, sys.argv = sys.argv[1], sys.argv[1:]
 runpy.run_module(program[3:], run_name="__main__") if program.startswith("-m ") else runpy.run_path(program, None,
                                                                                                  "__main__")
 """
-MODULES = ("opendit", "opendit.evaluation", "opendit.export", "opendit.models", "opendit.inference.page",
+MODULES = ("opendit", "opendit.evaluation", "opendit.export", "opendit.models", "opendit.sampling.page",
            "opendit.cli.links", "opendit.cli.completion")  # fmt: skip
 PROGRAMS = ["train.py", "sample.py", "preprocess.py", *(f"-m {name}" for name in MODULES)]
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import train
+from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.flags import overridden, parse
 from opendit.config.recipes import RECIPES
 from opendit.config.train import TrainConfig
@@ -16,7 +17,6 @@ from opendit.data.base import SampleKey
 from opendit.data.mock import MockDataset
 from opendit.models import build_model, config_from_dict, model_config
 from opendit.parallel.engines import build_engine
-from opendit.state.pretrained import METADATA_KEY
 from opendit.training.memory import GIB, Setup, estimate
 
 NAMED = """

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 import sample
 import train
+from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.flags import parse
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
@@ -28,7 +29,6 @@ from opendit.diffusion import (
 from opendit.diffusion.objectives import edm
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import build_model, model_config
-from opendit.state.pretrained import METADATA_KEY
 from tests.training.test_train import QUIET, TINY, log_of
 
 EVERY = [

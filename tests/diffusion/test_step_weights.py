@@ -5,7 +5,7 @@ import torch
 
 from opendit.diffusion import OBJECTIVES, DDPMTrajectory
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.inference.fused_steps import of_network
+from opendit.sampling.fused_steps import of_network
 
 SETTINGS = {
     "ddpm": ("ddpm", {}),

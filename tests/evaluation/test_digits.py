@@ -18,7 +18,7 @@ from opendit.data.digits import digits_split
 from opendit.data.moving_digits import DIRECTIONS, caption
 from opendit.evaluation.digits import asked_of_captions, asked_of_labels, picture_features, train_classifier
 from opendit.evaluation.moving_digits import ClipShape, centred_digits, centres, real_clips
-from tests.inference.small import BYTES, write
+from tests.sampling.small import BYTES, write
 
 SHAPE = ClipShape(4, 6, 12)
 

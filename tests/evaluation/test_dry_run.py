@@ -17,8 +17,8 @@ from opendit.evaluation.program import measure
 from opendit.evaluation.samples import Samples
 from opendit.parallel.mesh import Mesh
 from tests.evaluation.small import pictures
-from tests.inference.small import write
 from tests.ranks import run_ranks
+from tests.sampling.small import write
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,8 @@ from opendit.evaluation.program import measure
 from opendit.evaluation.results import read_results
 from opendit.evaluation.scores import inception_score, kernel_distance
 from tests.evaluation.small import clip_folder, clips, picture, pictures
-from tests.inference.small import BYTES, write
 from tests.ranks import run_ranks
+from tests.sampling.small import BYTES, write
 
 CPU = torch.device("cpu")
 
@@ -342,7 +342,7 @@ def test_a_network_that_gives_nan():
 
 
 def test_two_evaluations_do_not_write_to_one_folder():
-    from opendit.state.lock import FolderLock
+    from opendit.checkpoint.lock import FolderLock
 
     Path("out").mkdir()
     with FolderLock(Path("out"), "--output", "wait"), pytest.raises(ValueError, match="--output: out is in use"):

@@ -14,8 +14,8 @@ import opendit
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.flags import parse
 from opendit.evaluation.results import read_results
-from tests.inference.small import write
 from tests.ranks import run_ranks
+from tests.sampling.small import write
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = dict(ckpt="run.safetensors", features="digits", num_samples=23, metrics=["fid", "accuracy"], intervals=False)

@@ -89,7 +89,7 @@ def fill_file(path: Path, kind: str, step: int = 0) -> None:
 
 def fill_checkpoint(folder: Path, change: Callable[[dict], None] = lambda state: None) -> None:
     """Fill all tensors of a checkpoint, and change its state.json. The pattern names the step, too."""
-    from opendit.state.files import read_manifest, write_manifest
+    from opendit.checkpoint.files import read_manifest, write_manifest
 
     version = json.loads((folder / "manifest.json").read_text())["version"]
     files = read_manifest(folder)
@@ -432,7 +432,7 @@ def make_exported(recorded: dict) -> None:
 
 
 def make_job(recorded: dict) -> None:
-    from opendit.inference.parts import Job, Parts, find
+    from opendit.sampling.parts import Job, Parts, find
 
     with elsewhere("make/job"):
         weights_of("dit", "dit.safetensors")
@@ -457,7 +457,7 @@ def make_job(recorded: dict) -> None:
 
 
 def make_evaluation(recorded: dict) -> None:
-    from opendit.inference.parts import Job, Parts, find
+    from opendit.sampling.parts import Job, Parts, find
     from tests.evaluation import small
 
     with elsewhere("make/evaluation"):

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from opendit.checkpoint.pretrained import read_newest
 from opendit.parallel.mesh import Mesh
-from opendit.state.pretrained import read_newest
 from opendit.training.engine import build_model_and_engine
 from tests.ranks import run_ranks
 from tests.training.test_first_weights import CASES, LARGE, WIDE, built, digest, expected, specification, stored

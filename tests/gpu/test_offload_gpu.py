@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.config.components import SpeedFlags
 from opendit.config.plugins import OFFLOAD
 from opendit.kernels.averages import SeparateAverages
@@ -19,10 +23,6 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
-from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from opendit.training.memory import Setup, estimate
 from opendit.training.prepare import make_deterministic
 from opendit.training.runners import build_runner

@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import opendit.inference.run as inference
+import opendit.sampling.run as inference
 import sample
+from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.encoders.video_vae import FrameCodec
-from opendit.inference import parts as parts_module
-from opendit.inference.job import tensors_digest
-from opendit.inference.output_pipeline import OutputPipeline
-from opendit.inference.parts import FOLDER
 from opendit.models import DiT, model_config
-from opendit.state.pretrained import METADATA_KEY
+from opendit.sampling import parts as parts_module
+from opendit.sampling.job import tensors_digest
+from opendit.sampling.output_pipeline import OutputPipeline
+from opendit.sampling.parts import FOLDER
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 

@@ -6,8 +6,8 @@ import torch
 
 import opendit
 import sample
-from tests.inference.small import BYTES, write
-from tests.inference.test_pipeline import pixels
+from tests.sampling.small import BYTES, write
+from tests.sampling.test_pipeline import pixels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KERNELS = "--enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn"

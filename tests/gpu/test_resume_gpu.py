@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from tests.checkpoint.test_resume import ARGV, assert_same_bits, losses, run_of, trainings
 from tests.encoders.test_vae import small_vae
 from tests.ranks import run_ranks
-from tests.state.test_resume import ARGV, assert_same_bits, losses, run_of, trainings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HALF, WHOLE = 30, 80

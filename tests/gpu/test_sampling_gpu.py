@@ -7,18 +7,18 @@ import torch.nn.functional as F
 from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
-from opendit.inference import sampling_loop
-from opendit.inference.engine import SamplingEngine
 from opendit.kernels import fp8_inference
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
 from opendit.models.layers import Projection
-from tests.inference.test_engine import conditions
+from opendit.sampling import sampling_loop
+from opendit.sampling.engine import SamplingEngine
 from tests.kernels import test_sampling_step as ends
 from tests.kernels import test_short_attention as short
 from tests.models.test_dit import randomised
+from tests.sampling.test_engine import conditions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 PICTURE = {"input_size": (16, 16), "patch_size": 2, "in_channels": 4, "hidden_size": 144, "depth": 3, "num_heads": 2}

@@ -6,7 +6,6 @@ import torch
 
 from opendit.config.components import SpeedFlags
 from opendit.diffusion import DDPMObjective
-from opendit.inference.engine import SamplingEngine
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
 from opendit.parallel.guidance import SharedBatch, make_replicas
@@ -14,6 +13,7 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import divide, tensor_group
+from opendit.sampling.engine import SamplingEngine
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 

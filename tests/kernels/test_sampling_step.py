@@ -7,12 +7,12 @@ import torch
 
 from opendit.diffusion import DDPMObjective, EDMObjective
 from opendit.diffusion.sampling import sample_latents
-from opendit.inference.engine import SamplingEngine
 from opendit.kernels.embed_patches import embed_patches, embed_patches_reference
 from opendit.kernels.guided_update import guided_update, guided_update_reference, unpatchify_reference
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.kernels.step_rows import gather_rows, take_step, take_step_reference
 from opendit.models import DiTConfig, VDiTConfig, build_model
+from opendit.sampling.engine import SamplingEngine
 from tests.models.test_dit import randomised
 
 DEVICE = "cpu"

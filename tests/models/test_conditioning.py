@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from opendit.checkpoint.pretrained import load_state
 from opendit.models import (
     DiTConfig,
     TextCondition,
@@ -15,7 +16,6 @@ from opendit.models import (
 )
 from opendit.models.attention import CrossAttention, masked_attention
 from opendit.models.conditioning import CaptionEmbedder, masked_mean
-from opendit.state.pretrained import load_state
 from tests.models.test_dit import randomised
 from tests.models.test_vdit import text_batch
 

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.plain_dit import Block, PlainVDiT, modulate
+from opendit.checkpoint.foreign import infer_config
 from opendit.config.architectures import SIZES
 from opendit.models import (
     DiTConfig,
@@ -26,7 +27,6 @@ from opendit.models import (
     model_config,
     patch_size,
 )
-from opendit.state.foreign import infer_config
 from tests.models.test_dit import randomised
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 import train
+from tests.checkpoint.test_checkpoint import ARGV
 from tests.ranks import free_port
-from tests.state.test_checkpoint import ARGV
 
 # ------------------------------------------------------------------------------------------ the environment
 

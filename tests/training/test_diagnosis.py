@@ -7,7 +7,7 @@ import pytest
 
 from opendit.training import build as building
 from opendit.training.inputs import Inputs
-from tests.state.test_checkpoint import ARGV
+from tests.checkpoint.test_checkpoint import ARGV
 from tests.training.programs import LONG, after
 
 # ------------------------------------------------------------------------------------------ what the log says

@@ -16,7 +16,7 @@ import opendit.training.prepare
 from opendit.data.digits import DigitsDataset
 from opendit.training.inputs import Inputs
 from opendit.training.monitor import Monitor
-from tests.state.test_checkpoint import steps_in
+from tests.checkpoint.test_checkpoint import steps_in
 from tests.training.programs import LONG, ROOT, SOON, after
 
 # ------------------------------------------------------------------------------------------ one rank's error

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import opendit.state.shards
-import opendit.state.whole
+import opendit.checkpoint.shards
+import opendit.checkpoint.whole
 import train
-from opendit.state.checkpoint import read_state
-from opendit.state.files import damage
+from opendit.checkpoint.checkpoint import read_state
+from opendit.checkpoint.files import damage
 from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
+from tests.checkpoint.test_checkpoint import ARGV, run_to, steps_in
+from tests.checkpoint.test_resume import assert_same_bits
 from tests.ranks import context, free_port, run_ranks, several_programs
-from tests.state.test_checkpoint import ARGV, run_to, steps_in
-from tests.state.test_resume import assert_same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -99,7 +99,7 @@ def one_rank_fails(mesh, outputs: str) -> list[int | None]:
 
 
 def fails_at_step_1(mesh, outputs: Path, kind: str) -> int | None:
-    module = opendit.state.whole if kind == "whole" else opendit.state.shards
+    module = opendit.checkpoint.whole if kind == "whole" else opendit.checkpoint.shards
     write = module.write_tensors
 
     def full_at_step_1(path, *args, **options):

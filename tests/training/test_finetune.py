@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 import sample
 import train
+from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.kernels import operations
 from opendit.kernels.operations import MODULATE, NORM, SPLIT
 from opendit.models import DiT, TextConfig, build_model, encode_bytes, model_config
@@ -24,12 +25,11 @@ from opendit.models.lora import A, B, Lora, add_lora, merge_lora, targets
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
-from opendit.state.pretrained import METADATA_KEY, load_pretrained
+from tests.checkpoint.test_resume import assert_same_bits, losses, run_of, trainings
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.ranks import run_ranks
-from tests.state.test_resume import assert_same_bits, losses, run_of, trainings
 
 SIZES = dict(input_size=(8, 8), in_channels=2)
 TRAIN = "--model DiT-Ti/2 --image_size 8 --vae none --num_workers 0 --log_every 1 --lr 1e-2 --batch_size 4".split()

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from opendit.checkpoint.index import ShardedTensor, ShardIndex, index_text, shard_file
+from opendit.checkpoint.pretrained import METADATA_KEY, read_newest
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiTConfig, TextConfig, build_model, model_config
 from opendit.models.attention import local_attention
@@ -23,8 +25,6 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import Engine
 from opendit.parallel.layout import Layout, dim_cut
 from opendit.parallel.mesh import Mesh
-from opendit.state.index import ShardedTensor, ShardIndex, index_text, shard_file
-from opendit.state.pretrained import METADATA_KEY, read_newest
 from opendit.training.engine import build_model_and_engine
 from tests.first_weights import taken_over
 from tests.memory import peak_bytes

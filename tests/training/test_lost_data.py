@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from opendit.data import BatchIterator, DataError
+from tests.checkpoint.test_checkpoint import run_to, steps_in
+from tests.checkpoint.test_resume import assert_same_bits
 from tests.data.shards.test_remote import server  # noqa: F401
 from tests.ranks import run_ranks, several_programs
-from tests.state.test_checkpoint import run_to, steps_in
-from tests.state.test_resume import assert_same_bits
 
 SAVE_LAST = "--ckpt_every", "100"
 FOLDER = Path("000-DiT-Ti-2", "checkpoints")

@@ -27,8 +27,8 @@ CAPTIONS = DiTConfig((16, 16), 2, 2, 96, 4, 3, text=TextConfig("t5", 8, 16, cros
 
 def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tuple[dict[str, int], int]:
     """What a rank really holds of each state, and the gradients after a backward pass; ``rank``: of LoRA."""
+    from opendit.checkpoint.ema import EMA
     from opendit.parallel.engines import build_engine
-    from opendit.state.ema import EMA
 
     model = randomised(DiT(LABELS))
     if rank is not None:

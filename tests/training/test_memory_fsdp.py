@@ -56,7 +56,7 @@ def engine_of(mesh: Mesh, precision: str, sharding: Sharding, accumulation: int 
 def states_held(mesh: Mesh, cases: list[tuple]) -> list[tuple[dict[str, int], int]]:
     """Of every case (replicate, precision, rank of LoRA) the bytes of each state, and of gradients after a step's
     backward pass."""
-    from opendit.state.ema import EMA
+    from opendit.checkpoint.ema import EMA
 
     found = []
     for replicate, precision, rank in cases:

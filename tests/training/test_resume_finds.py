@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
+from opendit.checkpoint.checkpoint import find_checkpoint, newest_checkpoint, prune, put_in_place
+from opendit.checkpoint.files import checkpoints_in, damage, read_manifest, write_manifest
+from opendit.checkpoint.pretrained import find_weights, read_newest
 from opendit.parallel.mesh import Mesh
-from opendit.state.checkpoint import find_checkpoint, newest_checkpoint, prune, put_in_place
-from opendit.state.files import checkpoints_in, damage, read_manifest, write_manifest
-from opendit.state.pretrained import find_weights, read_newest
 from tests.ranks import run_ranks
 
 ARGV = (

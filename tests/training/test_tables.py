@@ -12,14 +12,14 @@ from torch import Tensor
 
 import sample
 import train
+from opendit.checkpoint.pretrained import load_pretrained
+from opendit.checkpoint.tables import other_tables
 from opendit.export.__main__ import main as export
 from opendit.models import DiTConfig, TextConfig, VDiTConfig, build_model
 from opendit.models.zoo import empty_model
-from opendit.state.pretrained import load_pretrained
-from opendit.state.tables import other_tables
+from tests.checkpoint.test_resume import assert_same_bits
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised
-from tests.state.test_resume import assert_same_bits
 from tests.training.test_resume_finds import list_anew
 
 COMMON = (

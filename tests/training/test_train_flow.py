@@ -9,12 +9,12 @@ from safetensors import safe_open
 
 import sample
 import train
+from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.models import build_model, model_config
-from opendit.state.pretrained import METADATA_KEY
 from tests.ranks import run_ranks
 from tests.training.test_train import QUIET, TINY, log_of, start
 

@@ -78,7 +78,7 @@ class FSDPPlugin(Plugin):
         return True
 
     def control_checkpoint_io(self) -> bool:
-        return False  # opendit/state writes checkpoints, whatever the plugin
+        return False  # opendit/checkpoint writes checkpoints, whatever the plugin
 
     def supported_devices(self) -> list[str]:
         return ["cuda", "cpu"]
@@ -93,7 +93,7 @@ class FSDPPlugin(Plugin):
         return False  # opendit/models/lora.py adds it before
 
     def get_checkpoint_io(self) -> NoReturn:
-        raise NotImplementedError("checkpoints are written by opendit.state")
+        raise NotImplementedError("checkpoints are written by opendit.checkpoint")
 
     def no_sync(self, model: Any, optimizer: Any) -> NoReturn:
         raise NotImplementedError("the engine's micro_batch() steers reductions")

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA, WARMUP
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.config.plugins import OFFLOAD
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.mesh import Mesh
-from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA, WARMUP
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from tests.parallel.engines.test_engines import BETAS, CLIP, LR, loss_of
 from tests.parallel.engines.test_fsdp import build_model
 from tests.ranks import run_ranks

@@ -7,6 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.models import build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine
@@ -16,10 +20,6 @@ from opendit.parallel.pipeline.stages import mesh_stages
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import tensor_group
-from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by

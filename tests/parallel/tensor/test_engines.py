@@ -6,6 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.saving import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig, build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
@@ -15,10 +19,6 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import tensor_group
-from opendit.state.checkpoint import find_checkpoint
-from opendit.state.ema import EMA
-from opendit.state.loading import load_checkpoint
-from opendit.state.saving import Checkpoints
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.parallel.tensor.models import MODELS

@@ -1,0 +1,377 @@
+"""Weights in: our safetensors (the configuration is inside), whole or in several files, Meta's .pt files, and
+diffusers' DiTPipeline folders."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from opendit.checkpoint.diffusers_folder import PIPELINE_INDEX, read_pipeline
+from opendit.checkpoint.files import MANIFEST, checkpoints_in, damage, intact_before, named_checkpoint, not_finite
+from opendit.checkpoint.first_weights import FirstWeights, read_shard
+from opendit.checkpoint.foreign import infer_config
+from opendit.checkpoint.header import check_shapes, check_size, compare
+from opendit.checkpoint.pickled import read_pickled
+from opendit.checkpoint.schema import checked_metadata
+from opendit.checkpoint.tables import table_notes
+from opendit.checkpoint.tensor_set import TensorSet, files_of, is_set, open_set
+from opendit.common.background import Background
+from opendit.config.architectures import canonical_name
+from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
+from opendit.models.adapt import adapt, check_same_blocks
+from opendit.models.dit import DiT, DiTConfig
+from opendit.models.lora import check_lora, merge_lora
+from opendit.models.weights import Weights
+from opendit.models.zoo import empty_model
+from opendit.parallel.control_group import ControlGroup
+from opendit.parallel.initial import InitialValues
+from opendit.parallel.layout import Layout
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.tensor import divide, layout_of, tensor_group
+
+METADATA_KEY = "opendit"
+ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+T = TypeVar("T")
+
+
+def find_weights(path: str | Path, which: str = "ema") -> Path:
+    """The file that stands for the weights of a path: a file, a folder with some, a checkpoint folder, a run folder
+    (its newest checkpoint), or a folder of diffusers' DiTPipeline. That is a .safetensors or .pt file, the index of
+    several, or the pipeline's model_index.json.
+
+    A file that a checkpoint has lost is returned too: :func:`read_weights` says what to do about it.
+
+    Raises:
+        FileNotFoundError: nothing of the kind is there; the message says what was looked for.
+        ValueError: it is a ``latest`` or ``best`` that leads elsewhere than to a checkpoint beside it.
+    """
+    path = named_checkpoint(Path(path))
+    if path.is_file():
+        return path
+    newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
+    for folder in (newest, path):
+        file = weights_in(folder, which)
+        if file.is_file() or (folder / MANIFEST).is_file() or folder != path:
+            return file
+    if len(indices := list(path.glob(f"*{PARTS}"))) == 1:
+        return indices[0]
+    if (path / PIPELINE_INDEX).is_file():
+        return path / PIPELINE_INDEX
+    raise FileNotFoundError(
+        f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
+        f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers' DiTPipeline"
+    )
+
+
+def _elsewhere(folder: Path) -> str | None:
+    """Explain a ``latest`` that leads elsewhere than to a checkpoint beside it; None if it doesn't."""
+    try:
+        named_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def weights_in(folder: Path, which: str) -> Path:
+    """The file of a checkpoint that stands for one of its sets of weights, or that should: where there is none, the
+    index of shards if there are some, else that of whole tensors."""
+    names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
+    missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
+    return folder / next((name for name in names if (folder / name).is_file()), which + missing)
+
+
+def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
+    """The weights of a path as :func:`find_weights` takes it; with ``notes``, of a run folder those of its newest
+    intact checkpoint. Where that is not the newest, a line in ``notes`` says why: it must be shown.
+
+    mesh: ranks that all call this; they share the work of verifying, and find the same.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint; on every rank.
+    """
+    return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
+
+
+def use_newest(
+    path: str | Path, which: str, notes: list[str] | None, group: ControlGroup, use: Callable[[Weights], T]
+) -> T:
+    """Return ``use(weights)`` for the weights that :func:`read_newest` finds.
+
+    ``use`` runs while the weights are being verified, perhaps for several checkpoints in turn. Its results and errors
+    for damaged weights are dropped."""
+    folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
+    if not folders or notes is None:
+        return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
+    for folder in folders:
+        problem, made = _elsewhere(folder), None
+        if problem is None:
+            problem, made = _use(weights_in(folder, which), group, use)
+        if problem:
+            damaged.append(problem)
+            continue
+        if damaged:
+            notes.append(f"{'; '.join(damaged)}; taken is {folder}, the newest that is intact")
+        return cast(T, made)  # None only beside a problem
+    raise ValueError(f"{path} has no intact checkpoint: {'; '.join(damaged)}")
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """Read and check (opendit.checkpoint.schema) the metadata of one of our safetensors files, without its weights; {}
+    for other files. Raises ValueError with one line that names the file and the field."""
+    if not is_set(path):
+        return {}
+    with open_set(path) as tensors:
+        return _info(tensors)
+
+
+def _info(tensors: TensorSet) -> dict[str, Any]:
+    text = tensors.metadata.get(METADATA_KEY)
+    return {} if text is None else checked_metadata(text, tensors.path)
+
+
+def read_config(path: Path) -> DiTConfig | None:
+    """The configuration in one of our safetensors files, without reading its weights; None for other files and for one
+    that can't be read, of which :func:`read_weights` says more."""
+    try:
+        return Weights({}, path, read_info(path)).config
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
+    """The weights that a file stands for, verified if it is a checkpoint's; its header must be that of the model that
+    it says it holds. They stay in the file until they are asked for. No code in a file is run
+    (opendit.checkpoint.pickled).
+
+    group: of ranks that all call this, and share the work of verifying.
+
+    Raises:
+        ValueError: the file is damaged, can't be read, holds another model than it says, no state dict, or weights that
+            are not finite; on every rank.
+    """
+    return _use_intact(path, group or ControlGroup(ALONE), lambda weights: weights)
+
+
+def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
+    """Call :func:`_use`, and raise ValueError for damaged weights, naming the newest earlier ones that are intact."""
+    problem, made = _use(path, group, use)
+    if problem is None:
+        return cast(T, made)  # None only beside a problem
+
+    def fix() -> str:
+        which = path.name.removesuffix(SHARDS).removesuffix(WHOLE)
+        earlier = intact_before(path.parent, lambda folder: _damage(weights_in(folder, which), ControlGroup(ALONE)))
+        return f"take {earlier}, whose weights are intact" if earlier else "take another checkpoint"
+
+    raise ValueError(f"{problem}; {group.gather(fix() if group.mesh.is_main else None)[0]}")
+
+
+def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
+    """(None, what ``use`` makes of a file's weights), or (what is wrong with them by their manifest, None). Checksums
+    are computed in a thread beside ``use``: SHA-256 of DiT-XL/2 takes as long as bringing it to a GPU."""
+    made, error, mesh = None, None, group.mesh
+    checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
+    try:
+        made = use(_read_part(path, mesh.rank, mesh.world_size))
+    except Exception as raised:  # damaged weights may be the reason
+        error = raised
+    if problem := next(filter(None, group.gather(checking.result())), None):
+        return problem, None
+
+    def settle() -> T | None:
+        if error is not None:
+            raise error
+        return made
+
+    return None, group.together(settle, ValueError, OSError)
+
+
+def _damage(path: Path, group: ControlGroup) -> str | None:
+    """Verify weights by the manifest beside their file, and describe the damage, the same on every rank; None if they
+    are intact or have no manifest."""
+    return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
+
+
+def _damaged_part(path: Path, part: int, parts: int) -> str | None:
+    if not is_set(path) or (path.is_file() and not (path.parent / MANIFEST).is_file()):
+        return None
+    if problem := damage(path.parent, part, parts, only=[path.name]):
+        return problem
+    try:
+        if problem := damage(path.parent, part, parts, only=files_of(path)):
+            return problem
+        if path.name.endswith(SHARDS):
+            with open_set(path) as tensors:
+                tensors.check_files(part, parts)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _read_part(path: Path, part: int, parts: int) -> Weights:
+    """The weights, of which this share is checked."""
+    if path.name == PIPELINE_INDEX:
+        return refuse_unless_finite(read_pipeline(path.parent), part, parts)
+    if not is_set(path):
+        state, num_classes = read_pickled(path)
+        return refuse_unless_finite(Weights(state, path, num_classes=num_classes), part, parts)
+    tensors = open_set(path)
+    tensors.check_floats()
+    tensors.check_files(part, parts)
+    weights = Weights(tensors, path, _info(tensors))
+    if weights.config is not None and "lora" not in weights.info:
+        check_shapes(weights.config, tensors.shapes, path)
+    return refuse_unless_finite(weights, part, parts)
+
+
+def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
+    """The same weights. Raises ValueError, naming the file and the tensor, if one of this share of them holds a NaN or
+    an infinity."""
+    state = weights.state
+    tensors = state.as_stored(part, parts) if isinstance(state, TensorSet) else list(state.items())[part::parts]
+    if name := next((name for name, tensor in tensors if not_finite({name: tensor})), None):
+        raise ValueError(
+            f"{weights.path}: {name} holds values that are not finite (NaN or infinity); take an earlier checkpoint"
+        )
+    return weights
+
+
+def load_state(
+    model: DiT,
+    weights: Weights,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    layout: Layout | None = None,
+) -> None:
+    """Strictly loads weights into a model. A parameter on the meta device gets memory on ``device``, in ``dtype``.
+    Buffers, which are fixed tables, must be in the file and stay as they are computed (see ``DiTConfig.tables``).
+    layout: of a model that has parts of its parameters, which alone are read of the files.
+    Raises ValueError naming the first differences."""
+    own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()} | (layout.shapes if layout else {})
+    compare(shapes, weights.shapes, weights.path)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            shard = shards.get(name)
+            stored = weights.state[name] if shard is None else read_shard(weights.state, name, shard)
+            if not tensor.is_meta:
+                tensor.copy_(stored)
+                continue
+            # From the mapped file to the device as it is, and cast there. The file's own memory, which others could
+            # change, is not taken.
+            there = stored.to(device)
+            made = there.to(dtype, copy=there is stored)
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(made, tensor.requires_grad))
+
+
+def load_pretrained(
+    path: str | Path,
+    name: str | None = None,
+    which: str = "ema",
+    lora: str | Path | None = None,
+    num_classes: int | None = None,
+    notes: list[str] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    mesh: Mesh = ALONE,
+) -> tuple[DiT, Weights]:
+    """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``. It is on ``device`` as
+    ``DiT.place`` puts it there, its weights in ``dtype``.
+
+    A checkpoint of --lora brings its base's weights and is merged into them; ``lora`` is one, to be merged into those
+    of ``path``. What it says of itself (classes, size, objective) holds for the model then. ``num_classes``: of a file
+    that does not say (see :func:`infer_config`).
+
+    ``notes`` takes what :func:`read_newest` says, and which fixed tables of the files are not used. ``stage(name)`` is
+    the context of a part of the work. ``mesh``: where ranks of it divide layers, the model has this rank's part of
+    every one (opendit.parallel.tensor).
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, unreadable, or another model.
+    """
+    says_itself = f"--num_classes {num_classes}: {lora or path} says itself what it draws; leave the flag out"
+    if lora is not None:
+        if num_classes is not None:
+            raise ValueError(says_itself)
+        added = read_newest(lora, which, notes)
+        if "lora" not in added.info:
+            raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
+        model, weights = _with_lora(read_newest(path, which, notes), added, name, notes)
+        _divide(model, mesh)
+        return model.place(device, dtype), weights
+
+    def made(weights: Weights) -> tuple[DiT, Weights]:
+        if num_classes is not None and "config" in weights.info:
+            raise ValueError(says_itself)
+        if "lora" in weights.info:
+            model, weights = _with_lora(_base_of(weights), weights, name, notes)
+            _divide(model, mesh)
+            return model.place(device, dtype), weights
+        config = weights.config
+        if config is None:
+            if name is None:
+                raise ValueError(f"{weights.path} does not say which model it is; name it with --model, e.g. DiT-XL/2")
+            weights.num_classes = num_classes or weights.num_classes
+            config = infer_config(weights.state, name, weights.path, weights.num_classes)
+        else:
+            check_name(weights, name)
+        with stage("model: built"):
+            model = empty_model(config, parameters=False)
+            layout = _divide(model, mesh)
+        with stage("model: weights to the device"):
+            load_state(model, weights, device, dtype, layout)
+            return model.place(device, dtype), weights
+
+    with stage("checkpoint: found and verified"):
+        model, weights = use_newest(path, which, notes, ControlGroup(ALONE), made)
+    if notes is not None:
+        notes += table_notes(model.config, weights.state, weights.path)
+    return model, weights
+
+
+def _divide(model: DiT, mesh: Mesh) -> Layout | None:
+    """Leaves this rank its part of every layer, where ranks divide them; where the parts are."""
+    if mesh.tp_size == 1:
+        return None
+    group = tensor_group(mesh)
+    assert group is not None
+    divide(model, group)
+    return layout_of(model, mesh)
+
+
+def check_name(weights: Weights, name: str | None) -> None:
+    """Raises ValueError if weights that say which model they are are of another one than ``name``."""
+    if name is not None and weights.info["model"] != canonical_name(name):
+        raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of {name}; give its --model")
+
+
+def _base_of(added: Weights) -> Weights:
+    """The weights that a checkpoint of --lora adds to."""
+    base = Path(added.info["lora"]["base"])
+    if not base.is_file():
+        raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
+    return read_weights(base)
+
+
+def _with_lora(
+    weights: Weights, added: Weights, name: str | None, notes: list[str] | None = None
+) -> tuple[DiT, Weights]:
+    check_name(added, name)
+    assert added.config is not None  # whatever has "lora" has one
+    check_size(added.config, weights.shapes | added.shapes, added.path)
+    check_lora(added)
+    found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)
+    check_same_blocks(found, added.config, weights.path)
+    if notes is not None:
+        notes += table_notes(found, weights.state, weights.path)
+    model = empty_model(added.config)
+    initial = InitialValues(model, seed=0)  # of what is new, which was trained too
+    start = adapt(model, weights, found, added.info.get("class_names") or (), fresh=initial.whole)
+    FirstWeights(start, weights.state, initial).fill(model)
+    merge_lora(model, added)
+    return model, added

@@ -1,0 +1,194 @@
+"""Steps of samplers that are sums with weights, in few kernels: the network's blocks, and one kernel at either end.
+
+    take_step        every sample's rows of the tables
+    embed_patches    the sampler's x to tokens, of both halves of guidance
+    ...              the network
+    guided_update    its last layer's output to guidance, the sampler's update and the next x
+
+It is ``guidance.cfg_model`` and the sampler's own ``advance`` by the weights that the sampler states
+(``Sampler.weights``), and draws the same up to the rounding of fp32. What every sample takes of a step lies in static
+memory, as ``SamplingLoop`` has it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion import Objective
+from opendit.diffusion.samplers.base import Sampler, StepWeights
+from opendit.kernels import embed_patches as embedding
+from opendit.kernels import guided_update as updating
+from opendit.kernels import step_rows
+from opendit.kernels.common import kernels_available
+from opendit.models import DiT
+from opendit.sampling.prepared_model import PreparedModel
+
+
+class StepKind(NamedTuple):
+    """In what steps differ beside numbers; one recording serves all steps of a kind."""
+
+    guided: bool
+    evaluations: int
+    noise: bool
+    variance: bool
+
+
+def usable(model: DiT, size: tuple[int, ...]) -> bool:
+    """Return True if a model's steps can be fused: it runs kernels, on one rank, on patches that they accept."""
+    available, _ = kernels_available(model.device, model.x_embedder.proj.weight.dtype)
+    autocast = torch.is_autocast_enabled(model.device.type)
+    return available and bool(model.ops.replaced) and not autocast and takes(model, size)
+
+
+def takes(model: DiT, size: tuple[int, ...]) -> bool:
+    """Return True if the kernels fit a model's patches: without given frames, and with no other rank sharing its
+    samples."""
+    patch = model.config.patch
+    repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
+    return model.sequence is None and not repeated and model.config.given_frames is None
+
+
+class FusedSteps:
+    """The steps of one batch size.
+
+    Args:
+        network: told which conditions to draw.
+        linear: the steps of the sampler. guided: which of them are, each.
+        state: the sampler's, static, x first; (B, C, ...) fp32, contiguous.
+        step: (B,) int64, static: every sample's step, counted from the first one in the tables.
+        cfg_scale, cfg_channels: of guidance.
+    """
+
+    channels: int | None
+    network: PreparedModel
+    state: tuple[Tensor, ...]
+    step: Tensor
+    kinds: list[StepKind]
+    capacity: int
+
+    def __init__(
+        self,
+        network: PreparedModel,
+        linear: list[StepWeights],
+        guided: list[bool],
+        state: tuple[Tensor, ...],
+        step: Tensor,
+        cfg_scale: float,
+        cfg_channels: int | None,
+    ):
+        self.network, self.state, self.step, self.channels = network, state, step, cfg_channels
+        x, device = state[0], step.device
+        self.kinds = [
+            StepKind(on, len(one.inputs), one.noise, one.variance is not None)
+            for on, one in zip(guided, linear, strict=True)
+        ]
+        rows = [numbers_of(one) for one in linear]
+        width = max(map(len, rows))
+        table = [[*row, *[0.0] * (width - len(row))] for row in rows]
+        self._all = torch.tensor(table, dtype=torch.float64).to(device, torch.float32)
+        self._noisy = any(kind.noise for kind in self.kinds)
+        self._guidance = torch.full((len(step),), cfg_scale, dtype=torch.float32, device=device)
+        # What lies between a step's evaluations: the network's next input, and the prediction.
+        self._between = [
+            (torch.empty_like(x), torch.empty_like(x)) for _ in range(max(k.evaluations for k in self.kinds))
+        ]
+        self.capacity = 0
+        self._kernels = kernels_available(device, torch.float32)[0]
+
+    def reserve(self, capacity: int) -> None:
+        """Memory for so many steps' numbers and noise."""
+        x, self.capacity = self.state[0], capacity
+        self._numbers = self._all[:capacity].clone()
+        self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
+
+    def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
+        """Puts the numbers and the noise of steps ``first`` to ``first + count`` where they read them."""
+        self._numbers[:count].copy_(self._all[first : first + count])
+        for i in range(count):
+            if self._noise is not None and self.kinds[first + i].noise:
+                rows = slice(i * len(self.step), (i + 1) * len(self.step))
+                self._noise[rows].copy_(noise_of(first + i))
+
+    def advance(self, kind: StepKind) -> int:
+        """Takes a step of this kind; returns the rows of the batches that the network was given."""
+        model, network, halves = self.network.model, self.network, 1 + kind.guided
+        take_step = step_rows.take_step if self._kernels else step_rows.take_step_reference
+        embed = embedding.embed_patches if self._kernels else embedding.embed_patches_reference
+        update = updating.guided_update if self._kernels else updating.guided_update_reference
+        rows, numbers, cells = take_step(self.step, network.rows[:halves], network.rows_of_a_step, self._numbers)
+        layer, positions = model.x_embedder.proj, network.positions
+        added = None if model.config.positions_in_blocks else positions
+        x, scale, column, old = self.state[0], numbers[:, 0], 1, [*self.state]
+        for evaluation in range(kind.evaluations):
+            last = evaluation + 1 == kind.evaluations
+            tokens = [embed(x, layer.weight, cast(Tensor, layer.bias), added, scale, halves)]
+            output = network.of_tokens(tokens, rows if evaluation == 0 else rows + evaluation * network.conditions)
+            new = self.state if last else self._between[evaluation]
+            noisy = last and kind.noise
+            terms = len(old) + 1 + noisy
+            end = column + len(new) * terms
+            update(
+                output,
+                old,
+                [*new],
+                numbers[:, column:end].unflatten(1, (len(new), terms)),
+                model.config.patch,
+                guidance=self._guidance if kind.guided else None,
+                channels=self.channels,
+                noise=self._noise if noisy else None,
+                noise_rows=cells if noisy else None,
+                variance=numbers[:, end : end + 2] if last and kind.variance else None,
+            )
+            x, scale, column = new[0], None, end
+            old.append(new[-1])
+        return kind.evaluations * halves * len(self.step)
+
+
+def numbers_of(step: StepWeights) -> list[float]:
+    """A step's numbers as :meth:`FusedSteps.advance` takes them one after the other: what x is multiplied by for the
+    network; of each evaluation but the last the weights of the next input and of the prediction itself; of the last
+    those of the state; p and q of a learned variance."""
+    numbers = [step.inputs[0][0]]
+    for weights in step.inputs[1:]:
+        numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]
+    for weights in step.after:
+        numbers += weights
+    return numbers + list(step.variance or ())
+
+
+def fused_steps(
+    network: PreparedModel,
+    objective: Objective,
+    sampler: Sampler,
+    guided: list[bool],
+    state: tuple[Tensor, ...],
+    step: Tensor,
+    cfg_scale: float,
+    cfg_channels: int | None,
+) -> FusedSteps | None:
+    """The steps of ``sampler``; None if it states no weights, or more than the kernels have room for."""
+    stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
+    found = [of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
+    if len(found) < len(stated):
+        return None
+    most = max(len(one.inputs) for one in found)
+    if len(state) > updating.MOST_NEW or len(state) + most - 1 > updating.MOST_OLD:
+        return None
+    return FusedSteps(network, found, guided, state, step, cfg_scale, cfg_channels)
+
+
+def of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
+    """Rewrite the weights of what the objective reads as those of what the network itself returns."""
+    of_input, of_output = objective.network_weights(sampler.trajectory, i)
+    if (of_input, of_output) == (0.0, 1.0):
+        return step
+    (scales,) = step.inputs  # of an objective that reads outputs in another way, samplers evaluate once a step
+    parts = len(scales)
+    after = []
+    for weights in step.after:
+        output = weights[parts]
+        kept = (weight + output * of_input * scale for weight, scale in zip(weights[:parts], scales, strict=True))
+        after.append((*kept, output * of_output, *weights[parts + 1 :]))
+    return step._replace(after=tuple(after))

@@ -1,0 +1,261 @@
+"""Load the model, its objective, VAE, text encoder and names from weights, by plain arguments, for sample.py's flags
+and for Python's ``Pipeline``.
+
+Raised ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` turns these into its arguments' names.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from opendit.checkpoint.checkpoint import newest_run
+from opendit.checkpoint.foreign import assumption
+from opendit.checkpoint.pretrained import ALONE, find_weights, load_pretrained, read_info
+from opendit.common.background import Background
+from opendit.diffusion.objectives import objective_from_dict
+from opendit.diffusion.objectives.base import Objective
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.folder import encoder_name
+from opendit.encoders.text import load_text_encoder, text_geometry
+from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
+from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
+from opendit.models.conditioning import Condition
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
+from opendit.models.weights import Weights
+from opendit.parallel.engines import PRECISIONS
+from opendit.parallel.mesh import Mesh
+
+SOURCE_FPS = 24  # of the files that clips were read from, where weights do not say how fast theirs are shown
+
+
+def checkpoint_at(
+    ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
+) -> Path:
+    """Return the path of ``ckpt``; for "latest", of the newest run under ``outputs`` with a checkpoint: of ``model`` if
+    one is named, else of any clip model if ``video``. Raises ValueError if there is no such run."""
+    if str(ckpt) != "latest":
+        return Path(ckpt).expanduser()
+    if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
+        raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {outputs}; give a path")
+    return found
+
+
+def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
+    """Raises ValueError for guidance away from a null class that the model does not have."""
+    if not config.null_class and scale != 1:
+        raise ValueError(
+            f"--cfg_scale {scale:g}: {weights.path} was trained without class dropout, and has no null class "
+            "to guide away from; use --cfg_scale 1"
+        )
+
+
+def vae_of(vae: str | None, weights: Weights) -> str:
+    """The VAE to draw with: ``vae``, or the weights' own. Raises ValueError for one that the weights' metadata alone
+    names and that isn't known."""
+    stored: Any = weights.info.get("vae")  # which a pipeline has
+    if vae is None and weights.path.is_dir():  # a pipeline, whose folder holds its VAE
+        return stored
+    return encoder_name("--vae", vae, stored, weights.path) or "ema"
+
+
+@dataclass(frozen=True)
+class VaeLoader:
+    """Loads VAEs for decoding beside a model of this precision (fp32, bf16, fp16); ``tiling`` and
+    ``compiled`` as of ``load_codec``."""
+
+    device: torch.device
+    precision: str
+    tiling: bool = False
+    compiled: bool = False
+
+    def load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
+        """The VAE of :func:`vae_of`. config: of the model; None stands for one of pictures in latents."""
+        load = load_video_codec if config is not None and config.is_video else load_codec
+        channels = 0 if config is None else config.in_channels  # (of pixels: nothing else asks for them)
+        settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
+        return load(name, channels=channels, device=self.device, **settings)
+
+    def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
+        """Begins to load the VAE of weights that are about to be read, by what their file says of itself: it takes a
+        while, and seconds where diffusers is imported. Of what can't be known yet, or is wrong, nothing is begun.
+
+        path, which: as of ``find_weights``. vae: as of :func:`vae_of`.
+        """
+        try:
+            weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
+            name, config = vae_of(vae, weights), weights.config
+        except (ValueError, KeyError, TypeError, OSError):
+            return VaeLoading(self)
+        if name == "none" or (weights.path.suffix == ".json" and not weights.info):
+            return VaeLoading(self)
+        return VaeLoading(self, (name, config), Background(lambda: self.load(name, config), name="VAE"))
+
+
+@dataclass(frozen=True)
+class VaeLoading:
+    """A VAE that may be being loaded in another thread: that of ``begun``."""
+
+    loader: VaeLoader
+    begun: tuple[str, DiTConfig | None] | None = None
+    work: Background[ImageCodec | VideoCodec] | None = None
+
+    def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
+        """The VAE of :func:`vae_of`. Raises as ``load_codec``, whichever thread it was."""
+        if self.work is None or self.begun not in ((name, config), (name, None)):
+            return self.loader.load(name, config)
+        return self.work.result()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights, what it was trained by, and its VAE, which may be being loaded in another thread.
+
+    vae: as of :func:`vae_of`. notes: what is worth knowing of the weights, a line each.
+    """
+
+    network: DiT
+    weights: Weights
+    objective: Objective
+    vae: str
+    vae_loading: VaeLoading
+    notes: list[str]
+
+    def codec(self) -> ImageCodec | VideoCodec:
+        """The VAE, waited for. Raises as ``load_codec``."""
+        return self.vae_loading.get(self.vae, self.network.config)
+
+
+def load_model(
+    path: str | Path,
+    loader: VaeLoader,
+    *,
+    name: str | None = None,
+    which: str = "ema",
+    lora: str | Path | None = None,
+    num_classes: int | None = None,
+    vae: str | None = None,
+    stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    mesh: Mesh = ALONE,
+) -> LoadedModel:
+    """The model of a path on the loader's device and in its precision; its VAE is begun to be loaded meanwhile.
+
+    vae: None for the weights' own. The others are as of ``load_pretrained``, which raises as this does; for a VAE that
+    isn't known, see :func:`vae_of`.
+    """
+    notes: list[str] = []
+    begun = loader.begin(lora or path, which, vae)
+    dtype = PRECISIONS[loader.precision]
+    network, weights = load_pretrained(path, name, which, lora, num_classes, notes, loader.device, dtype, stage, mesh)
+    notes += assumption(weights, network.config)
+    objective = objective_from_dict(weights.info.get("objective"))
+    return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)
+
+
+def encoder_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of the VAE and the text encoder for a model's precision. fp16 is closer to fp32 than bf16."""
+    return torch.float32 if precision == "fp32" else torch.float16
+
+
+def text_encoder_of(name: str | None, weights: Weights) -> str:
+    """The frozen text encoder of a model's prompts, as :func:`vae_of`. Raises ValueError, too, for one of another kind
+    or width than the model's."""
+    text = weights.config and weights.config.text
+    assert text is not None  # or nobody asks
+    stored: str = weights.info.get("text_encoder") or text.name
+    name = encoder_name("--text_encoder", name, stored, weights.path) or stored
+    kind, width, _ = text_geometry(name)
+    if (kind, width) != (text.name, text.width):
+        raise ValueError(
+            f"--text_encoder {name}: is a {kind} of width {width}; {weights.path} was trained with a {text.name} of "
+            f"width {text.width}"
+        )
+    return name
+
+
+def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) -> None:
+    """Raises ValueError for a text encoder that this model has no use for."""
+    if name is not None and (config.text is None or config.text.inside):
+        has = "is conditioned on classes" if config.text is None else "holds its encoder of captions"
+        raise ValueError(f"--text_encoder: {weights.path} {has}; leave the flag out")
+
+
+def make_conditioner(
+    config: DiTConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
+) -> Conditioner:
+    """The conditioner of a model, its frozen text encoder loaded if it has one. Raises as :func:`text_encoder_of`."""
+    if config.text is None:
+        assert config.num_classes is not None
+        return LabelConditioner(config.num_classes, device)
+    if config.text.inside:
+        return CaptionConditioner(config.text, device)
+    name, tokens = text_encoder_of(text_encoder, weights), config.text.max_tokens
+    encoder = load_text_encoder(name, device=device, dtype=encoder_dtype(precision), max_tokens=tokens)
+    return CaptionConditioner(config.text, device, encoder)
+
+
+def class_names(config: DiTConfig, weights: Weights) -> list[str]:
+    """The name of every class of a class model: the data set's, or its number."""
+    assert config.num_classes is not None
+    names = [*(weights.info.get("class_names") or [])]
+    return names + [str(number) for number in range(len(names), config.num_classes)]
+
+
+def check_negative(negative: str | None, config: DiTConfig, weights: Weights) -> None:
+    """Raises ValueError for a negative prompt of a class model."""
+    if negative is not None and config.text is None:
+        raise ValueError(
+            f"--negative_prompt: {weights.path} is conditioned on classes, and has none that a picture should be "
+            "guided away from but the null class; leave it out"
+        )
+
+
+def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
+    """The condition of guidance's other half, one row: the null condition, or the negative prompt's in its place."""
+    if negative is None:
+        return conditioner.null()
+    assert isinstance(conditioner, CaptionConditioner)
+    return conditioner.encode([negative])
+
+
+def latent_size(
+    config: DiTConfig,
+    weights: Weights,
+    vae: str,
+    num_frames: int | None = None,
+    image_size: int | tuple[int, int] | None = None,
+) -> tuple[int, ...]:
+    """(h, w) or (t, h, w) to draw, of clips of ``num_frames`` (None: as trained). Raises ValueError if that, or pixels
+    of ``image_size`` (a height, or height and width), do not fit the model or its VAE."""
+    *frames, height, width = config.input_size
+    if frames:
+        channels, downscale, temporal = video_geometry(vae, config.in_channels)
+        if num_frames is not None:
+            frames = [latent_frames(num_frames, temporal)]
+    else:
+        channels, downscale = codec_geometry(vae, config.in_channels)
+    if channels != config.in_channels:
+        raise ValueError(f"--vae {vae}: has {channels} channels, the model {config.in_channels}; name the model's VAE")
+    pixels = (height * downscale, width * downscale)
+    if image_size not in (None, pixels[0], pixels):
+        raise ValueError(
+            f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
+        )
+    grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # (the other sides are the model's own)
+        most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
+        raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
+    return (*frames, height, width)
+
+
+def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
+    """Return the rate of the clips that are drawn: the one stored with the weights, or that of the interval between the
+    frames that were trained on. frame_interval: another interval."""
+    if (known := weights.info.get("clip_fps")) is not None:
+        return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
+    return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

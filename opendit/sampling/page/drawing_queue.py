@@ -1,0 +1,213 @@
+"""Draw what browsers ask for, one request after the other, by the one model that is in memory."""
+
+import gc
+import math
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opendit.sampling.page.catalog import WeightsChoice
+from opendit.sampling.pipeline import Pipeline
+from opendit.sampling.settings import DrawSettings
+
+MOST_WAITING = 16  # requests
+
+
+class TooManyRequests(Exception):
+    """The queue is full."""
+
+
+@dataclass(frozen=True)
+class DrawingRequest:
+    """Weights, classes or captions (or a count of samples without), and settings of a drawing."""
+
+    weights: WeightsChoice
+    what: int | tuple[int | str, ...]
+    settings: DrawSettings
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return self.what if isinstance(self.what, int) else len(self.what)
+
+
+class PendingDrawing:
+    """A request in the queue. Any thread may read its progress or cancel it.
+
+    Attributes:
+        stage: "waiting", "loading", "drawing" or "done".
+        progress: share of the sampling steps that are done, from 0 to 1.
+        notes: remarks about the weights, once they are loaded.
+        samples: pictures or clips as ``Pipeline`` returns them, when it is done.
+        error: why it failed. The message of a CancelledError, ValueError or OSError is for people.
+    """
+
+    def __init__(self, request: DrawingRequest, ended: Callable[["PendingDrawing"], None]):
+        self.request, self.stage, self.progress = request, "waiting", 0.0
+        self.notes: list[str] = []
+        self.samples: list[Any] = []
+        self.error: BaseException | None = None
+        self._ended = ended
+        self._lock, self._done = threading.Lock(), threading.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def cancel(self) -> None:
+        """End it now. A step that is being computed still runs to its end."""
+        self.end(error=CancelledError())
+
+    def end(self, samples: list[Any] | None = None, error: BaseException | None = None) -> None:
+        """End it with samples or with an error, unless it has ended already."""
+        with self._lock:
+            if self.done:
+                return
+            self.samples, self.error = samples or [], None if error is None else without_traceback(error)
+            self.stage, self.progress = "done", 1.0
+            self._done.set()
+        self._ended(self)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Return the samples. Raises ``error``, or TimeoutError after ``timeout`` seconds."""
+        if not self._done.wait(timeout):
+            raise TimeoutError
+        if self.error is not None:
+            raise self.error
+        return self.samples
+
+
+class DrawingQueue:
+    """Draw requests in the order in which they arrive; a context manager.
+
+    Only one model is in memory. A request for other weights frees it before its own model is loaded, because both may
+    not fit.
+
+    Args:
+        load: ``load(choice)`` returns the pipeline of these weights.
+        batch_size: samples at a time.
+        most_waiting: requests that may wait.
+    """
+
+    def __init__(
+        self, load: Callable[[WeightsChoice], Pipeline], batch_size: int = 32, most_waiting: int = MOST_WAITING
+    ):
+        self._load, self._batch_size, self._most = load, batch_size, most_waiting
+        self._pipe: Pipeline | None = None
+        self._choice: WeightsChoice | None = None  # the pipeline's; None if it must not be used again
+        self._waiting: deque[PendingDrawing] = deque()
+        self._drawn: PendingDrawing | None = None
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._work, name="drawing-queue", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "DrawingQueue":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(self, request: DrawingRequest) -> PendingDrawing:
+        """Add a request. Raises TooManyRequests if the queue is full or closed."""
+        pending = PendingDrawing(request, self._forget)
+        with self._changed:
+            if self._closed or len(self._waiting) >= self._most:
+                raise TooManyRequests
+            self._waiting.append(pending)
+            self._changed.notify_all()
+        return pending
+
+    def before(self, pending: PendingDrawing) -> int:
+        """Return how many requests wait before this one."""
+        with self._changed:
+            return self._waiting.index(pending) if pending in self._waiting else 0
+
+    def close(self) -> None:
+        """Cancel all requests, free the model and end the thread."""
+        with self._changed:
+            self._closed = True
+            left = [*self._waiting, *([] if self._drawn is None else [self._drawn])]
+            self._changed.notify_all()
+        for pending in left:
+            pending.cancel()
+        self._thread.join()
+
+    def _forget(self, pending: PendingDrawing) -> None:
+        with self._changed:
+            if pending in self._waiting:
+                self._waiting.remove(pending)
+
+    def _work(self) -> None:
+        while (pending := self._next()) is not None:
+            try:
+                pending.end(self._draw(pending))
+            except Exception as error:
+                if not is_for_people(error):
+                    traceback.print_exc(file=sys.stderr)
+                    self._choice = None  # it may have run out of memory: the next request loads the model again
+                pending.end(error=error)
+            self._drawn = pending = None  # whose samples would stay in memory until the next request
+        self._free()
+
+    def _next(self) -> PendingDrawing | None:
+        """Wait for a request; None when the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting)
+            if self._closed:
+                return None
+            self._drawn = self._waiting.popleft()
+            self._drawn.stage = "loading"
+            return self._drawn
+
+    def _draw(self, pending: PendingDrawing) -> list[Any]:
+        request, pipe = pending.request, self._pipeline(pending.request.weights)
+        pending.notes = [note for note in pipe.notes if not note.startswith(("kernels: ", "attention: "))]
+        batches, done = math.ceil(request.count / self._batch_size), 0
+
+        def after_step(_: int, latents: Tensor) -> None:
+            nonlocal done
+            if pending.done:
+                raise CancelledError
+            done += 1
+            pending.progress = done / (batches * request.settings.steps)
+
+        if pending.done:  # cancelled while the model was loaded
+            raise CancelledError
+        pending.stage = "drawing"
+        what = request.what if isinstance(request.what, int) else list(request.what)
+        how = {**vars(request.settings), "batch_size": self._batch_size, "progress": False, "callback": after_step}
+        return pipe(what, **how)
+
+    def _pipeline(self, choice: WeightsChoice) -> Pipeline:
+        if self._pipe is None or self._choice != choice:
+            self._free()
+            self._pipe = self._load(choice)
+            self._choice = choice
+        return self._pipe
+
+    def _free(self) -> None:
+        self._pipe = self._choice = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def is_for_people(error: BaseException) -> bool:
+    """True if the message says what people need to know, and nothing is wrong with the program or its model."""
+    return isinstance(error, CancelledError | ValueError | OSError)
+
+
+def without_traceback(error: BaseException) -> BaseException:
+    """Remove an error's frames, which would keep the model and its activations in memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
+    return error

@@ -1,0 +1,174 @@
+"""Turn a browser's fields into a request to draw; everything it sends is checked here or by the ``Pipeline``."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from opendit.encoders.pictures import one_line
+from opendit.sampling.arguments import MOST_GUIDANCE, MOST_SEED, MOST_STEPS
+from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
+from opendit.sampling.page.drawing_queue import DrawingRequest
+from opendit.sampling.settings import DrawSettings
+
+MOST_TEXT = 20_000  # characters of all captions together
+MOST_CAPTION = 2_000
+CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0.1")  # with a row in docs/sampling.md
+
+
+@dataclass(frozen=True)
+class SettingsForm:
+    """The fields of one column, which say how samples are drawn."""
+
+    source: Any
+    checkpoint: Any
+    average: Any
+    sampler: Any
+    steps: Any
+    guidance: Any
+    interval: Any
+    cache: Any = "exact"
+    guidance_every: Any = 1
+
+    def choice(self, catalog: Catalog) -> WeightsChoice:
+        """Raises ValueError for what can't be chosen."""
+        return catalog.weights(_text(self.source), _text(self.checkpoint), _text(self.average))
+
+
+@dataclass(frozen=True)
+class WhatForm:
+    """The fields that say what is drawn: classes by number, or captions line by line; the count and the seed."""
+
+    classes: Any
+    captions: Any
+    negative: Any
+    count: Any
+    seed: Any
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, with the label of each of its samples and everything that is to stand in their files."""
+
+    request: DrawingRequest
+    labels: list[str]
+    settings: dict[str, Any]
+
+
+def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int) -> Asked:
+    """Raises ValueError, with one line for people, for what can't be drawn."""
+    count = _number("count", what.count, 1, most_samples, whole=True)
+    seed = _number("seed", what.seed, 0, MOST_SEED, whole=True)
+    steps = _number("steps", how.steps, 1, MOST_STEPS, whole=True)
+    guidance = _number("guidance", how.guidance, 0, MOST_GUIDANCE)
+    if how.sampler not in card.samplers:
+        raise ValueError(f"this model's samplers are {', '.join(card.samplers)}: choose one of them")
+    interval = _interval(how.interval)
+    negative = _caption(what.negative or "") or None
+    every = _number("guide every so many steps", how.guidance_every, 1, MOST_STEPS, whole=True)
+    if how.cache not in ("exact", *CACHES):
+        raise ValueError(f"blocks left out: choose exact or one of {', '.join(CACHES)}")
+    cache = None if how.cache == "exact" else how.cache
+    if not card.guided:
+        guidance = 1.0
+    if guidance == 1:
+        interval, negative, every = None, None, 1  # there is no guidance for them to change
+    if card.captions:
+        items: list[Any] = _captions(what.captions)
+        labels = items
+    else:
+        negative, items = None, _classes(what.classes, card)
+        labels = [card.classes[number] for number in items]
+    labels = [labels[i % len(labels)] for i in range(count)] if items else ["no condition"] * count
+    wanted = tuple(items[i % len(items)] for i in range(count)) if items else count
+    drawn = DrawSettings(
+        steps=steps,
+        guidance=guidance,
+        seed=seed,
+        sampler=how.sampler,
+        interval=interval,
+        negative=negative,
+        guidance_every=every,
+        cache=cache,
+    )
+    request = DrawingRequest(choice, wanted, drawn)
+    settings = {
+        "weights": choice.name,
+        "model": card.model,
+        "objective": card.objective,
+        "sampler": how.sampler,
+        "steps": steps,
+        "guidance": guidance,
+        "interval": interval and [None if math.isinf(level) else level for level in interval],
+        "negative": negative,
+        "guidance_every": every,
+        "cache": cache,
+        "seed": seed,
+        "count": count,
+    }
+    return Asked(request, labels, settings)
+
+
+def same_conditions(first: ModelCard, second: ModelCard, what: WhatForm) -> None:
+    """Raises ValueError unless two models take the classes or captions that are asked of both."""
+    if first.captions != second.captions:
+        raise ValueError("one of the two models takes captions and the other classes: nothing to compare by")
+    for number in [] if first.captions else _classes(what.classes, first):
+        names = [card.classes[number] if number < len(card.classes) else "not there" for card in (first, second)]
+        if names[0] != names[1]:
+            raise ValueError(f"class {number} is {names[0]!r} of the one model and {names[1]!r} of the other")
+
+
+def another_seed() -> int:
+    return random.SystemRandom().randrange(2**31)
+
+
+def _classes(chosen: Any, card: ModelCard) -> list[int]:
+    numbers = chosen if isinstance(chosen, list) else []
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < len(card.classes):
+            raise ValueError("a class that this model does not have: choose among those of the list")
+    return numbers
+
+
+def _captions(text: Any) -> list[str]:
+    text = _text(text)
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"captions of {len(text):,} characters: at most {MOST_TEXT:,}, one caption a line")
+    return [caption for line in text.splitlines() if (caption := _caption(line))]
+
+
+def _caption(line: Any) -> str:
+    """A caption without characters that are none: what is no text (half a surrogate pair) or steers a terminal."""
+    line = _text(line)
+    if len(line) > MOST_CAPTION:
+        raise ValueError(f"a caption of {len(line):,} characters: at most {MOST_CAPTION:,}")
+    return one_line(line)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("text was expected")
+    return value
+
+
+def _interval(written: Any) -> tuple[float, float] | None:
+    """Two noise levels as they were written, "0.3 5" or "0.3 inf"; nothing for none."""
+    words = _text(written).replace(",", " ").split()
+    if not words:
+        return None
+    try:
+        low, high = map(float, words)
+        fits = 0 <= low < high
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError("noise levels with guidance: two numbers, from 0 on, the lower one first; or nothing")
+    return low, high
+
+
+def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> Any:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not fits or (whole and value != int(value)):
+        raise ValueError(f"{name}: {'a whole number' if whole else 'a number'} from {low:,} to {high:,}")
+    return int(value) if whole else float(value)

@@ -1,0 +1,149 @@
+"""Render the page's HTML. All text from a browser, a checkpoint or a folder goes through :func:`escaped`."""
+
+import html
+import math
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import quote
+
+from opendit.sampling.page.catalog import ModelCard
+from opendit.sampling.page.sample_store import StoredSample
+
+SHOWN = 132  # pixels that a side of a small sample is magnified to, about
+LONGEST_VALUE = 500
+
+CSS = """
+:root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
+.gradio-container .main { padding-top: 10px !important; }
+.gradio-container { max-width: 1360px !important; margin: 0 auto !important; }
+#title { padding: 0 2px; } #title h1 { font-size: 22px; font-weight: 650; margin: 0; }
+#title p { margin: 0; overflow-wrap: anywhere; color: var(--muted); font-size: 13px; }
+.card { color: var(--muted); font-size: 13px; padding: 0 4px; }
+.card b { color: var(--body-text-color); }
+.status { min-height: 34px; font-size: 14px; padding: 4px; overflow-wrap: anywhere; }
+.status .error { color: #b42318; background: #fef3f2; border: 1px solid #fecdca; border-radius: 6px;
+  padding: 8px 12px; }
+.status .note { color: #93621a; margin-top: 4px; }
+.status .bar { height: 6px; border-radius: 3px; background: var(--border-color-primary); margin-top: 6px; }
+.status .bar div { height: 6px; border-radius: 3px; background: var(--color-accent); transition: width .2s; }
+.samples { display: flex; flex-wrap: wrap; gap: 12px; padding: 4px; }
+.samples figure { margin: 0; max-width: 100%; }
+.samples img, .samples video { display: block; border-radius: 4px; background: var(--border-color-primary);
+  max-width: 100%; }
+.samples .small { image-rendering: pixelated; }
+.samples figcaption { font-size: 12px; color: var(--muted); display: flex; gap: 8px;
+  justify-content: space-between; padding-top: 3px; }
+.samples figcaption span { overflow: hidden; overflow-wrap: anywhere; display: -webkit-box; -webkit-line-clamp: 2;
+  -webkit-box-orient: vertical; }
+.samples a { color: var(--link-text-color); text-decoration: none; }
+.pair { border: 1px solid var(--border-color-primary); border-radius: 8px; padding: 10px; }
+.pair > div { display: flex; gap: 10px; }
+.pair > p { font-size: 12px; color: var(--muted); margin: 6px 0 0; }
+.facts { overflow-x: auto; font-size: 13px; }
+.facts table { border-collapse: collapse; width: 100%; } .facts h4 { margin: 14px 0 6px; font-weight: 600; }
+.facts td, .facts th { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--border-color-primary);
+  vertical-align: top; overflow-wrap: anywhere; font-weight: 400; }
+.facts th { color: var(--muted); white-space: nowrap; }
+.facts code { font-size: 12px; }
+.flags { columns: 3 260px; column-gap: 28px; font-size: 12.5px; }
+.flags div { break-inside: avoid; padding: 1px 0; overflow-wrap: anywhere; }
+.flags span { color: var(--muted); }
+.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; padding: 0 4px; }
+.legend i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
+.grid img { max-width: 100%; max-height: 620px; border-radius: 6px; image-rendering: pixelated; }
+"""
+
+
+def escaped(value: Any) -> str:
+    """Any text as text in HTML, between tags or in an attribute; a very long one loses its end."""
+    text = str(value)
+    text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+    return html.escape(text.encode("utf-8", "replace").decode(), quote=True)
+
+
+def card(found: ModelCard) -> str:
+    kind = "clips" if found.clips else "pictures"
+    by = "captions" if found.captions else f"{len(found.classes):,} classes"
+    return (
+        f'<div class="card"><b>{escaped(found.model)}</b> draws {kind} of {by}, {escaped(found.size)}; '
+        f"trained by {escaped(found.objective)}</div>"
+    )
+
+
+def message(text: str = "", notes: Iterable[str] = ()) -> str:
+    lines = "".join(f'<div class="note">{escaped(note)}</div>' for note in notes)
+    return f'<div class="status">{escaped(text)}{lines}</div>'
+
+
+def error(text: str) -> str:
+    return f'<div class="status"><div class="error" role="alert">{escaped(text)}</div></div>'
+
+
+def progress(text: str, share: float) -> str:
+    return (
+        f'<div class="status">{escaped(text)}<div class="bar"><div style="width:{100 * share:.0f}%"></div></div></div>'
+    )
+
+
+def sample(stored: StoredSample, columns: int = 1) -> str:
+    """A picture, or a clip that plays, with its label and what downloads it."""
+    height, width = stored.size
+    zoom = max(1, math.ceil(SHOWN / max(height, 1)) if height < SHOWN else 1)
+    height, width = height * zoom, width * zoom
+    if (largest := 512 // columns) < max(height, width):
+        height, width = (round(side * largest / max(height, width)) for side in (height, width))
+    small = ' class="small"' if zoom > 1 else ""
+    source, kind = f"/drawn/{quote(stored.token)}", "MP4" if stored.is_clip else "PNG"
+    if stored.is_clip:
+        media = (
+            f'<video{small} src="{source}" width="{width}" height="{height}" autoplay loop muted playsinline></video>'
+        )
+    else:
+        media = f'<img{small} src="{source}" width="{width}" height="{height}" alt="{escaped(stored.label)}">'
+    return (
+        f'<figure style="width:{width}px">{media}<figcaption><span title="{escaped(stored.label)}">'
+        f'{escaped(stored.label)}</span><a href="{source}" download="{escaped(stored.name)}">{kind}</a>'
+        "</figcaption></figure>"
+    )
+
+
+def gallery(batch: str, stored: list[StoredSample]) -> str:
+    everything = f'<a href="/drawn/{quote(batch)}.zip" download="samples.zip">download all {len(stored)} (ZIP)</a>'
+    more = f'<div class="samples"><figcaption>{everything}</figcaption></div>' if len(stored) > 1 else ""
+    return f'<div class="samples" data-count="{len(stored)}">{"".join(map(sample, stored))}</div>{more}'
+
+
+def pairs(first: list[StoredSample], second: list[StoredSample], differences: list[str]) -> str:
+    shown = [
+        f'<div class="pair"><div>{sample(a, 2)}{sample(b, 2)}</div><p>A and B{escaped(text)}</p></div>'
+        for a, b, text in zip(first, second, differences, strict=True)
+    ]
+    return f'<div class="samples" data-count="{len(shown)}">{"".join(shown)}</div>'
+
+
+def legend(colors: dict[str, str]) -> str:
+    """Render the legend that gives each run's colour."""
+    runs = (f'<span><i style="background:{escaped(color)}"></i>{escaped(run)}</span>' for run, color in colors.items())
+    return f'<div class="legend">{"".join(runs)}</div>'
+
+
+def grid(run: str, name: str | None) -> str:
+    if name is None:
+        return '<div class="card">no sample grids yet</div>'
+    source = f"/grid/{quote(run, safe='')}/{quote(name)}"
+    return f'<div class="grid"><img src="{source}" alt="samples at step {int(name[:-4])}"></div>'
+
+
+def table(rows: list[list[str]], heads: list[str]) -> str:
+    head = "".join(f"<th>{escaped(text)}</th>" for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="facts"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def flags(values: dict[str, Any]) -> str:
+    lines = [
+        f"<div><span>--{escaped(name)}</span> {escaped(value)}</div>"
+        for name, value in values.items()
+        if value is not None and value != []
+    ]
+    return f'<div class="flags">{"".join(lines)}</div>'

@@ -1,0 +1,212 @@
+"""Checkpoints of shards: what every layout writes is what every layout reads, bit for bit, and nothing more is held."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from opendit.checkpoint.checkpoint import find_checkpoint
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.files import damage
+from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.pretrained import load_pretrained
+from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.tensor_set import open_set
+from opendit.config.parallel_sizes import ParallelDims
+from opendit.models import build_model, model_config
+from opendit.parallel.engines import MOMENTS, Engine, build_engine
+from opendit.parallel.mesh import Mesh, init_mesh
+from tests.ranks import run_ranks
+
+MODEL = "DiT-Ti/2"
+# 6 + 1 rows of labels: uneven among 2 and 4 ranks.
+CONFIG = replace(model_config(MODEL, input_size=(8, 8), in_channels=3, num_classes=6), depth=2)
+PLUGINS = ("zero2", "ddp", "gemini", "fsdp", "hsdp")  # hsdp: fsdp with two copies of the model
+SETS = ("model", "ema", "ema_0.5", *MOMENTS)
+Expected = dict[str, dict[str, torch.Tensor]]
+
+
+def expected_state() -> Expected:
+    """What every set of tensors shall hold: numbers that tell one place of one tensor from any other."""
+    torch.manual_seed(3)
+    return {which: {name: torch.randn(p.shape) for name, p in build_model(CONFIG).named_parameters()} for which in SETS}
+
+
+def engine_with(mesh: Mesh, plugin: str, state: Expected | None) -> tuple[Engine, EMA]:
+    """An engine and its averages, in the state given or as they are made."""
+    torch.manual_seed(mesh.world_size)  # another initialisation than the one that was saved
+    if plugin == "hsdp":
+        mesh, plugin = init_mesh(dims=ParallelDims.fill(mesh.world_size, dp_replicate=min(2, mesh.world_size))), "fsdp"
+    engine = build_engine(build_model(CONFIG), mesh, plugin=plugin, precision="bf16")
+    ema = EMA(engine, [0.9, 0.5])
+    if state is not None:
+        for name in engine.shapes:
+            engine.load_master(name, state["model"][name])
+            engine.load_moments(name, {key: state[key][name] for key in MOMENTS}, step=5)
+            for which, key in enumerate(("ema", "ema_0.5")):
+                ema.set(which, name, engine.layout.take(name, state[key][name]))
+        ema.updates.fill_(5)
+        engine.finish_loading()
+    return engine, ema
+
+
+def counters(step: int) -> dict:
+    return {"step": step, "epoch": 0, "skipped": 0, "fingerprint": {}}
+
+
+def save(mesh: Mesh, folder: Path, plugin: str, sharded: bool, state: Expected, step: int = 5, **more) -> Checkpoints:
+    engine, ema = engine_with(mesh, plugin, state)
+    info = {"model": MODEL, "config": CONFIG.to_dict()}
+    with Checkpoints(folder / "checkpoints", engine, ema, info, sharded=sharded, say=lambda _: None, **more) as made:
+        made.save(counters(step))
+        made.wait()
+    assert not made.failures, made.failures
+    return made
+
+
+def loaded(checkpoint: Path, engine: Engine, ema: EMA) -> Expected:
+    """Every set of tensors, gathered, of an engine that has loaded a checkpoint; what it had before is overwritten."""
+    for name in engine.shapes:
+        engine.load_master(name, torch.full(engine.shapes[name], -1.0))
+        engine.load_moments(name, dict.fromkeys(MOMENTS, torch.full(engine.shapes[name], -1.0)), step=1)
+        for which in range(2):
+            ema.set(which, name, torch.tensor(-1.0))
+    load_checkpoint(find_checkpoint(str(checkpoint), "", MODEL, engine.mesh), engine, ema)
+    assert engine.optimizer_steps() == 5 and int(ema.updates) == 5
+    gather = engine.layout.gather
+    state: Expected = {"model": {n: gather(n, engine.master(n)) for n in engine.shapes}}
+    state |= {which: dict(ema.gather(i)) for i, which in enumerate(("ema", "ema_0.5"))}
+    state |= {key: {n: gather(n, engine.moments(n)[key]) for n in engine.shapes} for key in MOMENTS}
+    return state
+
+
+def assert_same(one: Expected, other: Expected, where: object) -> None:
+    for which in SETS:
+        assert one[which].keys() == other[which].keys()
+        for name, tensor in one[which].items():
+            assert torch.equal(tensor, other[which][name]), (where, which, name)
+
+
+def save_all(mesh: Mesh, folder: Path) -> None:
+    """A checkpoint of every plugin and kind; what a save holds of host memory is what a rank has of the state."""
+    state = expected_state()
+    for plugin in PLUGINS:
+        for sharded in (True, False)[: 1 + (plugin == "zero2")]:
+            name = f"{plugin}-{mesh.world_size}-{'sharded' if sharded else 'whole'}"
+            made = save(mesh, folder / name, plugin, sharded, state)
+            if sharded:
+                local = sum(made.engine.layout.local(n).numel for n in made.engine.shapes)
+                assert made.host_bytes <= 4 * len(SETS) * local * 1.1
+                # What several ranks hold (copies of the model, what Gemini keeps whole) is divided among them.
+                total = sum(math.prod(shape) for shape in made.engine.shapes.values())
+                held = torch.tensor(made.host_bytes)
+                assert int(mesh.sum(held)) == 4 * len(SETS) * total
+
+
+def load_all(mesh: Mesh, checkpoints: list[Path]) -> None:
+    state = expected_state()
+    for number, plugin in enumerate(PLUGINS):
+        engine, ema = engine_with(mesh, plugin, None)
+        for checkpoint in checkpoints[(number + mesh.world_size) % 3 :: 3]:
+            assert_same(loaded(checkpoint, engine, ema), state, (checkpoint, plugin, mesh.world_size))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, Expected, list[Path]]:
+    """Checkpoints of one state by 1, 2 and 4 ranks and every plugin, and of whole tensors."""
+    folder, state = tmp_path_factory.mktemp("written"), expected_state()
+    for world in (1, 2, 4):
+        run_ranks(world, save_all, folder)
+    return folder, state, sorted(folder.glob("*/checkpoints/step_0000005"))
+
+
+@pytest.mark.timeout(600)
+def test_any_layout_reads_what_any_other_has_written(written):
+    _, state, checkpoints = written
+    assert len(checkpoints) == 3 * (len(PLUGINS) + 1)
+    for world in (1, 2, 4):
+        run_ranks(world, load_all, checkpoints)
+
+
+def test_its_tensors_are_those_of_the_whole_kind_and_every_reader_takes_them(written):
+    folder, state, _ = written
+    for plugin in PLUGINS:
+        for world in (1, 2, 4):
+            step = folder / f"{plugin}-{world}-sharded" / "checkpoints" / "step_0000005"
+            assert damage(step) is None
+            for which in SETS:
+                with open_set(step / f"{which}.shards.json") as tensors:
+                    assert len(tensors.index.files) == world
+                    for name, tensor in state[which].items():
+                        assert torch.equal(tensors[name], tensor)
+                    whole = folder / f"zero2-{world}-whole" / "checkpoints" / "step_0000005"
+                    if which not in MOMENTS:  # position tables too
+                        stored = load_file(whole / f"{which}.safetensors")
+                        assert stored.keys() == set(tensors)
+                        assert all(torch.equal(tensors[name], stored[name]) for name in stored)
+                        with safe_open(whole / f"{which}.safetensors", "pt") as file:
+                            assert json.loads(file.metadata()["opendit"]).items() >= {"step": 5, "model": MODEL}.items()
+            for which in ("ema", "model"):
+                model, weights = load_pretrained(step, which=which)
+                assert weights.config == CONFIG and weights.info["step"] == 5
+                assert all(torch.equal(p.detach(), state[which][n]) for n, p in model.named_parameters())
+
+
+def test_nothing_is_written_twice(written):
+    folder, state, _ = written
+    parameters = sum(tensor.numel() for tensor in state["model"].values())
+    table = build_model(CONFIG).pos_embed.numel()
+    for plugin in PLUGINS:
+        step = folder / f"{plugin}-4-sharded" / "checkpoints" / "step_0000005"
+        for which in SETS:
+            sizes = [path.stat().st_size for path in step.glob(f"{which}-shard-*.safetensors")]
+            bytes_of_tensors = 4 * (parameters + (0 if which in MOMENTS else table))
+            assert bytes_of_tensors < sum(sizes) < bytes_of_tensors + 4 * 16_000  # headers
+            assert max(sizes) < 1.5 * sum(sizes) / 4 + 16_000  # evenly
+
+
+def peaks(mesh: Mesh, folder: Path) -> tuple[int, float, float]:
+    """(bytes that this rank has of the state, by how much a save and a load raise the process's memory at most)."""
+    config = replace(CONFIG, hidden_size=384, num_heads=6, depth=5)
+    engine = build_engine(build_model(config), mesh, plugin="fsdp", precision="bf16")
+    ema = EMA(engine, [0.9, 0.5])
+    for name in engine.shapes:
+        engine.moments(name)
+    local = 4 * len(SETS) * sum(engine.layout.local(name).numel for name in engine.shapes)
+
+    def peak_of(work: Callable) -> int:
+        """Growth of resident memory at its highest, mapped files included."""
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+        work()
+        return resident("VmHWM") - before
+
+    def save_once() -> None:
+        info = {"model": MODEL, "config": config.to_dict()}
+        with Checkpoints(folder / "checkpoints", engine, ema, info, sharded=True, say=lambda _: None) as made:
+            made.save(counters(1))
+        assert not made.failures
+
+    def load_once() -> None:
+        load_checkpoint(find_checkpoint(str(folder / "checkpoints" / "step_0000001"), "", MODEL, mesh), engine, ema)
+
+    return local, peak_of(save_once), peak_of(load_once)
+
+
+def resident(field: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def test_a_save_and_a_load_take_no_more_host_memory_than_a_rank_has_of_the_state(tmp_path):
+    more = 24 << 20  # blocks of the four files whose checksums are made at a time, and one parameter's shards
+    for local, save_peak, load_peak in run_ranks(2, peaks, tmp_path):
+        assert local > 100 << 20
+        assert 0.9 * local < save_peak < 1.1 * local + (8 << 20), (local, save_peak)
+        assert load_peak < 1.1 * local + more, (local, load_peak)

@@ -1,0 +1,133 @@
+"""The page, served, and a real browser to look at it with."""
+
+import contextlib
+import shutil
+import threading
+import time
+
+import pytest
+
+from opendit.sampling.page.__main__ import build_parser, check, listen
+from tests.sampling.page import runs
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# It draws without a GPU, and asks nothing of its maker's hosts.
+ARGUMENTS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync --autoplay-policy=no-user-gesture-required""".split()
+
+
+@pytest.fixture(scope="session")
+def outputs(tmp_path_factory):
+    return runs.make(tmp_path_factory.mktemp("page"))
+
+
+@contextlib.contextmanager
+def serving(*words: str, password: str | None = None):
+    """The address of a page that is served with these flags."""
+    pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
+    from opendit.sampling.page.application import application
+    from opendit.sampling.page.serve import PageServer, opened
+
+    options, _ = build_parser().read(words)
+    check(options)
+    listening = listen("127.0.0.1", 0)
+    with opened(options) as page:
+        server = PageServer(application(page, password))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def address(outputs):
+    with serving("--outputs", str(outputs), "--mixed_precision", "fp32", "--batch_size", "4") as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api", reason="there is no playwright to drive a browser with")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Visit:
+    """A browser of its own that looks at the page; it must not ask any other host, and no script may fail in it."""
+
+    def __init__(self, browser, address: str, **options):
+        self.context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        self.page, self.address, self.problems = self.context.new_page(), address, []
+        self.page.set_default_timeout(20_000)
+        self.page.on("request", self._asked)
+        self.page.on("pageerror", lambda error: self.problems.append(f"script: {error}"))
+        self.page.on("dialog", self._dialog)
+
+    def _asked(self, request) -> None:
+        if not request.url.startswith((self.address, "data:", "blob:")):
+            self.problems.append(f"asked {request.url}")
+
+    def _dialog(self, dialog) -> None:
+        self.problems.append(f"dialog: {dialog.message}")  # somebody's script has run
+        dialog.dismiss()
+
+    def open(self, tab: str = "Sample"):
+        self.page.goto(self.address)
+        self.page.locator(".card, .error").locator("visible=true").first.wait_for()  # the newest run is broken
+        if tab != "Sample":
+            self.page.get_by_role("tab", name=tab).click()
+        return self.page
+
+    def choose(self, label: str, option: str, nth: int = 0) -> None:
+        """Picks an option of the visible dropdown of this label."""
+        field = self.page.get_by_label(label, exact=True).locator("visible=true").nth(nth)
+        field.click()
+        from playwright.sync_api import expect
+
+        found = self.page.get_by_role("option", name=option, exact=True)
+        expect(found).to_have_count(1)  # the list of a dropdown that was left a moment ago fades
+        found.click()
+
+    def fill(self, label: str, value, nth: int = 0) -> None:
+        self.page.get_by_label(label, exact=True).locator("visible=true").nth(nth).fill(str(value))
+
+    def classes(self, *names: str) -> None:
+        """Chooses these classes and no others."""
+        self.page.get_by_role("button", name="Clear").or_(self.page.get_by_label("Clear")).locator(
+            "visible=true"
+        ).first.click()
+        for name in names:
+            self.choose("Classes", name)
+        self.page.keyboard.press("Escape")
+
+    def drawn(self, count: int, where: str = "#sample-gallery"):
+        """The samples shown, when there are so many of them."""
+        self.page.locator(f'{where} [data-count="{count}"]').wait_for()
+        return self.page.locator(f"{where} img, {where} video")
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.problems == []
+
+
+@pytest.fixture
+def visit(chromium, address):
+    visits = []
+
+    def make(where: str = address, **options) -> Visit:
+        visits.append(Visit(chromium, where, **options))
+        return visits[-1]
+
+    yield make
+    for each in visits:
+        each.close()

@@ -1,0 +1,70 @@
+"""Curves and starts of runs, read from files that may be cut off, large or damaged."""
+
+import json
+import math
+
+import pytest
+
+from opendit.sampling.page.catalog import Catalog
+from opendit.sampling.page.run_history import POINTS, changed_flags, curves, results, starts, thinned
+from tests.sampling.page.runs import BROKEN, CLIPS, CUT, DIGITS, LINKED_FILE, log
+
+
+def test_curves_of_several_runs(outputs):
+    found = curves(Catalog(outputs), [DIGITS, CLIPS, BROKEN, LINKED_FILE, CUT])
+    assert found["loss"] == [(step, 1 / step, DIGITS) for step in range(1, 31)] + [(5, 0.5, CLIPS)]
+    assert len(found["grad_norm"]) == 31 and found["samples_per_s"][-1] == (5, 3.0, CLIPS)
+
+
+def test_a_log_that_grows_and_one_of_nonsense(tmp_path):
+    catalog, run = Catalog(tmp_path), tmp_path / "000-a"
+    strange = ['{"step": 1}', "[1]", "null", "{", '{"step": "1", "loss": 1}', '{"step": 2, "loss": "x"}', "[" * 10**5,
+               '{"step": 3, "loss": Infinity}', '{"step": true, "loss": 1}', '{"step": 4, "loss": 1e400}']  # fmt: skip
+    run.mkdir()
+    (run / "log.jsonl").write_text("\n".join(strange) + '\n{"step": 5, "loss": 2}\n')
+    assert curves(catalog, ["000-a"])["loss"] == [(5, 2.0, "000-a")]
+    log(run, [{"step": 6, "loss": 3}])
+    assert curves(catalog, ["000-a"])["loss"] == [(6, 3.0, "000-a")]
+
+
+def test_long_curves_become_means_of_neighbours():
+    points = [(step, float(step % 2)) for step in range(1, 10 * POINTS + 8)]
+    thin = thinned(points)
+    assert len(thin) == POINTS and thin[-1] == points[-1]
+    assert all(abs(value - 0.5) < 0.06 for _, value in thin[:-1])
+    assert [step for step, _ in thin] == sorted({step for step, _ in thin}) and thin[0][0] < 12
+    assert thinned(points[:POINTS]) == points[:POINTS]
+    assert math.isclose(sum(value for _, value in thinned([(i, 1.0) for i in range(5)], 3)), 3)
+
+
+def test_starts(outputs, tmp_path):
+    found = starts(Catalog(outputs), DIGITS)
+    assert [start["first_step"] for start in found] == [0, 20]
+    assert changed_flags(*found) == ["--lr 0.0001 -> 0.001"]
+    assert changed_flags({}, {"flags": {"a": 1}}) == ["--a None -> 1"] and changed_flags({"flags": 3}, {}) == []
+    assert starts(Catalog(outputs), CLIPS) == [] == starts(Catalog(outputs), LINKED_FILE)
+    with pytest.raises(ValueError, match="config.json"):
+        starts(Catalog(outputs), BROKEN)
+    early = tmp_path / "000-a"
+    early.mkdir()
+    (early / "config.json").write_text(json.dumps({"flags": {"lr": 1}}))
+    assert starts(Catalog(tmp_path), "000-a") == [{"flags": {"lr": 1}}]
+
+
+def test_figures_of_evaluations(outputs, tmp_path):
+    catalog, run = Catalog(outputs), outputs / CLIPS
+    row = {"metric": "fid", "value": 3.5, "interval": [3.0, 4.0], "count": 50_000, "steps": 50, "time": "2026-01-02"}
+    mine = {**row, "samples": str(run / "checkpoints" / "step_0000005" / "ema.safetensors"), "secret": 1}
+    other = {**row, "samples": str(outputs / DIGITS / "x.safetensors")}
+    strange = ["{", "[]", '{"metric": 1}', "[" * 10**5, json.dumps({**row, "samples": 3}), json.dumps(row)]
+    lines = [json.dumps(mine), json.dumps({**mine, "metric": "is", "time": "2026-01-03"}), json.dumps(other), *strange]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    found = results(catalog, CLIPS, tmp_path)
+    assert [figure["metric"] for figure in found] == ["is", "fid"] and "secret" not in found[0]
+    assert len(results(catalog, DIGITS, tmp_path)) == 2 and results(catalog, BROKEN, tmp_path) == []
+    assert results(catalog, CLIPS) == [] == results(catalog, CLIPS, tmp_path / "nowhere")
+    assert results(catalog, LINKED_FILE) == []  # it has one that leads elsewhere
+    own = Catalog(tmp_path)
+    (tmp_path / "000-a" / "evaluation").mkdir(parents=True)
+    (tmp_path / "000-a" / "evaluation" / "results.jsonl").write_text(json.dumps(row))
+    assert [figure["value"] for figure in results(own, "000-a")] == [3.5]

@@ -1,0 +1,63 @@
+"""Samples as files with their settings inside; the oldest ones go."""
+
+import io
+import json
+import zipfile
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from opendit.sampling.clip import VideoClip
+from opendit.sampling.page.sample_store import KEY, SampleStore, is_token
+
+SETTINGS = {"seed": 3, "steps": 5, "negative": '"ünï"\n🎲', "weights": "a run"}
+
+
+def picture(value: int, side: int = 8) -> Image.Image:
+    return Image.fromarray(np.full((side, side + 1, 3), value, np.uint8))
+
+
+def test_a_picture_holds_its_settings():
+    with SampleStore() as store:
+        batch, (first, second) = store.add([picture(1), picture(2)], ["zero", "a/../<b>\0"], SETTINGS)
+        found, path = store.find(second.token)
+        with Image.open(path) as read:
+            assert np.array_equal(np.asarray(read), np.asarray(picture(2)))
+            assert json.loads(read.text[KEY]) == {**SETTINGS, "label": "a/../<b>\0", "number": 1}
+        assert found is second and second.size == (8, 9) and not second.is_clip and is_token(second.token)
+        assert second.name == "000001-a_____b__-seed3.png" and first.name == "000000-zero-seed3.png"
+        with zipfile.ZipFile(io.BytesIO(store.archive(batch))) as archive:
+            assert archive.namelist() == [first.name, second.name]
+            assert archive.read(second.name) == path.read_bytes()
+        folder = path.parent
+        assert folder.stat().st_mode & 0o77 == 0 and store.find(batch) is None and store.archive(first.token) is None
+    assert not folder.exists()
+
+
+def test_a_clip_holds_its_settings():
+    frames = np.random.default_rng(0).integers(0, 255, (4, 16, 18, 3), np.uint8)
+    with SampleStore() as store:
+        _, (clip,) = store.add([VideoClip(frames, 8.0)], ["left"], SETTINGS)
+        with av.open(str(store.find(clip.token)[1])) as file:
+            assert json.loads(file.metadata["comment"]) == {**SETTINGS, "label": "left", "number": 0}
+            assert file.streams.video[0].frames == 4 and file.streams.video[0].average_rate == 8
+    assert clip.is_clip and clip.size == (16, 18) and clip.name.endswith(".mp4")
+
+
+def test_the_oldest_go():
+    with SampleStore(most_bytes=1) as store:
+        one, (first,) = store.add([picture(1)], ["a"], SETTINGS)
+        path = store.find(first.token)[1]
+        two, (second,) = store.add([picture(2)], ["a"], SETTINGS)
+        assert store.find(first.token) is None and store.archive(one) is None and not path.exists()
+        assert store.find(second.token) and store.archive(two)
+    with SampleStore(most_bytes=10**6) as store:
+        kept = [store.add([picture(1)], ["a"], SETTINGS)[1][0] for _ in range(9)]
+        assert all(store.find(one.token) for one in kept)
+
+
+@pytest.mark.parametrize("text", ["", "..", "a" * 21, "a" * 23, "a" * 21 + "/", "a" * 21 + ".", "a" * 21 + "\n"])
+def test_what_is_no_token(text):
+    assert not is_token(text)
