@@ -13,7 +13,7 @@ docs/python.md has the rest. A name is imported when it is first used: importing
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from opendit.common.lazy import import_when_used
+from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
     from opendit import fused as fused

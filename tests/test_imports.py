@@ -112,7 +112,7 @@ def test_every_room_has_its_floor():
 @pytest.mark.parametrize(
     ("name", "source", "expected"),
     [
-        ("opendit.models.dit", "import torch\nfrom opendit.common.lazy import import_when_used", set()),
+        ("opendit.models.dit", "import torch\nfrom opendit.common.utils import import_when_used", set()),
         ("opendit.models.dit", "from opendit.kernels.common import f", {"kernels"}),
         ("opendit.models.dit", "def f():\n    import opendit.checkpoint.ema as e", {"checkpoint"}),
         ("opendit.models.dit", "from opendit import training", {"training"}),
@@ -123,8 +123,8 @@ def test_every_room_has_its_floor():
         ("opendit.models.dit", "if TYPE_CHECKING:\n    from opendit.checkpoint.ema import EMA", {"checkpoint"}),
         ("opendit.models.dit", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import opendit.cli", {"cli"}),
         ("opendit.training.build", "from opendit.checkpoint import ema\nfrom opendit.models import DiT", set()),
-        ("opendit.common.rules", "from opendit.models import DiT", {"models"}),
-        ("opendit.cli.command", "from opendit.training import prepare\nfrom opendit.common import rules", set()),
+        ("opendit.common.utils", "from opendit.models import DiT", {"models"}),
+        ("opendit.cli.command", "from opendit.training import prepare\nfrom opendit.common import utils", set()),
     ],
 )
 def test_a_climb_is_seen(name, source, expected):

@@ -35,7 +35,7 @@ def test_importing_it_takes_nothing_else():
     code = "import sys; before = set(sys.modules); import opendit; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     others = {name.partition(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names) - {"opendit"}
-    assert not others and "opendit.common.lazy" in done.stdout and "opendit.cli" not in done.stdout
+    assert not others and "opendit.common.utils" in done.stdout and "opendit.cli" not in done.stdout
 
 
 @pytest.mark.parametrize(

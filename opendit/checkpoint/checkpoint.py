@@ -48,8 +48,8 @@ from opendit.checkpoint.schema import ANY_STATE, STATE_FILE
 from opendit.checkpoint.shards import ShardFiles
 from opendit.checkpoint.tensor_set import ShardedTensors, TensorSet, open_set
 from opendit.checkpoint.whole import WholeTensorFiles
+from opendit.common.json_file import read_file
 from opendit.common.safe_files import remove_tree, rename, sync_folder
-from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.config.checkpoints import SHARDS, WHOLE
 from opendit.data.base import DataError

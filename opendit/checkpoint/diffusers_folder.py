@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opendit.checkpoint.header import check_shapes
-from opendit.common.rules import MIB, mapping, optional, plain, record, string, whole
-from opendit.common.strict_files import NAME, FileKind, read_file
+from opendit.common.json_file import MIB, NAME, FileKind, read_file
+from opendit.common.rules import mapping, optional, plain, record, string, whole
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.config.architectures import SIZES
 from opendit.models.dit import DiTConfig

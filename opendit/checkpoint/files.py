@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from opendit.checkpoint.schema import MANIFEST_FILE
-from opendit.common.hashing import sha256_of
-from opendit.common.printable import printable
-from opendit.common.rules import read_bounded
+from opendit.common.json_file import read_bounded, read_file
 from opendit.common.safe_files import link_to, remove, rename, write_whole
-from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import write_file
+from opendit.common.utils import printable, sha256_of
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
 _MOST_NAME = 255  # bytes of what stands in ``latest``

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from opendit.common.rules import MIB, Invalid, Rule, listed, mapping, one_of, record, string, whole
-from opendit.common.strict_files import COUNT, FILE, FileKind
+from opendit.common.json_file import COUNT, FILE, MIB, FileKind
+from opendit.common.rules import Invalid, Rule, listed, mapping, one_of, record, string, whole
 from opendit.common.tensor_files import ITEM_BYTES
 from opendit.parallel.layout import Shard
 from opendit.parallel.runs import hold_each_once, runs_of

@@ -18,7 +18,7 @@ from opendit.checkpoint.pickled import read_pickled
 from opendit.checkpoint.schema import checked_metadata
 from opendit.checkpoint.tables import table_notes
 from opendit.checkpoint.tensor_set import TensorSet, files_of, is_set, open_set
-from opendit.common.background import Background
+from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name
 from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.models.adapt import adapt, check_same_blocks

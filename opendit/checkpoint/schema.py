@@ -11,8 +11,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from opendit.common.json_file import COUNT, FILE, MIB, NAME, SHA256, FileKind, parse_text
 from opendit.common.rules import (
-    MIB,
     Invalid,
     Rule,
     either,
@@ -28,7 +28,6 @@ from opendit.common.rules import (
     truth,
     whole,
 )
-from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind, parse_text
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
 from opendit.models.configuration import DiTConfig
 from opendit.models.zoo import CLASSES, config_from_dict

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from opendit.checkpoint.files import file_id, root_of
 from opendit.checkpoint.index import INDEX_FILE, SHARD_OF, ShardIndex, index_from
+from opendit.common.json_file import FILE, FileKind, read_file
 from opendit.common.rules import mapping, optional, plain, record, string
-from opendit.common.strict_files import FILE, FileKind, read_file
 from opendit.common.tensor_files import DTYPES, FLOATS, Kinds, open_safetensors, shapes_in
 from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.parallel.layout import Shard

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from opendit.common.printable import printable
+from opendit.common.utils import printable
 
 _FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to list the folder
 _MOST_SHOWN = 200  # characters of where a link leads

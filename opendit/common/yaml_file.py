@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from opendit.common.printable import printable
-from opendit.common.rules import DIGITS, parse_json, read_bounded, shown
+from opendit.common.json_file import DIGITS, parse_json, read_bounded
+from opendit.common.utils import printable, shown
 
 MOST_BYTES = 1 << 20
 TIME_LIMIT = 30.0  # seconds

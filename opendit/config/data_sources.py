@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from opendit.common.printable import printable
+from opendit.common.utils import printable
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
 FALLBACK = "pictures"  # what a folder is that no other source knows

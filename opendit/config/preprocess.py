@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from opendit.common.sizes import read_size
+from opendit.common.utils import read_size
 from opendit.config.checks import (
     check_data,
     check_exists,

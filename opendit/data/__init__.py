@@ -3,10 +3,10 @@ A name's module is imported when it is first used: ``names`` needs no torch."""
 
 from typing import TYPE_CHECKING
 
-from opendit.common.lazy import import_when_used
+from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
-    from opendit.common.errors import DataError as DataError
+    from opendit.common.utils import DataError as DataError
     from opendit.data.base import BadSample as BadSample
     from opendit.data.base import Item as Item
     from opendit.data.base import MediaDataset as MediaDataset
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __getattr__, __all__ = import_when_used(
     __name__,
     {
-        "opendit.common.errors": "DataError",
+        "opendit.common.utils": "DataError",
         "opendit.data.base": "BadSample Item MediaDataset SampleKey",
         "opendit.data.captioned": "CaptionedDataset",
         "opendit.data.digits": "digits_split",

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from opendit.common.errors import DataError
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import DataError, hash_parts
 from opendit.data.enlarging import Small
 from opendit.data.files import printable
 from opendit.data.medium import Medium, of_moments, of_pixels

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import Embedding, MediaDataset, to_pixels
 from opendit.data.medium import Medium
 from opendit.data.order.blend import SourceRows

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import flip_note, name_few
 from opendit.data.clips import clip_rate
 from opendit.data.contents import hash_files

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 from opendit.data.base import BadSample, MediaDataset
 from opendit.data.files import printable
 from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 20  # in all

@@ -5,7 +5,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from opendit.common.printable import printable as printable  # as its callers know it
+from opendit.common.utils import printable as printable  # as its callers know it
 
 TIME_LIMIT = 30.0  # seconds that one file may take
 

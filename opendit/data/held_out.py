@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.all_but import AllBut
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.order.blend import SourceRows

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import MediaDataset, flip_note, name_few, to_pixels
 from opendit.data.contents import hash_files
 from opendit.data.files import bytes_of, printable

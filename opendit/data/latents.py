@@ -21,10 +21,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.json_file import parse_text
 from opendit.common.safe_files import replacing
-from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import open_safetensors, write_tensors
+from opendit.common.utils import hash_parts
 from opendit.data.base import Embedding, MediaDataset
 from opendit.data.contents import hash_files
 from opendit.data.latents_check import layout_of, read_shard

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
-from opendit.common.rules import read_json, shown
+from opendit.common.json_file import checked, read_json
 from opendit.common.safe_files import replacing
-from opendit.common.strict_files import checked
 from opendit.common.tensor_files import write_file
+from opendit.common.utils import hash_parts, shown
 from opendit.data.base import MediaDataset, flip_note
 from opendit.data.latents_check import REPAIR, check_index
 from opendit.data.latents_schema import LATENTS_INDEX, LATENTS_SIZES

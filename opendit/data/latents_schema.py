@@ -1,7 +1,7 @@
 """Check the contents of a cache of latents' files before anything is allocated."""
 
-from opendit.common.rules import MIB, either, listed, mapping, number, one_of, optional, record, string, truth, whole
-from opendit.common.strict_files import COUNT, FILE, NAME, SHA256, FileKind
+from opendit.common.json_file import COUNT, FILE, MIB, NAME, SHA256, FileKind
+from opendit.common.rules import either, listed, mapping, number, one_of, optional, record, string, truth, whole
 from opendit.config.data_sources import FOREIGN_FORMS
 
 _RATE = number(0, 1e6, above=True)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from opendit.common.errors import DataError
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
+from opendit.common.utils import DataError
 from opendit.config.data_sources import inline_sources, is_address
 from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few

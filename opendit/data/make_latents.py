@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from opendit.common.hashing import sha256_of
 from opendit.common.safe_files import make_folder, refuse_links
+from opendit.common.utils import sha256_of
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.captions import CaptionCount
 from opendit.data.latents import FILES

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import Embedding, MediaDataset
 from opendit.encoders.text import text_geometry
 from opendit.encoders.vae import codec_geometry

@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 

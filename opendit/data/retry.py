@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 from opendit.data.files import printable
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the third, ...

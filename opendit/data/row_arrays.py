@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from opendit.common.hashing import HashedStream
+from opendit.common.utils import HashedStream
 
 _ROWS = 2**20  # hashed, or chosen, at once
 _LOOKED_AT = 2**16  # rows in which the next one of a key is looked for

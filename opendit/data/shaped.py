@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.all_but import AllBut
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.held_out import SomeRows

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import MediaDataset, flip_note
 from opendit.data.images import to_tensor
 from opendit.data.medium import Medium, of_picture

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 from opendit.data.retry import retried_disk
 
 READ_AT_ONCE = 8 << 20

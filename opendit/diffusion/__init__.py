@@ -3,7 +3,7 @@ it is first used: ``names`` needs no torch."""
 
 from typing import TYPE_CHECKING
 
-from opendit.common.lazy import import_when_used
+from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
     from opendit.config.objectives import ALL_SAMPLERS as ALL_SAMPLERS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 from opendit.encoders.text import TextEncoder
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
 from opendit.models.bytes_text import byte_tokens

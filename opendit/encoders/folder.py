@@ -16,23 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from opendit.common.meta import on_meta
-from opendit.common.rules import (
-    MIB,
-    Invalid,
-    Rule,
-    listed,
-    mapping,
-    number,
-    optional,
-    plain,
-    record,
-    shown,
-    string,
-    whole,
-)
-from opendit.common.strict_files import FILE, FileKind, read_file
+from opendit.common.json_file import FILE, MIB, FileKind, read_file
+from opendit.common.rules import Invalid, Rule, listed, mapping, number, optional, plain, record, string, whole
 from opendit.common.tensor_files import open_safetensors, shapes_in
+from opendit.common.torch_utils import on_meta
+from opendit.common.utils import shown
 
 T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # names that mean the same wherever they come from

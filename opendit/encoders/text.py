@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.common.rules import optional, plain, record, shown, string, whole
-from opendit.common.strict_files import read_file
+from opendit.common.json_file import read_file
+from opendit.common.rules import optional, plain, record, string, whole
+from opendit.common.utils import shown
 from opendit.encoders.folder import (
     CONFIG,
     LAYERS,

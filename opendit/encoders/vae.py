@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.encoders.tiles import Tiles, tiles_of
 from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae, picture_geometry, read_vae_config
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from opendit.common.meta import on_meta
+from opendit.common.json_file import read_file
 from opendit.common.rules import listed, number, optional, string, truth, whole
-from opendit.common.strict_files import read_file
 from opendit.common.tensor_files import open_safetensors
+from opendit.common.torch_utils import on_meta
 from opendit.encoders.autoencoder_kl import AutoencoderKL, canonical_names, describes
 from opendit.encoders.folder import (
     CONFIG,

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.digits import SIZE, SPLITS, digits_split
 from opendit.data.moving_digits import DIGIT_NAMES, DIRECTIONS, parse_caption
 from opendit.evaluation.media import Media, array_media

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
 from opendit.common.safe_files import make_folder
+from opendit.common.utils import hash_parts
 from opendit.data.progress import Progress
 from opendit.evaluation.media import Media
 from opendit.evaluation.networks import FeatureNetwork

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.config.metrics import DIGITS, of_training
 from opendit.data.moving_digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opendit.common.hashing import sha256_of
+from opendit.common.utils import sha256_of
 from opendit.data.animation_header import SUFFIXES as ANIMATIONS
 from opendit.data.animation_header import is_animation
 from opendit.data.base import BadSample, name_few

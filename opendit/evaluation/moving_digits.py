@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.digits import SIZE, digits_split
 from opendit.data.moving_digits import DIRECTIONS, render
 from opendit.evaluation.digits import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import sha256_of
+from opendit.common.utils import sha256_of
 from opendit.config.metrics import DIGITS, PRECISIONS
 from opendit.evaluation.digits import SIZE, digits_sha256, picture_features
 from opendit.evaluation.inception_pixels import SIDE, ScriptedInception, resize

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import sha256_of
 from opendit.common.safe_files import replacing
+from opendit.common.utils import sha256_of
 from opendit.config.metrics import DIGITS
 from opendit.data.files import printable
 from opendit.evaluation.digits import RealDigits, real_pictures

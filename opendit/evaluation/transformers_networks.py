@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts, sha256_of
-from opendit.common.rules import shown
-from opendit.common.strict_files import read_file
+from opendit.common.json_file import read_file
+from opendit.common.utils import hash_parts, sha256_of, shown
 from opendit.encoders.folder import (
     CONFIG,
     config_kind,

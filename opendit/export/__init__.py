@@ -3,7 +3,7 @@ functions, which stand in opendit.checkpoint.export."""
 
 from typing import TYPE_CHECKING
 
-from opendit.common.lazy import import_when_used
+from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
     from opendit.checkpoint.export import correct_timesteps as correct_timesteps

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from opendit.common.sizes import read_size
+from opendit.common.utils import read_size
 from opendit.config.architectures import canonical_name
 from opendit.config.checks import check_can_be_made, check_output_file, check_vae, check_weights
 from opendit.config.console import name_of, prepare_console

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from opendit.common.lazy import import_when_used
+from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
     from opendit.config.architectures import NAMES as NAMES

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opendit.common.patterns import value_of
-from opendit.models.parameter_names import canonical_name
+from opendit.models.parameter_names import canonical_name, value_of
 
 # ------------------------------------------------------------------------------------------------------ distributions
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.common.meta import on_meta
+from opendit.common.torch_utils import on_meta
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import Projection

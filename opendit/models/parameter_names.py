@@ -1,8 +1,40 @@
-"""The names of parameters: a checkpoint has the model's own, whatever is wrapped around its modules."""
+"""Names of parameters: the canonical ones that checkpoints hold, and the patterns by which plans speak of them."""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import TypeVar
 
 WRAPPERS = frozenset(("base_layer", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+Value = TypeVar("Value")
 
 
 def canonical_name(name: str) -> str:
     """A parameter's name without the parts that LoRA, torch.compile and others put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Return True if a dotted name fits a pattern: ``*`` is one part between dots, ``**`` one or more."""
+    return _expression(pattern).fullmatch(name) is not None
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern:
+    words = {"*": r"[^.]+", "**": r".+"}
+    return re.compile(r"\.".join(words.get(word, re.escape(word)) for word in pattern.split(".")))
+
+
+def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
+    """Return the value of the one pattern that fits a parameter's name.
+
+    Args:
+        of: what the patterns are called in the error.
+
+    Raises:
+        ValueError: no pattern fits, or more than one.
+    """
+    found = [pattern for pattern in by_pattern if fits(pattern, name)]
+    if len(found) != 1:
+        raise ValueError(f"parameter {name}: one pattern of {of} has to fit it, not {len(found)} {found}")
+    return by_pattern[found[0]]

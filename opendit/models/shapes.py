@@ -1,6 +1,6 @@
 """The shapes of a model's weights, without making one."""
 
-from opendit.common.meta import on_meta
+from opendit.common.torch_utils import on_meta
 from opendit.models.configuration import DiTConfig
 from opendit.models.zoo import build_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from opendit.common.meta import on_meta
+from opendit.common.torch_utils import on_meta
 from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig

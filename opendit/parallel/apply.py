@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from opendit.common.patterns import fits
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
+from opendit.models.parameter_names import fits
 from opendit.models.segment_attention import Varlen
 from opendit.parallel.expert import divide_among, shard_experts
 from opendit.parallel.mesh import Mesh

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from opendit.common.patterns import fits, value_of
 from opendit.models import DiTConfig, plan_of
+from opendit.models.parameter_names import fits, value_of
 from opendit.models.plans.terms import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
 
 Slices = tuple[slice, ...]  # one for each dimension

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.config.approximations import parse_cache
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.vae import FrozenVAE

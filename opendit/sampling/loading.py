@@ -16,7 +16,7 @@ import torch
 from opendit.checkpoint.checkpoint import newest_run
 from opendit.checkpoint.foreign import assumption
 from opendit.checkpoint.pretrained import ALONE, find_weights, load_pretrained, read_info
-from opendit.common.background import Background
+from opendit.common.stages import Background
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner

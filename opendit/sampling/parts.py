@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from opendit.common.hashing import hash_parts
-from opendit.common.rules import MIB, mapping, record, string, whole
+from opendit.common.json_file import MIB, SHA256, FileKind, read_file
+from opendit.common.rules import mapping, record, string, whole
 from opendit.common.safe_files import make_folder, remove, remove_folder, replacing, write_whole
-from opendit.common.strict_files import SHA256, FileKind, read_file
+from opendit.common.utils import hash_parts
 
 FOLDER, MANIFEST = ".parts", "manifest.json"
 PART_BYTES = 16 * MIB

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
 from opendit.common.safe_files import LinkRefused, refuse_links, write_whole
 from opendit.common.stages import Stages
+from opendit.common.utils import hash_parts
 from opendit.config.console import print_block
 from opendit.config.parallel_sizes import find_place
 from opendit.data.progress import Progress

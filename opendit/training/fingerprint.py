@@ -19,7 +19,7 @@ import torch
 import opendit
 from opendit.checkpoint.ema import FIRST_WARMUP
 from opendit.checkpoint.tensor_set import files_of
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.config.flags import flags_of
 from opendit.config.objectives import DESCRIPTIONS
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig

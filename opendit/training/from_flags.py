@@ -11,7 +11,7 @@ from opendit.checkpoint.checkpoint import Checkpoint
 from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_newest
 from opendit.checkpoint.tables import table_notes
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 from opendit.config.architectures import parse_given, patch_size
 from opendit.config.components import BatchFlags, DataFlags
 from opendit.config.train import TrainConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from opendit.checkpoint.schema import RUN_CONFIG
+from opendit.common.json_file import read_file
 from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
-from opendit.common.strict_files import read_file
 from opendit.config.flags import overridden, to_dict, to_yaml
 from opendit.training.specification import RunSpecification
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from opendit.common.errors import DataError
+from opendit.common.utils import DataError
 from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.mesh import Mesh
 

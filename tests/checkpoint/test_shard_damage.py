@@ -22,7 +22,7 @@ from opendit.checkpoint.index import INDEX_FILE, ShardedTensor, ShardIndex, inde
 from opendit.checkpoint.pretrained import read_newest, read_weights
 from opendit.checkpoint.saving import Checkpoints
 from opendit.checkpoint.tensor_set import open_set, read_index
-from opendit.common.strict_files import checked
+from opendit.common.json_file import checked
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.parallel.layout import Shard
@@ -78,7 +78,7 @@ def refused(run: Path, file: Path) -> None:
 
 def reseal(folder: Path) -> None:
     """A manifest that fits the files as they are: what whoever changes a file on purpose would write."""
-    from opendit.common.hashing import sha256_of
+    from opendit.common.utils import sha256_of
 
     names = read_manifest(folder)
     files = {n: {"bytes": (folder / n).stat().st_size, "sha256": sha256_of(folder / n)} for n in names}

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from opendit.common.json_file import CONTAINERS, parse_json, read_json
 from opendit.common.rules import (
-    CONTAINERS,
     Invalid,
     either,
     listed,
@@ -16,9 +16,7 @@ from opendit.common.rules import (
     number,
     one_of,
     optional,
-    parse_json,
     plain,
-    read_json,
     record,
     string,
     truth,

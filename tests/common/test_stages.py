@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from opendit.common import stages as module
-from opendit.common.background import Background
-from opendit.common.stages import Stages, process_seconds
+from opendit.common.stages import Background, Stages, process_seconds
 
 
 class Clock:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data import build_dataset, build_loader, build_schedule
 from opendit.data.base import BadSample, MediaDataset, SampleKey
 from opendit.data.blend import BlendedDataset

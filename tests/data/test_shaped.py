@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data import build_dataset, build_loader
 from opendit.data.base import MediaDataset
 from opendit.data.held_out import hold_out

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from opendit.common.patterns import fits
 from opendit.kernels import recompute
 from opendit.kernels.operations import FLOAT8, MODULATE, NORM, SPLIT, chosen
 from opendit.models import DiT, DiTConfig, plan_of
 from opendit.models.attention import Attention
 from opendit.models.blocks import is_cut
 from opendit.models.layers import TORCH_OPS, BlockOps, Projection
+from opendit.models.parameter_names import fits
 from opendit.parallel import apply
 from opendit.parallel.apply import apply_parallel, float8_weights
 from tests.models import test_zoo

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import train
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.config.flags import flags_of, parse
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.resolve import build_dataset

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from itertools import product
 
-from opendit.common.rules import shown
+from opendit.common.utils import shown
 
 MOST = 1_000_000  # names of all patterns of a file
 MOST_BYTES = 1 << 27  # characters of these names together

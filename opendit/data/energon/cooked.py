@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import BadSample
 from opendit.data.clips import clip_rate
 from opendit.data.media_size import Size

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from opendit.common.hashing import hash_parts
 from opendit.common.safe_files import open_to_write
+from opendit.common.utils import hash_parts
 from opendit.data.energon.prepared import PreparedSet
 from opendit.data.files import printable
 from opendit.data.processes import in_processes

@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
 
-from opendit.common.rules import shown as short
+from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.config.data_sources import is_address
 from opendit.data.energon.prepared import COOKER, is_prepared

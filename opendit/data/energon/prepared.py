@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from opendit.common.hashing import hash_parts
-from opendit.common.rules import LARGEST, MIB
-from opendit.common.rules import shown as short
+from opendit.common.json_file import LARGEST, MIB
+from opendit.common.utils import hash_parts
+from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.data.base import name_few
 from opendit.data.energon.braces import expand_all

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from opendit.common.background import Background
+from opendit.common.stages import Background
 
 GROUPS = 16  # that are on their way, or there and not yet taken
 BYTES = 2**28  # of them, beyond the first: clips are large

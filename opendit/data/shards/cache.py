@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from opendit.common.safe_files import remove, replacing, touch
-from opendit.common.sizes import read_size
+from opendit.common.utils import read_size
 
 FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # of the environment
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"

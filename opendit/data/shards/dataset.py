@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from opendit.common.errors import DataError
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import DataError, hash_parts
 from opendit.data.animation_header import HEAD, is_animated, may_be_animation
 from opendit.data.base import BadSample, flip_note
 from opendit.data.clips import clip_rate, clip_size

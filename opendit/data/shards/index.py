@@ -18,11 +18,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from opendit.common.errors import DataError
-from opendit.common.rules import MIB, listed, one_of, open_regular, record, string, truth, whole
+from opendit.common.json_file import COUNT, MIB, FileKind, open_regular, parse_text
+from opendit.common.rules import listed, one_of, record, string, truth, whole
 from opendit.common.safe_files import replacing
-from opendit.common.strict_files import COUNT, FileKind, parse_text
 from opendit.common.tensor_files import write_file
+from opendit.common.utils import DataError
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
 from opendit.data.retry import retried_disk

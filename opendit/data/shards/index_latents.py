@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from opendit.common.hashing import hash_parts
-from opendit.common.rules import open_regular, read_json
-from opendit.common.strict_files import checked
+from opendit.common.json_file import checked, open_regular, read_json
+from opendit.common.utils import hash_parts
 from opendit.data.energon.prepared import is_prepared
 from opendit.data.files import printable
 from opendit.data.latents_index import FORMAT, INDEX, TARS_VERSION, check_indexes, read_indexes, write_index

@@ -28,11 +28,10 @@ import numpy as np
 from safetensors.torch import load, save
 from torch import Tensor
 
-from opendit.common.hashing import hash_parts
-from opendit.common.rules import open_regular, parse_json
+from opendit.common.json_file import open_regular, parse_json, parse_text
 from opendit.common.safe_files import refuse_links, remove, replacing
-from opendit.common.strict_files import parse_text
 from opendit.common.tensor_files import write_file
+from opendit.common.utils import hash_parts
 from opendit.data.base import BadSample, Embedding
 from opendit.data.latents_check import REPAIR
 from opendit.data.latents_index import INDEX, TARS_VERSION, CachedLatents, ShardForm, check_indexes

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opendit.common.errors import DataError
 from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
+from opendit.common.utils import DataError
 from opendit.data.base import name_few
 from opendit.data.energon.cooked import load_cooker
 from opendit.data.energon.indexes import check_count

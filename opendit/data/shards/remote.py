@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
-from opendit.common.errors import DataError
-from opendit.common.rules import MIB
+from opendit.common.json_file import MIB
 from opendit.common.safe_files import make_folder, write_whole
+from opendit.common.utils import DataError
 from opendit.data.files import printable
 from opendit.data.retry import retried
 from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges

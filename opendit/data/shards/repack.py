@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.errors import DataError
-from opendit.common.hashing import sha256_of
 from opendit.common.safe_files import make_folder, refuse_links, replacing
 from opendit.common.tensor_files import open_safetensors
+from opendit.common.utils import DataError, sha256_of
 from opendit.data.files import printable
 from opendit.data.latents import read_shard_header
 from opendit.data.latents_check import REPAIR

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from opendit.common.hashing import sha256_of
-from opendit.common.rules import open_regular
+from opendit.common.json_file import open_regular
+from opendit.common.utils import sha256_of
 from opendit.data.animation_header import SUFFIXES as ANIMATIONS
 from opendit.data.animation_header import is_animated
 from opendit.data.files import printable

@@ -7,8 +7,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from opendit.common.errors import DataError
-from opendit.common.rules import open_regular
+from opendit.common.json_file import open_regular
+from opendit.common.utils import DataError
 from opendit.data.files import printable
 from opendit.data.retry import DOWN, retried_disk
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendit.common.hashing import hash_parts
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import write_file
+from opendit.common.utils import hash_parts
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
 from opendit.data.folders import CLIPS, suffix_of

@@ -6,8 +6,7 @@ from typing import cast
 
 import numpy as np
 
-from opendit.common.rules import read_json
-from opendit.common.strict_files import checked
+from opendit.common.json_file import checked, read_json
 from opendit.common.yaml_file import read_yaml
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset

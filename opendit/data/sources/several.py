@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from opendit.common.rules import shown as short
+from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.config.data_sources import inline_sources, is_address, named_sources
 from opendit.data.blend import BlendedDataset

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from opendit.common.errors import DataError
-from opendit.common.rules import MIB, parse_json, read_json
-from opendit.common.strict_files import checked
+from opendit.common.json_file import MIB, checked, parse_json, read_json
+from opendit.common.utils import DataError
 from opendit.data.base import name_few
 from opendit.data.files import printable
 from opendit.data.folders import Ignored, list_folder

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.common.compiler import not_compiled
+from opendit.common.torch_utils import not_compiled
 from opendit.config.parallel_sizes import divide_grid
 from opendit.kernels import fp8
 from opendit.kernels.fp8 import Float8

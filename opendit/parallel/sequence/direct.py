@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.common.compiler import not_compiled
+from opendit.common.torch_utils import not_compiled
 from opendit.kernels.exchange_heads import new_heads
 from opendit.models.attention import AnyProjection
 from opendit.models.layers import Attend

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from opendit.common.compiler import not_compiled
+from opendit.common.torch_utils import not_compiled
 from opendit.parallel.sequence.axial import FRAMES, PARTS, AllToAll, GridShare, Tokens, padded
 from opendit.parallel.sequence.direct import Collect, Depart, Layer, unread
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory

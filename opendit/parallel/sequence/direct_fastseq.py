@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.common.compiler import not_compiled
+from opendit.common.torch_utils import not_compiled
 from opendit.kernels.common import kernels_available
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.sum_parts import sum_parts, sum_parts_reference

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opendit.common.compiler import not_compiled
+from opendit.common.torch_utils import not_compiled
 from opendit.models.ecdit import ExpertMlp, add_rows, rows_by_expert
 from opendit.parallel.sequence.collectives import Counts, Exchange, Group, start_gather
 

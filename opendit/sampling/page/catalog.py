@@ -14,7 +14,7 @@ from opendit.checkpoint.diffusers_folder import PIPELINE_INDEX
 from opendit.checkpoint.files import checkpoints_in, file_id, step_of
 from opendit.checkpoint.pretrained import find_weights, read_info
 from opendit.checkpoint.run_folders import run_folders
-from opendit.common.rules import MIB
+from opendit.common.json_file import MIB
 from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.checkpoint.schema import RUN_CONFIG
-from opendit.common.rules import MIB
-from opendit.common.strict_files import read_file
+from opendit.common.json_file import MIB, read_file
 from opendit.sampling.page.catalog import Catalog
 
 METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}

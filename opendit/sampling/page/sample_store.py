@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from opendit.common.rules import MIB
+from opendit.common.json_file import MIB
 from opendit.common.safe_files import remove, remove_tree, replacing
 from opendit.data.video_file import write_mp4
 from opendit.sampling.clip import VideoClip

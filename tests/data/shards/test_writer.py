@@ -11,7 +11,7 @@ import wids
 from PIL import Image
 
 import preprocess
-from opendit.common.sizes import read_size
+from opendit.common.utils import read_size
 from opendit.data import build_dataset
 from tests.data.shards.tars import picture
 from tests.data.test_preprocess import contents, start

@@ -2,7 +2,7 @@
 
 import torch
 
-from opendit.common.hashing import hash_parts
+from opendit.common.utils import hash_parts
 from opendit.data.base import MediaDataset
 from opendit.data.sources.base import Request
 

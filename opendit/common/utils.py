@@ -1,0 +1,112 @@
+"""Small helpers of every package: imports that wait, an error for users, SHA-256, and text for messages.
+
+Importing this module is cheap: it needs no package beyond Python's own.
+"""
+
+import hashlib
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HASH_BLOCK = 4 << 20  # bytes that are read at once
+
+
+class DataError(RuntimeError):
+    """The data can't be used. The message tells the user why; no traceback is needed."""
+
+
+def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+    """Return ``__getattr__`` (PEP 562) and ``__all__`` of a package, or a module, whose names come from others.
+
+    A module is imported when one of its names is first used, so that flags can be checked without torch.
+
+    Args:
+        package: its ``__name__``.
+        modules: a module's full name -> the names taken from it, with spaces between them.
+    """
+    homes = {name: module for module, names in modules.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        return value
+
+    return get, sorted(homes)
+
+
+# ------------------------------------------------------------------------------------------ SHA-256
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal digits. Raises OSError."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(HASH_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
+
+
+class HashedStream(NamedTuple):
+    """A part of ``length`` bytes for :func:`hash_parts` that comes block by block and is never in memory as a whole."""
+
+    length: int
+    blocks: Iterable[bytes]
+
+
+def hash_parts(*parts: bytes | str | HashedStream) -> str:
+    """Return the SHA-256 of a list of parts. Each is preceded by its length, so that no two lists collide."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, HashedStream):
+            digest.update(part.length.to_bytes(8, "little"))
+            for block in part.blocks:
+                digest.update(block)
+            continue
+        part = part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ text for messages
+
+
+def printable(text: str | Path) -> str:
+    """Return a name or a reason as one line that any UTF-8 output takes.
+
+    Control characters, and bytes that are not UTF-8, become ``\\xNN`` and the like."""
+    text = str(text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
+
+
+def _escape(c: str) -> str:
+    if "\udc80" <= c <= "\udcff":  # how Python represents a byte that is not UTF-8
+        return f"\\x{ord(c) - 0xDC00:02x}"
+    return c.encode("unicode_escape").decode()
+
+
+def shown(value: Any) -> str:
+    """Return a short form of a JSON value for a message of one line, whatever the value holds."""
+    if isinstance(value, str):
+        return ascii(value) if len(value) <= 60 else f"{ascii(value[:60])}..."
+    if isinstance(value, list):
+        return f"a list of {len(value):,}"
+    if isinstance(value, dict):
+        return "an object"
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 30 else f"{text[:30]}..."
+
+
+def read_size(text: str, name: str) -> int:
+    """Return the bytes of ``1GB``, ``500MB``, ``64MiB`` or a bare number. Raises ValueError, calling it ``name``."""
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(i?)b?", text.lower())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
+    if found is None or not 1 <= size <= 1e15 or (found[3] and not found[2]):
+        raise ValueError(f"{name} {text}: no size; give one such as 200MB or 1GB")
+    return int(size)
