@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 from benchmarks.bench_state import seconds
 from benchmarks.results import append
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.config.flags import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.control_group import ControlGroup

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from benchmarks.bench_train import Latents
 from benchmarks.results import append
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.config.components import SpeedFlags
 from opendit.config.plugins import PLUGINS
 from opendit.kernels.select import select_kernels

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 import opendit
 from benchmarks.results import RESULTS, append
-from opendit.checkpoint.checkpoint import newest_run
+from opendit.checkpoint.run_folders import newest_run
 from opendit.data import digits_split
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.moving_digits import make_demo, name_digit

@@ -18,7 +18,7 @@ ROOMS += ["common"]
 PROGRAMS = ("fused", "export")  # they, and every __main__.py, may import anything
 
 
-MODULES = "data diffusion encoders fused kernels.attention models checkpoint.export".split()
+MODULES = "data diffusion encoders fused kernels.attention models export.conversion".split()
 MODULES += "training.from_flags training.build sampling.run sampling.engine evaluation.program".split()
 # Each in a fork of its own of a process that has imported torch, which alone takes longer than all the rest.
 PROBE = """

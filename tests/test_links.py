@@ -17,11 +17,12 @@ import torch
 import preprocess
 import sample
 import train
-from opendit.checkpoint.checkpoint import incomplete, prune, put_in_place, step_folder, tidy
-from opendit.checkpoint.files import point_to, write_manifest
+from opendit.checkpoint.files import write_manifest
 from opendit.checkpoint.lock import FolderLock, lock_folder
 from opendit.checkpoint.run_folders import WRITTEN as WRITTEN_RUN
-from opendit.checkpoint.weight_files import write_weights
+from opendit.checkpoint.run_folders import point_to, step_folder
+from opendit.checkpoint.save import incomplete, prune, put_in_place, tidy
+from opendit.checkpoint.tensor_set import write_weights
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import LinkRefused, make_folder
 from opendit.common.tensor_files import write_file, write_tensors

@@ -1,13 +1,27 @@
-"""The files of a checkpoint: safetensors written with their checksum, the manifest that loading verifies, and where a
-run's checkpoints are."""
+"""The files of a checkpoint, and whether they are as they were written.
 
-import contextlib
+    step_0000100/
+      model.safetensors        fp32 master weights and buffers, the configuration in the metadata
+      ema.safetensors          the same of the moving average; ema_DECAY.safetensors of further ones
+      optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
+      state.json               counters, loss scaler, what the run was
+      manifest.json            size and SHA-256 of every other file
+
+A sharded checkpoint (``--checkpoint_format sharded``) has instead of the safetensors files, for each of the sets SET =
+model, ema, ema_DECAY, exp_avg, exp_avg_sq:
+
+      SET.shards.json          the index: which file holds which slices of which tensor (tensor_set.py)
+      SET-shard-RRRRR-of-NNNNN.safetensors  what rank RRRRR of NNNNN wrote
+
+Names and shapes are canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
+same plugin and world, and under others up to rounding: masters and moments are stored in fp32, and everything random is
+keyed by (seed, step, sample), so that data order, flips and noise follow from the step number alone.
+"""
+
 import hashlib
-import itertools
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +30,26 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opendit.checkpoint.schema import MANIFEST_FILE
-from opendit.common.json_file import read_bounded, read_file
-from opendit.common.safe_files import link_to, remove, rename, write_whole
+from opendit.checkpoint.run_folders import (
+    MANIFEST,
+    named_checkpoint,
+    root_of,
+    step_of,
+)
+from opendit.checkpoint.schema import ANY_STATE, MANIFEST_FILE, STATE_FILE
+from opendit.common.json_file import read_file
 from opendit.common.tensor_files import write_file
-from opendit.common.utils import printable, sha256_of
+from opendit.common.utils import sha256_of
+from opendit.config.checkpoints import SHARDS, WHOLE
 
-MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-_MOST_NAME = 255  # bytes of what stands in ``latest``
+STATE = "state.json"
+MODEL_SET, AVERAGE_SET = "model", "ema"
+VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> ending of the files that stand for a set of tensors
+
+
+def average_sets(decays: tuple[float, ...]) -> list[str]:
+    """The name of every average among the sets of tensors: the first is the one to sample from."""
+    return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
@@ -66,7 +92,28 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return content["files"]
 
 
-# ------------------------------------------------------------------------------------------ reading nothing else
+class AnotherVersion(ValueError):
+    """A checkpoint that is intact and can't be read by this version of the program."""
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
+    path = named_checkpoint(folder) / STATE
+    try:
+        file_id(path, root_of(folder))
+        version = read_file(path, ANY_STATE)["version"]
+        if version in VERSIONS:
+            return read_file(path, STATE_FILE)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror})") from error
+    raise AnotherVersion(
+        f"{folder} has checkpoint version {version}, this program reads {' and '.join(map(str, VERSIONS))}; resume it "
+        f"with the OpenDiT that wrote it, or start a new run from its weights with --pretrained "
+        f"{folder / (AVERAGE_SET + WHOLE)}"
+    )
+
+
+# ------------------------------------------------------------------------------------------ verifying
 
 
 class FileId(NamedTuple):
@@ -76,30 +123,6 @@ class FileId(NamedTuple):
     inode: int
     size: int
     changed_ns: int
-
-
-def root_of(folder: Path) -> Path:
-    """The folder that a checkpoint's files must not lie outside of: its run's, or its own if it stands in no run. Where
-    ``checkpoints`` is a link out of the run, which its user made to have them on another disk, that other folder."""
-    folder = _in_run(folder)
-    if folder.parent.name != CHECKPOINTS:
-        return folder
-    run, checkpoints = folder.parent.parent.resolve(), folder.parent.resolve()
-    return run if checkpoints.is_relative_to(run) else checkpoints
-
-
-def run_of(folder: Path) -> Path | None:
-    """The folder of the run that a checkpoint is in and that may be written to. None if the checkpoint stands alone, or
-    if ``checkpoints`` is a link: what it leads to is only read."""
-    folder = _in_run(folder)
-    own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
-    return folder.parent.parent.resolve() if own else None
-
-
-def _in_run(folder: Path) -> Path:
-    """A checkpoint's folder as it is called if that is in a folder ``checkpoints``, else without links."""
-    folder = Path(os.path.abspath(folder))
-    return folder if folder.parent.name == CHECKPOINTS else folder.resolve()
 
 
 def file_id(path: Path, root: Path) -> FileId:
@@ -118,9 +141,6 @@ def file_id(path: Path, root: Path) -> FileId:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{path} is not a regular file")
     return FileId(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-
-# ------------------------------------------------------------------------------------------ verifying
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
@@ -172,91 +192,6 @@ def verified_files(
         if digest != entries[name]["sha256"]:
             raise ValueError(f"{folder / name} is damaged: its checksum is not the manifest's")
     return ids
-
-
-# ------------------------------------------------------------------------------------------ a run's checkpoints
-
-
-def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name; -1 if it has none."""
-    found = re.search("step_([0-9]+)", folder.name)
-    return int(found[1]) if found else -1
-
-
-def checkpoints_in(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, damaged ones too, the one to go on from first.
-
-    That is the one that ``latest`` names; after it come the earlier ones, the newest first, and at last those of an
-    attempt that the run went back from. Without ``latest`` the highest step is the newest.
-    """
-    folder = run / CHECKPOINTS
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
-    # A kill between two renames leaves a checkpoint under this name only.
-    steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
-    steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
-    latest = folder / LATEST
-    if latest.is_dir() and not latest.is_symlink():
-        return [latest, *steps]  # a copy that knew no links
-    if not os.path.lexists(latest):
-        return steps
-    try:
-        newest = step_of(named_checkpoint(latest))
-    except ValueError:
-        return [latest, *steps]  # damage to be told
-    if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # it names nothing that is there: likewise
-    return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
-
-
-def named_checkpoint(folder: Path) -> Path:
-    """The checkpoint that a run's ``latest`` or ``best`` names; any other folder as it is.
-
-    These two, symbolic links or files with a name in them, are read as names and not followed. Raises ValueError, in
-    one line, for one that holds anything else than the name ``step_*`` of a folder beside it.
-    """
-    path = Path(os.path.abspath(folder))
-    if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
-        return folder
-    try:
-        if not path.is_symlink() and (path.is_dir() or not path.exists()):
-            return folder  # a copy of the run that knew no links; or none at all
-        name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
-    if not re.fullmatch("step_[0-9]+", name, re.ASCII):
-        raise ValueError(
-            f"{printable(folder)} names {printable(name[:_MOST_NAME])}, which is no checkpoint beside it, and is not "
-            "followed; remove it"
-        )
-    return folder.with_name(name)
-
-
-def point_to(latest: Path, final: Path) -> None:
-    """Makes ``latest`` lead to a checkpoint: a symbolic link, or a file with its name where there are no links.
-
-    A folder in its place, as a copy has that knew no links, is set aside. Raises OSError if nothing can be made;
-    ``latest`` is gone then, for a stale one would be followed.
-    """
-    new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
-    try:
-        if latest.is_dir() and not latest.is_symlink():
-            aside = (latest.with_name(f"{latest.name}.before{number}") for number in itertools.count())
-            rename(latest, next(path for path in aside if not os.path.lexists(path)), root=run)
-        remove(new, root=run)
-        try:
-            link_to(new, final.name, root=run)
-        except OSError:
-            write_whole(new, final.name.encode(), root=run)
-        rename(new, latest, root=run, over_link=True)
-    except OSError:
-        for left in (new, latest):
-            with contextlib.suppress(OSError):
-                remove(left, root=run)
-        raise
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:

@@ -1,17 +1,132 @@
-"""The configuration of weights that do not say what they are: Meta's files."""
+"""Weights of others: Meta's .pt files, read without running what is in them, and diffusers' DiTPipeline folders.
 
+``opendit.export`` writes such files and folders. Pickled weights in a folder are not read.
+"""
+
+import argparse
 import math
+import pickletools
+import re
+import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from opendit.checkpoint.schema import check_shapes
+from opendit.common.json_file import MIB, NAME, FileKind, read_file
+from opendit.common.rules import mapping, optional, plain, record, string, whole
+from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.config.architectures import SIZES, is_video
-from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiTConfig
 from opendit.models.weights import Weights
-from opendit.models.zoo import model_config
+from opendit.models.zoo import empty_model, model_config
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8")  # what pickle writes strings with
+_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules that weights name
+_SEARCHED = 16 << 20  # bytes of a pickle
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
+PIPELINE_INDEX = "model_index.json"  # the file that stands for a pipeline
+
+
+# ------------------------------------------------------------------------------------------ .pt files
+
+
+def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
+    """The state dict in a .pt file and the number of classes if the file says it. The tensors are on the CPU, and of
+    today's format (an archive) still in the file: what is not used is not read. Meta's training checkpoints hold
+    ``model``, ``ema``, ``opt`` and ``args``; ``ema`` is taken.
+
+    Raises ValueError with one line that names the file: it would run code, is damaged, unpacks to more than its own
+    size, or holds anything but tensors of real numbers under their names.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    size = path.stat().st_size
+    packed = zipfile.is_zipfile(path)
+    if packed:
+        _check_archive(path, size)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of storages and formats of old, in torch's words
+            # Mapped, for then torch compares each tensor with the bytes there are, and reads nothing that isn't used.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=packed)
+    except Exception as error:
+        raise ValueError(_why(path, error)) from error
+    num_classes = None
+    if isinstance(content, dict) and "ema" in content and "model" in content:
+        num_classes = getattr(content.get("args"), "num_classes", None)
+        content = content["ema"]
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise ValueError(f"{path} holds no state dict of a model: only tensors, each under its name")
+    state, total = {}, 0
+    for name, tensor in content.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} holds no state dict of a model: {type(name).__name__} is no parameter's name")
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.dtype not in FLOATS:
+            kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}".replace("torch.", "")
+            raise ValueError(f"{path}: {name[:100]!r} is a tensor of {kind}; weights are dense floating-point numbers")
+        total += tensor.numel() * tensor.element_size()
+        if total > size:
+            raise ValueError(f"{path}: its tensors are larger than the file, because they share memory; save copies")
+    for name, tensor in content.items():
+        state[name.removeprefix("module.")] = tensor.detach()
+    return state, num_classes if type(num_classes) is int else None
+
+
+def _check_archive(path: Path, size: int) -> None:
+    """Raises ValueError for an archive whose entries are compressed, or overlap: torch writes none of these."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"{path} is damaged: it is no readable .pt file ({error})") from error
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ValueError(
+            f"{path} is a compressed archive, which torch.save does not write; unpack it and save it again"
+        )
+    if sum(entry.file_size for entry in entries) > size:
+        raise ValueError(f"{path} is damaged: its entries are larger than the file")
+
+
+def _why(path: Path, error: Exception) -> str:
+    """Explain an error in our own words: torch's explain how to load the file in spite of it."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if call := found[1] if found else _first_call(path):
+        return (
+            f"{path} is refused: it would run code when loaded ({call}). Weights are tensors in plain containers; get "
+            "them as .safetensors, or as a .pt file with the state dict alone"
+        )
+    return f"{path} is no .pt file of weights, or is damaged ({type(error).__name__}); get it again, or as .safetensors"
+
+
+def _first_call(path: Path) -> str | None:
+    """The first thing that a pickle names and weights have no use for; found without loading it."""
+    strings: list[str] = []
+    try:
+        for code, value, _ in pickletools.genops(_pickle_in(path)):
+            if code.name == "GLOBAL":
+                strings = str(value).split(" ", 1)
+            elif code.name in _STRINGS:
+                strings = [*strings[-1:], str(value)]
+            if code.name in ("GLOBAL", "STACK_GLOBAL") and strings[0] not in _HARMLESS:
+                return ascii(".".join(strings))[1:-1][:100]
+    except Exception:  # no pickle at all, or a broken one
+        return None
+    return None
+
+
+def _pickle_in(path: Path) -> bytes:
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            with archive.open(name) as file:
+                return file.read(_SEARCHED)
+    with open(path, "rb") as file:
+        return file.read(_SEARCHED)
 
 
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
@@ -78,3 +193,97 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
         f"{weights.path} does not say how many classes it has: the last of its {rows} rows is taken for the null class "
         f"of guidance; if it was trained without class dropout, sample.py needs --num_classes {rows}"
     ]
+
+
+# ------------------------------------------------------------------------------------------ DiTPipeline folders
+
+
+_SIZE = whole(1, 1 << 16)
+TRANSFORMER = FileKind(
+    record(
+        {
+            "_class_name": string(64),
+            "num_attention_heads": _SIZE,
+            "attention_head_dim": _SIZE,
+            "num_layers": _SIZE,
+            "patch_size": whole(1, 64),
+            "sample_size": whole(1, 512),
+            "in_channels": whole(1, 4096),
+            "num_embeds_ada_norm": whole(1, 1_000_000),
+        },
+        others=plain(),
+    ),
+    4 * MIB,
+)
+LABEL_NUMBER = string(7, "[0-9]+", "the number of a class")
+PIPELINE = FileKind(record({}, {"id2label": optional(mapping(LABEL_NUMBER, NAME))}, others=plain()), 16 * MIB)
+# ours: diffusers', of what stands before and after the blocks and of a block
+OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
+         "final_layer.linear": "proj_out_2"}  # fmt: skip
+EMBEDDERS = {"t_embedder.mlp.0": "timestep_embedder.linear_1", "t_embedder.mlp.2": "timestep_embedder.linear_2",
+             "y_embedder.embedding_table": "class_embedder.embedding_table"}  # fmt: skip
+BLOCK = {"adaLN_modulation.1": "norm1.linear", "attn.proj": "attn1.to_out.0", "mlp.fc1": "ff.net.0.proj",
+         "mlp.fc2": "ff.net.2"}  # fmt: skip
+QKV = ("attn1.to_q", "attn1.to_k", "attn1.to_v")
+
+
+def suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name in state if name.startswith(prefix + ".")]
+
+
+def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
+    """Our state dict, position table included, from DiTTransformer2DModel's: the inverse of
+    :func:`opendit.export.conversion.to_diffusers_state`."""
+    made = {}
+    for ours, name in OUTER.items():
+        made.update({ours + end: theirs[name + end] for end in suffixes(theirs, name)})
+    for ours, name in EMBEDDERS.items():
+        name = f"transformer_blocks.0.norm1.emb.{name}"
+        made.update({ours + end: theirs[name + end] for end in suffixes(theirs, name)})
+    table = made["y_embedder.embedding_table.weight"]
+    made["y_embedder.embedding_table.weight"] = torch.cat((table[: config.num_classes], table[-1:]))
+    for i in range(config.depth):
+        block = f"transformer_blocks.{i}."
+        for end in (".weight", ".bias"):
+            made[f"blocks.{i}.attn.qkv{end}"] = torch.cat([theirs[block + name + end] for name in QKV])
+            made.update({f"blocks.{i}.{ours}{end}": theirs[block + name + end] for ours, name in BLOCK.items()})
+    return {**made, "pos_embed": empty_model(config, parameters=False).get_buffer("pos_embed")}
+
+
+def read_pipeline(folder: Path) -> Weights:
+    """The transformer of a DiTPipeline folder in CPU memory, as weights of ours; their ``path`` is the folder.
+
+    Raises:
+        ValueError, FileNotFoundError: it holds no DiT of ours, or its files are damaged.
+    """
+    values = read_file(folder / "transformer" / "config.json", TRANSFORMER)
+    heads, head_dim, depth = (values[k] for k in ("num_attention_heads", "attention_head_dim", "num_layers"))
+    size = next((k for k, v in SIZES.items() if v == (heads * head_dim, depth, heads)), None)
+    if values["_class_name"] != "DiTTransformer2DModel" or size is None:
+        raise ValueError(f"{folder} holds no DiT of ours: {depth} blocks of {heads} heads of {head_dim}")
+    labels = read_file(folder / PIPELINE_INDEX, PIPELINE).get("id2label") or {}
+    name = f"DiT-{size}/{values['patch_size']}"
+    try:
+        config = model_config(
+            name,
+            input_size=(values["sample_size"],) * 2,
+            in_channels=values["in_channels"],
+            num_classes=len(labels) or values["num_embeds_ada_norm"],
+        )
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    theirs = {}
+    for path in sorted((folder / "transformer").glob("*.safetensors")):
+        with open_safetensors(path) as file:
+            theirs.update({name: file.get_tensor(name) for name in shapes_in(file, path)})
+    if not theirs:
+        raise ValueError(f"{folder}/transformer has no .safetensors file; pickled weights are not read")
+    try:
+        state = from_diffusers_state(theirs, config)
+    except (KeyError, IndexError, RuntimeError) as error:
+        raise ValueError(f"{folder}/transformer lacks weights of its configuration, or has others ({error})") from error
+    check_shapes(config, {key: tuple(tensor.shape) for key, tensor in state.items()}, folder / "transformer")
+    info = {"model": name, "config": config.to_dict(), "vae": str((folder / "vae").resolve())}
+    if labels:
+        info["class_names"] = [labels[key] for key in sorted(labels, key=int)]
+    return Weights(state, folder, {**info, "image_size": 8 * config.input_size[0]})

@@ -1,40 +1,41 @@
-"""Weights in: our safetensors (the configuration is inside), whole or in several files, Meta's .pt files, and
-diffusers' DiTPipeline folders."""
+"""Weights in: our safetensors (the configuration is inside), whole or in several files, and those of others
+(opendit/checkpoint/foreign.py), into models and shards of models.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from opendit.checkpoint.diffusers_folder import PIPELINE_INDEX, read_pipeline
-from opendit.checkpoint.files import MANIFEST, checkpoints_in, damage, intact_before, named_checkpoint, not_finite
-from opendit.checkpoint.first_weights import FirstWeights, read_shard
-from opendit.checkpoint.foreign import infer_config
-from opendit.checkpoint.header import check_shapes, check_size, compare
-from opendit.checkpoint.pickled import read_pickled
-from opendit.checkpoint.schema import checked_metadata
-from opendit.checkpoint.tables import table_notes
+from opendit.checkpoint.files import damage, intact_before, not_finite
+from opendit.checkpoint.foreign import PIPELINE_INDEX, infer_config, read_pickled, read_pipeline
+from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
+from opendit.checkpoint.schema import check_shapes, check_size, checked_metadata, compare
 from opendit.checkpoint.tensor_set import TensorSet, files_of, is_set, open_set
 from opendit.common.stages import Background
-from opendit.config.architectures import canonical_name
+from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
-from opendit.models.adapt import adapt, check_same_blocks
+from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import check_lora, merge_lora
+from opendit.models.parameter_names import canonical_name
+from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model
 from opendit.parallel.control_group import ControlGroup
+from opendit.parallel.engines import Values
 from opendit.parallel.initial import InitialValues
-from opendit.parallel.layout import Layout
+from opendit.parallel.layout import Layout, Shard
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 
 METADATA_KEY = "opendit"
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
+ROUNDING = 1e-6  # of fp32: Meta's files hold the same tables, made by other libraries
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
@@ -144,7 +145,7 @@ def read_config(path: Path) -> DiTConfig | None:
 def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
     """The weights that a file stands for, verified if it is a checkpoint's; its header must be that of the model that
     it says it holds. They stay in the file until they are asked for. No code in a file is run
-    (opendit.checkpoint.pickled).
+    (opendit.checkpoint.foreign).
 
     group: of ranks that all call this, and share the work of verifying.
 
@@ -237,6 +238,62 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
             f"{weights.path}: {name} holds values that are not finite (NaN or infinity); take an earlier checkpoint"
         )
     return weights
+
+
+def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
+    """The names of the tables in ``state``, of a model ``config``, that are not the computed ones, and by how much a
+    number of them differs at most. What is missing or of another size is not compared."""
+    found = {}
+    for name, (dim, sizes) in config.tables.items():
+        made = sincos_position_table(dim, *sizes).unsqueeze(0)
+        if name in state and (stored := state[name]).shape == made.shape:
+            off = (stored.to(made) - made).abs().max().item()
+            if not off <= ROUNDING:
+                found[name] = off
+    return found
+
+
+def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> list[str]:
+    """A line for each of :func:`other_tables` of the file at ``path``."""
+    return [
+        f"{path}: its table {name} is not the computed one (numbers differ by up to {off:.2g}), which is used in its "
+        "place"
+        for name, off in other_tables(config, state).items()
+    ]
+
+
+# ------------------------------------------------------------------------------------------ into a model
+
+
+class FirstWeights:
+    """The values of any shard of any parameter, as an adaptation says: a slice of a tensor of the file, which alone is
+    read of it, a slice of a small tensor that was made of one, or initial values.
+
+    state: the file's tensors. initial: gives the initial values of any shard, by the parameter's canonical name.
+    """
+
+    def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
+        self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
+
+    def __call__(self, name: str, shard: Shard) -> Tensor:
+        """A shard of a parameter, (shard.shape) fp32 in host memory; it may be a view of the file.
+
+        Raises ValueError or OSError if the file is not as it was when it was opened."""
+        name = canonical_name(name)
+        if name in self._stored:
+            return read_shard(self._state, self._stored[name], shard).float()
+        return shard.take(self._made[name]) if name in self._made else self._initial(name, shard)
+
+    @torch.no_grad()
+    def fill(self, model: DiT) -> None:
+        """Sets all parameters of a model that is whole and in memory."""
+        for name, parameter in model.named_parameters():
+            parameter.copy_(self(name, Shard(tuple(parameter.shape), ())))
+
+
+def read_shard(state: Mapping[str, Tensor], name: str, shard: Shard) -> Tensor:
+    """A shard of a file's tensor in its stored dtype, of which alone is read; it may be a view of the file."""
+    return state.read(name, shard) if isinstance(state, TensorSet) else shard.take(state[name])
 
 
 def load_state(
@@ -346,7 +403,7 @@ def _divide(model: DiT, mesh: Mesh) -> Layout | None:
 
 def check_name(weights: Weights, name: str | None) -> None:
     """Raises ValueError if weights that say which model they are are of another one than ``name``."""
-    if name is not None and weights.info["model"] != canonical_name(name):
+    if name is not None and weights.info["model"] != canonical_model(name):
         raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of {name}; give its --model")
 
 

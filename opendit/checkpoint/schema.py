@@ -6,6 +6,7 @@ Keys that no version of this program has written are refused, for a file that sa
 
 import dataclasses
 import functools
+import math
 import types
 import typing
 from pathlib import Path
@@ -30,6 +31,7 @@ from opendit.common.rules import (
 )
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
 from opendit.models.configuration import DiTConfig
+from opendit.models.shapes import Shapes, model_shapes
 from opendit.models.zoo import CLASSES, config_from_dict
 
 # Bounds of a configuration's fields, far above every model there is. What a model really takes is compared with the
@@ -66,8 +68,6 @@ BY_TYPE: dict[type[Any], Rule] = {
     type(None): nothing,
 }
 TOKENS = 1 << 22  # of a sample: four times the longest that anybody has trained on
-
-# ------------------------------------------------------------------------------------------ from dataclasses
 
 
 @functools.cache
@@ -114,9 +114,6 @@ def _tagged(value: Any, place: str, tag: str, default: str | None, kinds: dict[s
             one_of(*kinds)(found, f"{place}.{tag}")
         return fields_rule(kinds[found], tag)(value, place)
     record({})(value, place)
-
-
-# ------------------------------------------------------------------------------------------ the files
 
 
 LORA = record({"rank": whole(1, 1 << 16), "alpha": number(0, 1e6, above=True), "base": NAME})
@@ -208,8 +205,6 @@ STATE_FILE = FileKind(
 # written into it.
 RUN_CONFIG = FileKind(record({}, {"starts": listed(plain(8), most=100_000)}, others=plain(8)), 64 * MIB)
 
-# ------------------------------------------------------------------------------------------ reading
-
 
 def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
     """Parse and check the metadata of a weights file, with its model and objective. Raises ValueError as
@@ -240,3 +235,38 @@ def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{source}: config: {error}") from error
     return config
+
+
+# ------------------------------------------------------------------------------------------ weights of a model
+
+
+def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
+    """Raises ValueError if a model has more weights than the files that ``shapes`` are of: from a formula, at once."""
+    described, held = config.parameters(), sum(map(math.prod, shapes.values()))
+    if described > held:
+        raise ValueError(
+            f"{path} does not hold the model that its configuration describes: {described:,} weights there, "
+            f"{held:,} in the file"
+        )
+
+
+def check_shapes(config: DiTConfig, shapes: Shapes, path: Path) -> None:
+    """Raises ValueError unless ``shapes`` are exactly a model's parameters and buffers, naming the first difference."""
+    check_size(config, shapes, path)
+    try:
+        parameters, buffers = model_shapes(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: config: {error}") from error
+    compare(parameters | buffers, shapes, path)
+
+
+def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
+    """Raises ValueError unless both have the same names and shapes."""
+    differences = {
+        "missing": own.keys() - theirs.keys(),
+        "unexpected": theirs.keys() - own.keys(),
+        "of another shape": {name for name in own.keys() & theirs.keys() if own[name] != theirs[name]},
+    }
+    problems = [f"{len(names)} {what} (first: {min(names)[:100]})" for what, names in differences.items() if names]
+    if problems:
+        raise ValueError(f"{path} is a checkpoint of another model: parameters {', '.join(problems)}")

@@ -83,7 +83,7 @@ def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, g
 
 
 def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int) -> None:
-    from opendit.checkpoint.export import (  # torch, which the flags need not
+    from opendit.export.conversion import (  # torch, which the flags need not
         export_diffusers,
         export_meta,
         import_weights,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from opendit.checkpoint.checkpoint import newest_run
 from opendit.checkpoint.foreign import assumption
 from opendit.checkpoint.pretrained import ALONE, find_weights, load_pretrained, read_info
+from opendit.checkpoint.run_folders import newest_run
 from opendit.common.stages import Background
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from opendit.checkpoint.checkpoint import folder_name
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import load_checkpoint
+from opendit.checkpoint.run_folders import folder_name
+from opendit.checkpoint.save import Checkpoints
 from opendit.common.records import WriteFailures
 from opendit.data import BatchSchedule
 from opendit.data.progress import Progress

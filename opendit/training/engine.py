@@ -2,7 +2,7 @@
 
 import torch
 
-from opendit.checkpoint.first_weights import FirstWeights
+from opendit.checkpoint.pretrained import FirstWeights
 from opendit.models import DiT, empty_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora

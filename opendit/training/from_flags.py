@@ -7,10 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from opendit.checkpoint.checkpoint import Checkpoint
 from opendit.checkpoint.foreign import assumption, infer_config
-from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_newest
-from opendit.checkpoint.tables import table_notes
+from opendit.checkpoint.load import Checkpoint
+from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_newest, table_notes
 from opendit.common.utils import DataError
 from opendit.config.architectures import parse_given, patch_size
 from opendit.config.components import BatchFlags, DataFlags

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from opendit.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from opendit.checkpoint.ema import WARMUP
+from opendit.checkpoint.load import Checkpoint, find_checkpoint
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.run_folders import WRITTEN, new_run_folder

@@ -6,10 +6,8 @@ import os
 from functools import partial
 from typing import cast
 
-from opendit.checkpoint.best import BestCheckpoint
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.saving import Checkpoints
-from opendit.checkpoint.whole import most_bytes_of_a_host
+from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.plugins import PLUGINS
 from opendit.data import BatchIterator, build_loader

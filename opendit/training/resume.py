@@ -1,9 +1,8 @@
 """Check the checkpoint that a run resumes from."""
 
-from opendit.checkpoint.checkpoint import Checkpoint
-from opendit.checkpoint.header import compare
-from opendit.checkpoint.pretrained import read_info
-from opendit.checkpoint.tables import table_notes
+from opendit.checkpoint.load import Checkpoint
+from opendit.checkpoint.pretrained import read_info, table_notes
+from opendit.checkpoint.schema import compare
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.models import DiTConfig, config_from_dict
 from opendit.models.shapes import model_shapes

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from opendit.checkpoint.checkpoint import Checkpoint
+from opendit.checkpoint.load import Checkpoint
 from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset

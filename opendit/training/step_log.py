@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.save import Checkpoints
 from opendit.data import BatchIterator, BatchSchedule
 from opendit.parallel.engines import Engine, StepResult
 from opendit.training.monitor import Monitor

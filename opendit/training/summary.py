@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from opendit.checkpoint.checkpoint import newest_run
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.run_folders import newest_run
+from opendit.checkpoint.save import Checkpoints
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.config.components import BatchFlags
 from opendit.config.console import print_block

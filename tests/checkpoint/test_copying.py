@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from opendit.checkpoint.copying import THREADS, HostBuffer
+from opendit.checkpoint.save import THREADS, HostBuffer
 
 
 def test_many_copies_from_host_memory_are_whole_when_they_were_waited_for(monkeypatch):

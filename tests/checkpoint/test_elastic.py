@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA, WARMUP
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, init_mesh

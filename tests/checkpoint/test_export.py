@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sample
-from opendit.checkpoint.export import NULL_CLASS
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.export import load_pipeline
 from opendit.export.__main__ import main
+from opendit.export.conversion import NULL_CLASS
 from opendit.models import DiT, TextConfig, model_config
 from opendit.models.zoo import build_model
 from tests.encoders.test_vae import small_vae
@@ -158,7 +158,7 @@ def test_a_malicious_pickle_is_refused(folder, monkeypatch):
 
 
 def test_what_can_be_seen_at_once_is_said_before_weights_are_read(folder, ckpt, monkeypatch):
-    monkeypatch.setattr("opendit.checkpoint.export.load_pretrained", lambda *_: pytest.fail("read weights"))
+    monkeypatch.setattr("opendit.export.conversion.load_pretrained", lambda *_: pytest.fail("read weights"))
     (folder / "full").mkdir()
     (folder / "full" / "else.txt").touch()
     from_ckpt = ("--ckpt", ckpt[1], "--output")

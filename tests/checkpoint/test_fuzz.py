@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from opendit.checkpoint.checkpoint import read_state
-from opendit.checkpoint.export import import_weights
-from opendit.checkpoint.files import MANIFEST, damage, write_manifest
+from opendit.checkpoint.files import damage, read_state, write_manifest
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
+from opendit.checkpoint.run_folders import MANIFEST
 from opendit.data import SampleKey, build_dataset
 from opendit.data.latents import read_shard_header
 from opendit.data.make_latents import make_latents
 from opendit.encoders import VAECodec, codec_geometry, load_codec
 from opendit.encoders.text import load_text_encoder, text_geometry
+from opendit.export.conversion import import_weights
 from opendit.models import DiTConfig, build_model
 from tests.encoders.test_text import save_clip
 from tests.encoders.test_vae import small_vae

@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from opendit.checkpoint import run_folders as folders
-from opendit.checkpoint.checkpoint import newest_run
-from opendit.checkpoint.run_folders import new_run_folder, run_folders
+from opendit.checkpoint.run_folders import new_run_folder, newest_run, run_folders
 
 
 def test_runs_after_999_are_made_found_and_followed(tmp_path):

@@ -16,12 +16,19 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.files import damage, read_manifest, write_manifest
-from opendit.checkpoint.index import INDEX_FILE, ShardedTensor, ShardIndex, index_from, index_text
+from opendit.checkpoint.load import find_checkpoint
 from opendit.checkpoint.pretrained import read_newest, read_weights
-from opendit.checkpoint.saving import Checkpoints
-from opendit.checkpoint.tensor_set import open_set, read_index
+from opendit.checkpoint.save import Checkpoints
+from opendit.checkpoint.tensor_set import (
+    INDEX_FILE,
+    ShardedTensor,
+    ShardIndex,
+    index_from,
+    index_text,
+    open_set,
+    read_index,
+)
 from opendit.common.json_file import checked
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.config.parallel_sizes import ParallelDims
@@ -199,7 +206,7 @@ def test_values_that_are_not_finite_stop_every_rank(run):
 
 
 def not_finite(mesh: Mesh, checkpoint: Path) -> str:
-    from opendit.checkpoint.loading import load_checkpoint
+    from opendit.checkpoint.load import load_checkpoint
 
     engine, ema = engine_with(mesh, "zero2", None)
     with pytest.raises(FloatingPointError) as stop:

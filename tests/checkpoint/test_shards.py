@@ -11,12 +11,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.files import damage
-from opendit.checkpoint.loading import load_checkpoint
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.pretrained import load_pretrained
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.save import Checkpoints
 from opendit.checkpoint.tensor_set import open_set
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import build_model, model_config

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 import sample
 import train
 from opendit.checkpoint.pretrained import find_weights, load_pretrained, read_config
-from opendit.checkpoint.tensor_set import open_set
-from opendit.checkpoint.weight_files import shared_out, write_weights
+from opendit.checkpoint.tensor_set import open_set, shared_out, write_weights
 from opendit.common.utils import read_size
 from opendit.export.__main__ import main
 from tests.checkpoint.test_checkpoint import ARGV, run_to

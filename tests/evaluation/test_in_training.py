@@ -105,7 +105,7 @@ def test_the_best_checkpoint_is_kept_by_a_figure(run, tmp_path, no_ranks):
 
 
 def test_more_is_better_for_some():
-    from opendit.checkpoint.best import BestCheckpoint
+    from opendit.checkpoint.save import BestCheckpoint
 
     best = BestCheckpoint(Path("nowhere"), "accuracy", "these", 0)
     for step, (accuracy, of) in enumerate([(0.2, "these"), (0.5, "these"), (0.9, "others"), (0.4, "these")], 1):

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.config.components import SpeedFlags
 from opendit.config.plugins import OFFLOAD
 from opendit.kernels.averages import SeparateAverages

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 import train
-from opendit.checkpoint.copying import MODEL_SET
+from opendit.checkpoint.files import MODEL_SET
 from opendit.checkpoint.pretrained import read_config
 from opendit.models import MovieGen, MovieGenConfig, model_config
 from opendit.models.configuration import DiTConfig

@@ -16,11 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import opendit.checkpoint.shards
-import opendit.checkpoint.whole
 import train
-from opendit.checkpoint.checkpoint import read_state
-from opendit.checkpoint.files import damage
+from opendit.checkpoint import save
+from opendit.checkpoint.files import damage, read_state
 from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
 from tests.checkpoint.test_checkpoint import ARGV, run_to, steps_in
@@ -99,15 +97,14 @@ def one_rank_fails(mesh, outputs: str) -> list[int | None]:
 
 
 def fails_at_step_1(mesh, outputs: Path, kind: str) -> int | None:
-    module = opendit.checkpoint.whole if kind == "whole" else opendit.checkpoint.shards
-    write = module.write_tensors
+    write = save.write_tensors
 
     def full_at_step_1(path, *args, **options):
         if mesh.rank == 1 and "step_0000001" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, *args, **options)
 
-    module.write_tensors = full_at_step_1
+    save.write_tensors = full_at_step_1
     try:
         run_to(outputs, 2, "--checkpoint_format", kind)
     except SystemExit as stop:

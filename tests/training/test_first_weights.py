@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from opendit.checkpoint.index import ShardedTensor, ShardIndex, index_text, shard_file
 from opendit.checkpoint.pretrained import METADATA_KEY, read_newest
+from opendit.checkpoint.tensor_set import ShardedTensor, ShardIndex, index_text, shard_file
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiTConfig, TextConfig, build_model, model_config
 from opendit.models.attention import local_attention

@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import sample
 import train
-from opendit.checkpoint.checkpoint import find_checkpoint, newest_checkpoint, prune, put_in_place
-from opendit.checkpoint.files import checkpoints_in, damage, read_manifest, write_manifest
+from opendit.checkpoint.files import damage, read_manifest, write_manifest
+from opendit.checkpoint.load import find_checkpoint
 from opendit.checkpoint.pretrained import find_weights, read_newest
+from opendit.checkpoint.run_folders import checkpoints_in, newest_checkpoint
+from opendit.checkpoint.save import prune, put_in_place
 from opendit.parallel.mesh import Mesh
 from tests.ranks import run_ranks
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import sample
 import train
-from opendit.checkpoint.pretrained import load_pretrained
-from opendit.checkpoint.tables import other_tables
+from opendit.checkpoint.pretrained import load_pretrained, other_tables
 from opendit.export.__main__ import main as export
 from opendit.models import DiTConfig, TextConfig, VDiTConfig, build_model
 from opendit.models.zoo import empty_model

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opendit.checkpoint.diffusers_folder import PIPELINE_INDEX
-from opendit.checkpoint.files import checkpoints_in, file_id, step_of
+from opendit.checkpoint.files import file_id
+from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.pretrained import find_weights, read_info
-from opendit.checkpoint.run_folders import run_folders
+from opendit.checkpoint.run_folders import checkpoints_in, run_folders, step_of
 from opendit.common.json_file import MIB
 from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA, WARMUP
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.config.plugins import OFFLOAD
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.engines import Engine, build_engine

@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.models import build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine

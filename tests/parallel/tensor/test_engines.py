@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.checkpoint import find_checkpoint
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.loading import load_checkpoint
-from opendit.checkpoint.saving import Checkpoints
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig, build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel

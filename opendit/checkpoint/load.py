@@ -1,83 +1,52 @@
-"""Checkpoints on disk: where they are, how they are found and verified. (opendit/checkpoint/saving.py writes them,
-opendit/checkpoint/loading.py loads them.)
-
-    step_0000100/
-      model.safetensors        fp32 master weights and buffers, the configuration in the metadata
-      ema.safetensors          the same of the moving average; ema_DECAY.safetensors of further ones
-      optimizer_RRR.safetensors  exp_avg.NAME and exp_avg_sq.NAME of the parameters that rank RRR wrote
-      state.json               counters, loss scaler, what the run was
-      manifest.json            size and SHA-256 of every other file
-
-One of shards (``--checkpoint_format sharded``) has in the place of the safetensors files, for each of the sets SET =
-model, ema, ema_DECAY, exp_avg, exp_avg_sq:
-
-      SET.shards.json          the index: which file holds which slices of which tensor (opendit/checkpoint/index.py)
-      SET-shard-RRRRR-of-NNNNN.safetensors  what rank RRRRR of NNNNN wrote
-
-Names and shapes are canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
-same plugin and world, and under others up to rounding: masters and moments are stored in fp32, and everything random is
-keyed by (seed, step, sample), so that data order, flips and noise follow from the step number alone.
-"""
+"""Loading a checkpoint: ``--load`` finds and verifies one, and every rank reads the slices that it holds."""
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from opendit.checkpoint.copying import AVERAGE_SET, MODEL_SET
+from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.files import (
-    LATEST,
-    MANIFEST,
+    AVERAGE_SET,
+    MODEL_SET,
+    STATE,
+    VERSIONS,
+    AnotherVersion,
     FileId,
-    checkpoints_in,
     file_id,
     intact_before,
+    not_finite,
+    read_state,
+    verified_files,
+)
+from opendit.checkpoint.run_folders import (
+    MANIFEST,
+    checkpoints_in,
     named_checkpoint,
-    point_to,
+    newest_run,
     root_of,
     run_of,
     step_of,
-    verified_files,
 )
-from opendit.checkpoint.run_folders import run_folders
-from opendit.checkpoint.schema import ANY_STATE, STATE_FILE
-from opendit.checkpoint.shards import ShardFiles
 from opendit.checkpoint.tensor_set import ShardedTensors, TensorSet, open_set
-from opendit.checkpoint.whole import WholeTensorFiles
-from opendit.common.json_file import read_file
-from opendit.common.safe_files import remove_tree, rename, sync_folder
 from opendit.common.tensor_files import open_safetensors
 from opendit.config.checkpoints import SHARDS, WHOLE
 from opendit.data.base import DataError
 from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.engines import MOMENTS
+from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import Mesh
 
-STATE = "state.json"
-VERSIONS = {WholeTensorFiles.version: WHOLE, ShardFiles.version: SHARDS}  # of state.json: what names of files end with
+OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
+Places = dict[str, tuple[TensorSet, str]]  # where a tensor is: its set, and its name there
 
 
-# ------------------------------------------------------------------------------------------ runs and their folders
-
-
-def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
-    """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
-    name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
-    runs = reversed(run_folders(outputs, name))
-    return next((run for run in runs if checkpoints_in(run)), None)
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint to go on from (it may be damaged): latest, or where a kill broke it the newest one there is; None
-    without any."""
-    for folder in checkpoints_in(run):
-        with contextlib.suppress(ValueError):
-            return named_checkpoint(folder).resolve()
-    return None
+class Unloadable(DataError, ValueError):
+    """A checkpoint that is as it was written and can't be loaded; the message tells the user why."""
 
 
 @dataclass(frozen=True)
@@ -225,99 +194,96 @@ def _another_version(folder: Path) -> str | None:
     return None
 
 
-class Unloadable(DataError, ValueError):
-    """A checkpoint that is as it was written and can't be loaded; the message tells the user why."""
+# ------------------------------------------------------------------------------------------ into an engine
 
 
-class AnotherVersion(ValueError):
-    """A checkpoint that is intact and can't be read by this version of the program."""
+def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
+    """Puts a checkpoint into the engine and the averages; call on every rank. Only its verified files are read, and of
+    these, whatever layout they were written from, what this rank holds of every tensor.
 
+    A decay that the checkpoint has no average of goes on from its first one.
 
-def read_state(folder: Path) -> dict[str, Any]:
-    """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
-    path = named_checkpoint(folder) / STATE
-    try:
-        file_id(path, root_of(folder))
-        version = read_file(path, ANY_STATE)["version"]
-        if version in VERSIONS:
-            return read_file(path, STATE_FILE)
-    except OSError as error:
-        raise ValueError(f"{path} can't be read ({error.strerror})") from error
-    raise AnotherVersion(
-        f"{folder} has checkpoint version {version}, this program reads {' and '.join(map(str, VERSIONS))}; resume it "
-        f"with the OpenDiT that wrote it, or start a new run from its weights with --pretrained "
-        f"{folder / (AVERAGE_SET + WHOLE)}"
-    )
-
-
-# ------------------------------------------------------------------------------------------ the folder of checkpoints
-
-
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / folder_name(step)
-
-
-def folder_name(step: int) -> str:
-    return f"step_{step:07d}"
-
-
-def incomplete(final: Path) -> Path:
-    """Return the folder that a checkpoint is written to until it is complete."""
-    return final.with_name(f".{final.name}.incomplete")
-
-
-def _replaced(final: Path) -> Path:
-    return final.with_name(f".{final.name}.replaced")
-
-
-def put_in_place(final: Path) -> OSError | None:
-    """Renames a complete checkpoint to its name, then moves ``latest``; at every moment there is one to load.
-
-    Returns what kept ``latest`` from being moved, which takes nothing from the checkpoint; None if it was. Raises
-    OSError if the checkpoint could not be put in its place.
+    Raises:
+        Unloadable: what it holds is not what the engine needs (nothing has been changed then); on every rank.
+        FloatingPointError: it is not finite; on every rank.
     """
-    run = final.parent.parent
-    if os.path.lexists(final):  # of an earlier attempt that went on from before this step; it may be damaged
-        remove_tree(_replaced(final), root=run)
-        rename(final, _replaced(final), root=run)
-    rename(incomplete(final), final, root=run)
-    try:
-        point_to(final.with_name(LATEST), final)
-        problem = None
-    except OSError as error:
-        problem = error
-    sync_folder(final.parent, root=run)
-    remove_tree(_replaced(final), root=run)
-    return problem
+    state = checkpoint.state
+    with contextlib.ExitStack() as stack:
 
+        def read(name: str) -> TensorSet:
+            return stack.enter_context(checkpoint.open(name))
 
-def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Removes what a killed save or deletion left behind; returns where the checkpoint in use is now. Call on one rank,
-    when nothing is being saved."""
-    run = checkpoints.parent
-    for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
-        remove_tree(left, root=run)
-    for left in checkpoints.glob(".step_*.replaced"):
-        final = step_folder(checkpoints, step_of(left))
-        if left == in_use:  # what took its place is damaged, or was never complete
-            remove_tree(final, root=run)
-        if os.path.lexists(final):
-            remove_tree(left, root=run)
+        model, average = read(checkpoint.model.name), checkpoint.average.name
+        averages = [read(checkpoint.averages.get(decay, average)) for decay in ema.decays]
+        if average.endswith(SHARDS):
+            moment_files = [(f"{key}.", read(key + SHARDS)) for key in MOMENTS]
         else:
-            rename(left, final, root=run)
-            in_use = final if left == in_use else in_use
-    return in_use
+            names = sorted(name for name in checkpoint.files if re.fullmatch(OPTIMIZER_FILE, name))
+            moment_files = [("", read(name)) for name in names]
+        for file in (model, *averages):
+            _places(checkpoint, [("", file)], engine.shapes)
+        moment_shapes = {f"{key}.{name}": shape for name, shape in engine.shapes.items() for key in MOMENTS}
+        moments = _places(checkpoint, moment_files, moment_shapes)
+
+        def load() -> None:
+            try:
+                for name in engine.shapes:
+                    _load(checkpoint, engine, ema, name, model, averages, moments)
+            except Unloadable:
+                raise
+            except ValueError as error:
+                raise Unloadable(f"--load: {error}; load another checkpoint") from error
+
+        # Together, for the others would go on without a rank that can't.
+        ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
+    ema.updates.fill_(state["ema"]["updates"])
+    engine.load_scaler_state(state["scaler"])
+    engine.finish_loading()
 
 
-def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None]) -> None:
-    """Deletes all but the ``keep`` newest checkpoints up to ``newest`` (0: none), never one that is ``kept``.
+def _load(
+    checkpoint: Checkpoint,
+    engine: Engine,
+    ema: EMA,
+    name: str,
+    model: TensorSet,
+    averages: list[TensorSet],
+    moments: Places,
+) -> None:
+    held, local = engine.held(name), engine.layout.local(name)
+    master, means = model.read(name, held), [average.read(name, local) for average in averages]
+    parts = {}
+    for key in MOMENTS:
+        tensors, stored = moments[f"{key}.{name}"]
+        parts[key] = tensors.read(stored, held)
+    if not_finite({"weights": master, **parts, **{str(number): mean for number, mean in enumerate(means)}}):
+        raise FloatingPointError(
+            f"--load: in {checkpoint.folder} what is stored of {name} is not finite (NaN or infinity); --load an "
+            "earlier checkpoint"
+        )
+    engine.set_master(name, master)
+    for which, mean in enumerate(means):
+        ema.set(which, name, mean)
+    engine.set_moments(name, parts, checkpoint.state["optimizer_steps"])
 
-    Later steps, of an attempt that this run went back from, are left alone until they are written anew.
-    """
-    found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
-    for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
-        if old not in kept:
-            gone = old.with_name(f".{old.name}.deleted")  # at once: half a folder would be a damaged checkpoint
-            with contextlib.suppress(OSError):
-                rename(old, gone, root=checkpoints.parent)
-                remove_tree(gone, root=checkpoints.parent)
+
+def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: dict[str, tuple[int, ...]]) -> Places:
+    """Map the name of every tensor, with the prefix of its file, to the file and the name in it.
+
+    Raises Unloadable unless each tensor of ``shapes`` is found exactly once and has its shape."""
+    folder, found = checkpoint.folder, {}
+    for prefix, file in files:
+        for name in file:
+            if prefix + name in found:
+                raise Unloadable(f"--load: {folder} is damaged: two of its files hold {name}; load another checkpoint")
+            found[prefix + name] = file, name
+    for name, shape in shapes.items():
+        if name not in found:
+            raise Unloadable(f"--load: {folder} does not fit this model, it has no {name}; load another checkpoint")
+        file, stored = found[name]
+        if file.shapes[stored] != shape:
+            raise Unloadable(
+                f"--load: {folder} does not fit this model, {name} is {file.shapes[stored]} there and {shape} here; "
+                "load another checkpoint"
+            )
+    return found

@@ -1,5 +1,4 @@
-"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files (``python -m
-opendit.export``).
+"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
 
 Two traps on diffusers' side. Its DiTTransformer2DModel hard-codes ``downscale_freq_shift=1`` in the sinusoids of the
 timestep, where Meta's model has 0, so that a stock pipeline is a little off; :func:`load_pipeline` sets it right. And
@@ -17,18 +16,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opendit.checkpoint.diffusers_folder import BLOCK, EMBEDDERS, OUTER, PIPELINE_INDEX, QKV, suffixes
-from opendit.checkpoint.foreign import assumption
+from opendit.checkpoint.foreign import BLOCK, EMBEDDERS, OUTER, PIPELINE_INDEX, QKV, assumption, suffixes
 from opendit.checkpoint.pretrained import (
     METADATA_KEY,
     check_name,
     find_weights,
     load_pretrained,
     read_newest,
+    table_notes,
 )
-from opendit.checkpoint.tables import table_notes
-from opendit.checkpoint.tensor_set import is_set
-from opendit.checkpoint.weight_files import write_weights
+from opendit.checkpoint.tensor_set import is_set, write_weights
 from opendit.common.safe_files import make_folder, move_into, replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
@@ -197,7 +194,7 @@ def import_weights(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> tuple[str, Path]:
     """Writes our safetensors from a DiTPipeline folder, from Meta's .pt, or from a checkpoint of ours of any kind, in
-    several files where they are more than ``most_bytes`` (opendit/checkpoint/weight_files.py). Returns the model's name
+    several files where they are more than ``most_bytes`` (opendit/checkpoint/tensor_set.py). Returns the model's name
     and the file that stands for the weights.
 
     Raises:
