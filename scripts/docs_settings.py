@@ -1,5 +1,5 @@
-"""How scripts/run_docs.py runs the pages' commands on a CPU within seconds: what is made smaller, what stands in for
-the reader's own files, and what is not run, with the reason.
+"""Settings of scripts/run_docs.py, which runs the pages' commands on a CPU within seconds: smaller sizes, stand-ins for
+the reader's own files, and commands that are not run, with the reason.
 
 Patterns are regular expressions, searched in a command's text as ``shlex.join`` gives it, or in Python code."""
 
@@ -87,6 +87,14 @@ GIVEN = {
         "DATA": "pictures",
         "TARS": "tars",
         "LATENT_TARS": "latent_tars",
+    },
+    "docs/README.md": {
+        "pictures": "pictures",
+        "CLIPS": "clips",
+        "CLIPS_RUN": "clips_run",
+        "DiT-XL-2-256x256.pt": "meta",
+        "LORA_RUN": "lora_run",
+        "RUN": "run",
     },
     "docs/checkpoints.md": {
         "pictures": "pictures",
