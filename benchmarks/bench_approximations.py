@@ -45,7 +45,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Row:
-    """What one setting came to. fewer: the exact sampler's block evaluations over this one's."""
+    """The result of one setting. fewer: the exact sampler's block evaluations over this one's."""
 
     setting: str
     fewer: float
@@ -99,7 +99,7 @@ class Clips:
 
 
 def pixels_of(decoded: Tensor) -> Tensor:
-    """What a codec decodes, in -1..1 -> uint8 on the CPU."""
+    """Convert decoded pixels in -1..1 to uint8 on the CPU."""
     return ((decoded.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()
 
 

@@ -58,7 +58,7 @@ class Kernel:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Attend]:
-        """What attends, while torch is told to be deterministic or not."""
+        """Yield the attention function, with torch's deterministic mode set for it."""
         before = torch.are_deterministic_algorithms_enabled()
         torch.utils.deterministic.fill_uninitialized_memory = False  # as in training
         torch.use_deterministic_algorithms(self.deterministic)
@@ -106,7 +106,8 @@ class Case:
 
     @classmethod
     def of(cls, length: int, head_dim: int, tokens: int = TOKENS) -> "Case":
-        """Of more than ``tokens`` tokens a quarter of the heads, as a rank of four that share a sequence has."""
+        """Build a case. Above ``tokens`` tokens it has a quarter of the heads, like one of four ranks that share a
+        sequence."""
         heads = HEADS.get(head_dim, 16)
         return cls(length, head_dim, heads // 4 if length > tokens else heads, max(1, tokens // length))
 
@@ -145,7 +146,7 @@ def errors(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, exact: l
 
 
 def repeats(kernel: Kernel, case: Case, dtype: torch.dtype, device: str, runs: int = 5) -> bool:
-    """Whether the gradients of q, k, v have the same bits in every run."""
+    """Return True if the gradients of q, k and v have the same bits in every run."""
     qkv, (q, k, v), grad = inputs(case, dtype, device)
     with kernel.active() as attend:
         grads = [torch.autograd.grad(attend(q, k, v), qkv, grad)[0] for _ in range(runs)]
@@ -163,7 +164,7 @@ def median_ms(call: Callable[[], object], milliseconds: int, device: str) -> flo
 
 
 def device_ms(call: Callable[[], object], milliseconds: int, device: str) -> float:
-    """As :func:`median_ms`, and none of it is the host's time: the calls are queued while the GPU waits."""
+    """Like :func:`median_ms`, without the host's time: the calls are queued while the GPU waits."""
     if device == "cpu":
         return median_ms(call, milliseconds, device)
     call()
@@ -207,7 +208,7 @@ class Trials:
         self.skipped: list[str] = []
 
     def run(self, name: str, function: Callable, *args):
-        """What ``function`` returns, or None."""
+        """Return the result of ``function``, or None if it fails or the time is up."""
         if time.monotonic() > self._end:
             self.skipped.append(name)
             return None

@@ -55,7 +55,8 @@ class Nothing:
 
 
 class InPlace:
-    """Of tokens that lie by places all frames, for attention within frames that finds the other places by itself."""
+    """Layout for attention within frames over tokens that lie by places: the attention finds the other places
+    itself."""
 
     def attend(self, grid: GridShare, x: Tensor, attend) -> Tensor:
         return attend(x, slice(0, grid.sizes[FRAMES]))

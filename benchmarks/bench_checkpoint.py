@@ -1,4 +1,4 @@
-"""What a save costs, for checkpoints of whole tensors and of shards: stall, writing, loading, host memory of a rank.
+"""Measure a save with whole tensors and with shards: stall, writing, loading, a rank's host memory.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_checkpoint.py [--formats sharded] [--results FILE] -- \\
         --plugin fsdp --model vDiT-7B/122 --use_video --data_path mock --mixed_precision bf16
@@ -36,7 +36,7 @@ FORMATS = ("whole", "sharded")
 
 
 def local_bytes(engine: Engine, ema: EMA) -> int:
-    """What this rank has of masters, moments and averages."""
+    """Return the bytes of masters, moments and averages on this rank."""
     numel = sum(engine.layout.local(name).numel for name in engine.shapes)
     return 4 * numel * (1 + len(MOMENTS) + len(ema.decays))
 

@@ -1,4 +1,4 @@
-"""How long the steps of train.py wait for data that are read live from tars: pictures, or latents of pictures or clips.
+"""Measure how long steps of train.py wait for data read live from tars: pictures, or latents of pictures or clips.
 
     python benchmarks/bench_data_wait.py [--only latents] [--num_workers 12] [--results CSV]
     python benchmarks/bench_data_wait.py --tiny                 small models and few samples: tries it without a GPU

@@ -1,4 +1,4 @@
-"""Which decoder reads clips fastest, on one thread: decord, PyAV or torchcodec; and are their pixels equal?
+"""Compare decord, PyAV and torchcodec on one thread: speed of reading clips, and equality of pixels.
 
     python -m benchmarks.bench_decoders [--rounds 5] [--sizes 64x64 320x240] [--codecs h264 mpeg4 vp9 av1]
 

@@ -1,5 +1,5 @@
-"""What enlarging clips takes on a GPU, beside encoding them by a VAE of Stable Diffusion's shape, and whether its bits
-are those of a CPU.
+"""Measure enlarging clips on a GPU beside encoding them by a VAE of Stable Diffusion's shape, and compare the bits with
+a CPU's.
 
     python benchmarks/bench_enlarging.py [--clips 16] [--results CSV]
 """

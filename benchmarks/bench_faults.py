@@ -1,4 +1,4 @@
-"""What becomes of a user's bad day: faults of all kinds, and what must follow each of them.
+"""Try the faults of a user's bad day, and check what follows each of them.
 
     python benchmarks/bench_faults.py [--list] [--only NAME ...] [--csv FILE] [--record]
 

@@ -37,7 +37,7 @@ ARGV += "--log_every 1 --sample_every 0".split()
 
 @dataclass
 class Kill:
-    """What one kill met: the newest checkpoint before it, and whether a save was under way."""
+    """One kill: the newest checkpoint before it, and whether a save was under way."""
 
     rank: int
     step: int
@@ -98,7 +98,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What of two finished runs is not the same, to the bit."""
+    """Name the parts of two finished runs that differ in any bit."""
     tensor = differing(one, other)
     return [tensor] * bool(tensor) + ["losses"] * (losses(one) != losses(other))
 

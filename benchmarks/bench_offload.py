@@ -1,4 +1,4 @@
-"""What state in host memory costs: the optimizer's step and the averages, in place and through a ring buffer.
+"""Measure state in host memory: the optimizer's step and the averages, in place and through a ring buffer.
 
     python benchmarks/bench_offload.py --weights 500_000_000 [--results FILE]
     TRITON_INTERPRET=1 python benchmarks/bench_offload.py --weights 20_000 --repeat 1     (a CPU: that it runs)

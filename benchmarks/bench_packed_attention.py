@@ -44,7 +44,8 @@ def mixed(longest: int) -> list[int]:
 
 
 def lognormal(longest: int) -> list[int]:
-    """As many tokens as :func:`mixed`, in lengths with a median of a sixth of the longest and one sigma of log 2.5."""
+    """Draw lengths for as many tokens as :func:`mixed` has, with a median of a sixth of the longest and one sigma of
+    log 2.5."""
     drawn = np.random.default_rng(0).lognormal(math.log(longest / 6), math.log(2.5), 10_000)
     left, found = sum(mixed(longest)), []
     for length in np.clip(drawn, longest / 64, 4 * longest).astype(int).tolist():
@@ -154,7 +155,7 @@ def tflops(way: Way, lengths: list[int], head_dim: int, args) -> tuple[float, fl
 
 
 def equal_lengths(head_dim: int, args) -> tuple[float, float]:
-    """Of the baseline: as many tokens in samples of the longest length, one batch, one dense call."""
+    """Measure the baseline: as many tokens in samples of the longest length, one batch, one dense call."""
     samples = sum(mixed(args.longest)) // args.longest
     attend = LocalAttention("cudnn" if args.device == "cuda" else "math")
     lengths = [args.longest] * samples

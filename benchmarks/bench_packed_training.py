@@ -110,7 +110,7 @@ class Samples:
 
 
 class Work:
-    """What ``engine_step`` draws from, and what it has drawn after the warm-up.
+    """Source of micro-batches for ``engine_step``, which counts the tokens and FLOPs after the warm-up.
 
     make: a step's micro-batch and how many of its tokens are of use.
     """
@@ -158,7 +158,8 @@ def packs_of(lengths: np.ndarray, args, samples: Samples) -> Callable:
 
 
 def by_size(args, mesh, samples, shares: dict[int, float], count: Callable[[int], int]) -> tuple[float, float]:
-    """Of micro-batches of ``count(length)`` samples of each length. shares: of the samples, by their length."""
+    """Measure micro-batches of ``count(length)`` samples of one length each. shares: of the samples, by their
+    length."""
     seconds = flops = 0.0
     for tokens, share in shares.items():
         number = count(tokens)

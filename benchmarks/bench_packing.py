@@ -1,4 +1,4 @@
-"""How full packs are, how evenly ranks work on them, and how long planning them takes: numpy alone, on a CPU.
+"""Measure how full packs are, how evenly ranks work on them, and how long planning takes: numpy alone, on a CPU.
 
     python benchmarks/bench_packing.py [--pack_tokens 65536] [--packs 8] [--ranks 8] [--steps 200] [--save]
 
@@ -54,7 +54,7 @@ MIXES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 def balance(schedule: PackSchedule, lengths: np.ndarray, steps: range, ranks: int, attention: float) -> float:
-    """Of micro-batches of one pack a rank."""
+    """Return the balance of micro-batches of one pack a rank."""
     work = work_of(lengths, attention)
     packs = []
     for step in steps:
@@ -81,7 +81,7 @@ def next_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 def first_fit_decreasing(lengths: np.ndarray, capacity: int, window: int) -> list[list[int]]:
-    """Of ``window`` samples at a time."""
+    """Pack ``window`` samples at a time, the longest first, each into the first pack with room."""
     packs = []
     for first in range(0, len(lengths) - window + 1, window):
         part = lengths[first : first + window]

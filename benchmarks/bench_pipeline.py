@@ -70,7 +70,7 @@ class Done:
 
 
 class PassesAlone:
-    """What a runner needs of an engine, whose step is the sum of the condition's gradients alone."""
+    """The methods of an engine that a runner calls; a step only sums the condition's gradients."""
 
     def __init__(self, module, mesh: Mesh):
         self.module, self.mesh = module, mesh

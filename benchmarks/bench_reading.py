@@ -1,4 +1,4 @@
-"""How fast are clips read, per core, beside bare decord; and does a long run leak or hang?
+"""Measure how fast clips are read, per core, beside bare decord, and whether a long run leaks or hangs.
 
     python benchmarks/bench_reading.py [--rounds 30] [--only 320x240] [--save]
     python benchmarks/bench_reading.py --soak 20000

@@ -138,7 +138,8 @@ def reason(output: str) -> str:
 
 
 def figures(run: Path) -> Figures:
-    """Of what a run has logged. Raises RuntimeError if steps were skipped: they do less work than others."""
+    """Return the figures that a run has logged. Raises RuntimeError if steps were skipped: they do less work than
+    others."""
     stored = json.loads((run / "config.json").read_text())
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     if lines[-1]["skipped"]:

@@ -1,4 +1,4 @@
-"""What state costs: EMA's share of a step and its memory, how long a save holds training up, writing, resuming.
+"""Measure the cost of state: EMA's share of a step and its memory, the stall of a save, writing, resuming.
 
     python benchmarks/bench_state.py --model DiT-XL/2 --batch_size 128 [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_state.py --batch_size 32 --plugin ddp --full_ema

@@ -39,7 +39,7 @@ VARIANTS = {COMPUTE_ONLY: {}, "blocking": {}, "modulation on every rank": {"colu
 
 
 class _Here:
-    """Of a collective that is left out: what it would have brought."""
+    """Handle of a collective that is left out, with the tensor that it would have received."""
 
     def __init__(self, received: Tensor):
         self._received = received

@@ -160,7 +160,7 @@ def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], fl
 
 
 def kernels_of(args, config, mesh: Mesh, precision: str, speed: SpeedFlags) -> KernelChoice:
-    """What ``speed`` asks for. Raises ValueError where that can't be used, which would measure something else."""
+    """Select the kernels of ``speed``. Raises ValueError if they can't be used, which would measure something else."""
     dtype = PRECISIONS[precision]
     if speed != SpeedFlags():
         usable, why = (float8_available if speed.fp8 else kernels_available)(mesh.device, dtype)
@@ -181,8 +181,8 @@ def speeds_of(args) -> dict[tuple[str, ...], SpeedFlags]:
 
 
 def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]:
-    """What else is done with a variant, as arguments of engine_step, or with other kernels ("speed"); first of all
-    nothing."""
+    """Return further ways to run a variant, as arguments of engine_step, or with other kernels ("speed"); the first
+    changes nothing."""
     graphs = {(): {}}
     if args.graph and plugin == "zero2":
         graphs["graph",] = {"graph": True}
@@ -201,7 +201,7 @@ def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]
 
 
 def variants_of(args, config, mesh: Mesh, data: Latents) -> dict[str, Callable]:
-    """What builds each variant's step, by its name; prints the kernels that each has in use, or why it is left out."""
+    """Return a builder of the step of each variant, by name; print its kernels, or why it is left out."""
     say, found = print if mesh.is_main else lambda _: None, {}
     if not args.no_plain:
         found[PLAIN] = lambda: plain_step(args, config, mesh, data)

@@ -35,7 +35,7 @@ class Clocks:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """What runs inside counts for ``name``."""
+        """Count the time inside for ``name``."""
         start = time.perf_counter()
         yield
         self._spans.setdefault(name, []).append((start, time.perf_counter()))

@@ -35,7 +35,7 @@ BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # what a model
 
 @dataclass(frozen=True)
 class Objective:
-    """How a model is trained and sampled. The data's deviation decides EDM's: 0.75 of the digits, 0.48 of the clips."""
+    """Flags of training and sampling. EDM needs the data's deviation: 0.75 for the digits, 0.48 for the clips."""
 
     title: str
     pictures: str  # flags of train.py
@@ -140,7 +140,7 @@ def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str
 
 
 def score(case: Case, run: Path, count: int) -> dict[str, float]:
-    """What of BOUNDS applies; ``count``: clips, or five times as many pictures."""
+    """Return the metrics of BOUNDS that apply; ``count``: clips, or a fifth of the pictures."""
     rows = opendit.evaluate(
         opendit.EvaluateConfig(
             ckpt=str(run),

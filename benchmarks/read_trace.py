@@ -1,4 +1,4 @@
-"""What the ranks' traces of a layer show: the time of every step by kind, and a picture of the one that waits least.
+"""Read ranks' traces of a layer: the time of every step by kind, and a picture of the one that waits least.
 
     torchrun --standalone --nproc_per_node=4 benchmarks/bench_sequence.py --only auto --trace FOLDER
     python benchmarks/read_trace.py FOLDER/8192-3072-4-rank*.json [--draw step.png]                 (needs matplotlib)

@@ -1,4 +1,4 @@
-"""What opendit.parallel.sequence is measured against: the same layers and adjoints with blocking collectives.
+"""Baselines for opendit.parallel.sequence: the same layers and adjoints with blocking collectives.
 
 Both take the place of ``SequenceParallel.strategy``.
 """

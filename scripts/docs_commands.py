@@ -70,7 +70,7 @@ def files(text: str) -> dict[str, str]:
 
 
 def _words(text: str) -> list[str]:
-    """Of one command; none of what can't be run as it stands."""
+    """Split one command into words; return none for a command that can't be run as printed."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -95,7 +95,8 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
 
 
 def check(name: str, words: list[str]) -> bool:
-    """Whether a command was looked at; raises SystemExit, or ValueError across flags, if its flags are none."""
+    """Parse a command with its program's parser. Return False if it has nothing to check. Raises SystemExit for a wrong
+    flag, ValueError for flags that do not go together."""
     if any(word in ("--help", "-h", "list") or word.startswith("--help") for word in words):
         return False
     if name == "evaluate" and words[:1] == ["plot"]:

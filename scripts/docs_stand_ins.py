@@ -1,5 +1,5 @@
-"""What stands in for the reader's own files when the pages' commands are run: small pictures, clips, tables and runs
-made of the built-in digits, and encoders with random weights where the hub's would lie."""
+"""Stand-ins for the reader's own files when the pages' commands are run: small pictures, clips, tables and runs made of
+the built-in digits, and encoders with random weights instead of the hub's."""
 
 import csv
 import io
@@ -136,7 +136,7 @@ def tars(here: StandIns, path: Path) -> None:
 
 @maker()
 def latent_tars(here: StandIns, path: Path) -> None:
-    """Of another program, for pictures of 256 pixels: mean and log variance or deviation, as it is read."""
+    """Write tars of latents like another program's, for pictures of 256 pixels."""
     path.mkdir()
     random = np.random.default_rng(0)
     with tarfile.open(path / "000000.tar", "w") as tar:
@@ -170,7 +170,7 @@ def energon(here: StandIns, path: Path) -> None:
 
 @maker(".yaml")
 def metadataset(here: StandIns, path: Path) -> None:
-    """Of the folder ``coyo`` beside it."""
+    """Write a metadataset of the folder ``coyo`` beside it."""
     words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"path": "./coyo"}}}
     path.write_text(json.dumps(words))  # which is YAML, too
 

@@ -1,4 +1,4 @@
-"""How readable pages are: words a sentence, numbers a hundred words, the longest sentence and the longest line.
+"""Measure how readable pages are: words a sentence, numbers a hundred words, the longest sentence and line.
 
     python scripts/prose.py README.md docs/*.md
 
@@ -16,8 +16,8 @@ UNBREAKABLE = re.compile(r"^\s*(?:\||!\[|\[[^\]]*\]:|<)|https?://\S{60,}")
 
 
 class Prose(NamedTuple):
-    """Of a page: words, words a sentence, numbers a hundred words, words of its longest sentence, characters of its
-    longest line."""
+    """Figures of a page: words, words a sentence, numbers a hundred words, words of the longest sentence, characters of
+    the longest line."""
 
     words: int
     a_sentence: float
@@ -27,7 +27,7 @@ class Prose(NamedTuple):
 
 
 def measure(text: str) -> Prose:
-    """Of a page in Markdown."""
+    """Measure a page in Markdown."""
     lines = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S).splitlines()
     longest = max((len(line) for line in lines if not UNBREAKABLE.search(line)), default=0)
     paragraphs, current = [], []

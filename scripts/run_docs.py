@@ -35,12 +35,12 @@ NPROC = re.compile(r"--nproc[_-]per[_-]node[= ](\d+)")
 
 
 class StandInError(Exception):
-    """What stands in for a reader's file could not be made."""
+    """A stand-in for a reader's file could not be made."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is done with a command. kind: run, dry or not run; words: what is run; reason: why it is not."""
+    """The plan for a command. kind: run, dry or not run; words: what is run; reason: why it is not."""
 
     kind: str
     words: list[str]
@@ -192,7 +192,7 @@ def last_line(told: str) -> str:
 
 
 def parsed(words: list[str]) -> str:
-    """What parsing a command that is not run adds to its reason."""
+    """Return the note for a command that is not run but whose flags were checked."""
     found = program(words)
     return "; parsed" if found is not None and check(*found) else ""
 

@@ -1,4 +1,4 @@
-"""What scripts/try_packaging.sh does with an installed OpenDiT: commands, and samples from the shell and Python."""
+"""Use an installed OpenDiT (scripts/try_packaging.sh): commands, and samples from the shell and Python."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def run(*words: str, code: int = 0) -> str:
-    """What a command prints; it must end with this exit code and without a traceback."""
+    """Return what a command prints; it must end with this exit code and without a traceback."""
     done = subprocess.run(words, capture_output=True, text=True)
     told = done.stdout + done.stderr
     assert done.returncode == code and "Traceback" not in told, f"{' '.join(words)}: {done.returncode}\n{told}"

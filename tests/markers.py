@@ -1,4 +1,4 @@
-"""Which groups a test belongs to, found out from where it lies, what it uses and how long its file was seen to take.
+"""The groups of a test, found from its folder, from what it uses and from how long its file took.
 
 gpu          lies in tests/gpu
 browser      looks at the page with Chromium
@@ -51,7 +51,7 @@ def groups_of(path: Path, function: Any, fixtures: list[str], interpreted: bool,
 
 
 def starts_ranks(function: Any, seen: set[int]) -> bool:
-    """Whether a function of the tests, or one of the tests that it names, starts ranks."""
+    """True if a function of the tests, or another one that it names, starts ranks."""
     if id(function) in seen:
         return False
     seen.add(id(function))

@@ -1,4 +1,4 @@
-"""What tests compare numbers with."""
+"""Comparisons of numbers for tests."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What ranks would else import one by one; they are forked from a process that has imported this (tests/ranks.py)."""
+"""Imports for ranks, which are forked from a process that has imported this module (tests/ranks.py)."""
 
 import atexit
 import gc

@@ -82,7 +82,7 @@ def several_programs() -> None:
 
 
 def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
-    """How ranks are started; ``fresh``: each in an interpreter of its own."""
+    """Return the way to start ranks; ``fresh``: each in a new interpreter."""
     chosen = multiprocessing.get_context("spawn" if fresh or torch.cuda.is_available() else "forkserver")
     chosen.set_forkserver_preload(["tests.preload"])
     return chosen

@@ -1,4 +1,4 @@
-"""What short runs do, as numbers: recorded once, so that a redesign can show that it has changed none of them.
+"""Figures of short runs, recorded once, so that a redesign can show that it changes none of them.
 
     python -m tests.recorded_runs              # records all anew; tests/test_recorded_runs.py compares
     python -m tests.recorded_runs MovieGen     # only MovieGen, whose meaning was changed on purpose
@@ -124,7 +124,7 @@ def record_sampling() -> dict[str, list[float]]:
 
 
 def machine() -> dict[str, str]:
-    """What rounding depends on: on another machine or torch, sums are added in another order."""
+    """Return what rounding depends on: another machine or torch may add in another order."""
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "arch": platform.machine()}
 
 

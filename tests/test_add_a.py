@@ -1,5 +1,5 @@
-"""What docs/architecture.md says of adding things: the files of tests/added, put into a copy of the package, and the
-rows below are all that a plugin, an architecture, an objective, a sampler and a data source need."""
+"""The steps in docs/architecture.md are enough: the files of tests/added and the rows below add a plugin, an
+architecture, an objective, a sampler and a data source to a copy of the package."""
 
 import json
 import os

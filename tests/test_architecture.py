@@ -20,7 +20,7 @@ FILE = re.compile(r"[\w./-]+\.(?:py|sh|md|csv|json|toml|txt)|(?:opendit|tests|be
 
 
 def quoted(page: str) -> list[str]:
-    """What stands between backticks, but in blocks of code."""
+    """Return the texts between backticks outside of code blocks."""
     return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S))
 
 

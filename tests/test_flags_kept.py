@@ -31,7 +31,7 @@ TASKS_CHANGED: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class Shown:
-    """What help says of a flag.
+    """A flag as help shows it.
 
     Attributes:
         default: in brackets, or in words after "default:"; "required"; or empty.
@@ -115,7 +115,7 @@ def differences(program: str, then: str, now: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """What the programs print now."""
+    """The help of every program as printed now."""
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(PROGRAMS, pool.map(lambda words: help_of(ROOT, words), PROGRAMS.values()), strict=True))
 

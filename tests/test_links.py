@@ -68,8 +68,8 @@ PID = os.getpid()
 
 @dataclass(frozen=True)
 class Case:
-    """What ``write`` writes into a folder. names: each of them is a link once. there: makes what must be there before;
-    then ``names`` in it that are there are moved outside, and what has their place leads to them."""
+    """A writer of files into a folder, tried with each of ``names`` as a link. ``there`` makes what must exist before;
+    the ``names`` in it are moved outside and replaced by links to them."""
 
     write: Callable[[Path], object]
     names: tuple[str, ...]
@@ -77,7 +77,7 @@ class Case:
 
 
 def checkpoint(run: Path) -> None:
-    """As a save does, step by step."""
+    """Write a checkpoint step by step, like a save."""
     final = step_folder(run / "checkpoints", 4)
     make_folder(incomplete(final), root=run)
     write_tensors(incomplete(final) / "ema.safetensors", {"x": torch.zeros(1)}, {}, root=run)

@@ -1,4 +1,4 @@
-"""What ``import opendit`` offers: light, whole, the same to type checkers, and a run from Python."""
+"""The public package: light to import, complete, the same to type checkers, and a run from Python."""
 
 import ast
 import importlib
@@ -62,7 +62,7 @@ def test_every_name_is_shown_and_told_of():
 
 
 def test_pyright_has_nothing_to_say():
-    """Of what pyproject.toml names: the package."""
+    """pyproject.toml includes the package."""
     if importlib.util.find_spec("basedpyright") is None:
         pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
     words = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]

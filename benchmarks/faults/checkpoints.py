@@ -267,7 +267,7 @@ def folder_in_place(folder: Path) -> None:
 
 
 def unsealed(harm: Callable[[Path], None], says: str) -> Callable[[Lab], None]:
-    """As ``forged``, with the manifest as it was."""
+    """Like ``forged``, but with the old manifest."""
 
     def make(lab: Lab) -> None:
         newest = lab.prepared()

@@ -34,7 +34,8 @@ class NotHere(Exception):
 
 @dataclass
 class Outcome:
-    """What became of a fault. ``problems``: in what it was not as it should be; ``left_out``: why it was not made."""
+    """The outcome of a fault. ``problems``: its deviations from the expected outcome; ``left_out``: why it was not
+    tried."""
 
     seconds: float | None = None
     goes_on: bool = False
@@ -90,7 +91,7 @@ def register_all() -> None:
 
 
 class Shared:
-    """What the faults have in common: the starter, and runs that nobody disturbs, each trained when first asked for."""
+    """State that the faults share: the starter, and undisturbed runs, each trained when first asked for."""
 
     def __init__(self, starter: Starter, folder: Path, patience: float):
         self.starter, self.folder, self.patience = starter, folder, patience
@@ -320,7 +321,7 @@ def peak_gib(pid: int) -> float:
 
 
 def newest_step(run: Path) -> int:
-    """Of the checkpoints that are complete; 0 without any."""
+    """Return the newest complete checkpoint's step, or 0 without any."""
     return max((int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")), default=0)
 
 

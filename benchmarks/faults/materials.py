@@ -1,4 +1,4 @@
-"""What faults harm: pictures, and small encoders with random weights."""
+"""Files for the faults to damage: pictures, and small encoders with random weights."""
 
 import random
 import shutil

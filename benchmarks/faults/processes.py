@@ -23,7 +23,7 @@ class TimedOut(Exception):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a program under test: one thread, offline, and the code of this checkout."""
+    """Return the environment of a program under test: one thread, offline, and the code of this checkout."""
     kept = {name: value for name, value in os.environ.items() if name not in RANKS}
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | more
 

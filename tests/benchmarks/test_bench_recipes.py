@@ -40,7 +40,7 @@ def test_the_batch_is_the_largest_that_fits_up_to_a_limit_of_work():
 
 
 def a_run(folder: Path, skipped: int = 0) -> Path:
-    """What train.py leaves of 10 steps on 4 ranks: two slow lines, two good ones, an outlier."""
+    """Write what train.py leaves of 10 steps on 4 ranks: two slow log lines, two good ones, an outlier."""
     flags = dict(
         model="vDiT-7B/122", plugin="zero2", mixed_precision="bf16", batch_size=3, grad_accumulation=2,
         sequence_parallel_size=2, grad_checkpoint=False, enable_cuda_graph=True, recompute="cheap",

@@ -1,4 +1,4 @@
-"""What is read from the traces of bench_sequence.py, on made ones."""
+"""Test benchmarks/read_trace.py on traces that are written here."""
 
 import json
 

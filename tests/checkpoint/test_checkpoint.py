@@ -72,7 +72,7 @@ def test_ranks_write_about_as_much(ranks):
 
 
 def damaged_forms(content: bytes) -> dict[str, bytes | None]:
-    """What may be left of a file: all but its last byte, all with one bit flipped, nothing."""
+    """Return damaged versions of a file: without its last byte, with one bit flipped, and missing (None)."""
     middle = len(content) // 2
     flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
     return {"truncated": content[:-1], "flipped": flipped, "missing": None}

@@ -8,7 +8,7 @@ from opendit.checkpoint.save import THREADS, HostBuffer
 
 
 def test_many_copies_from_host_memory_are_whole_when_they_were_waited_for(monkeypatch):
-    """As on a GPU, which is asked for nothing here: more tensors than threads, of sizes from none to many."""
+    """Copy as for a GPU, which is never asked: more tensors than threads, some of them empty, some large."""
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
     tensors = [torch.randn(size, 3) for size in (1, 0, 70_000, 5, 100_000, 3) * (THREADS + 1)]

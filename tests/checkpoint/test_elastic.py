@@ -123,7 +123,7 @@ def go_on(mesh: Mesh, run: Run, saved: Run, folder: Path) -> tuple[list[float], 
 
 
 def stage(mesh: Mesh, folder: Path, saved: list[Run]) -> dict:
-    """What this number of ranks goes on with, of what is there, and then what it saves."""
+    """Resume the saved runs that this number of ranks resumes, then train and save those that start on it."""
     found = {}
     for run in saved:
         for after in ELASTIC[run]:

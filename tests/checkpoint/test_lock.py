@@ -169,7 +169,7 @@ def test_all_ranks_are_refused(tmp_path, owner):
 
 
 def two_at_once(folder: str) -> int:
-    """How many of six processes that start together hold the lock at the same time."""
+    """Return how many of six processes that start together hold the lock at the same time."""
     code = OWNER.replace("time.sleep(60)\n", "sys.stdin.read()\n")
     run = [sys.executable, "-c", code, folder, "without flock"]
     piped = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)

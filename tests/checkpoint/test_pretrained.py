@@ -28,7 +28,7 @@ def meta_state(rows: int, out_channels: int, channels: int = 1, side: int = 8) -
 
 
 def stored(folder, state, num_classes: int | None = None):
-    """As a release, or as a training checkpoint whose arguments say how many classes."""
+    """Save weights as Meta's release does, or as a training checkpoint whose arguments give the number of classes."""
     path = folder / "meta.pt"
     if num_classes is None:
         torch.save(state, path)

@@ -1,4 +1,4 @@
-"""What files may say: all that this program and its earlier versions write, and nothing that can't be."""
+"""Schemas accept all metadata that this version and earlier ones write, and refuse what can't be meant."""
 
 import copy
 import dataclasses

@@ -32,7 +32,7 @@ Expected = dict[str, dict[str, torch.Tensor]]
 
 
 def expected_state() -> Expected:
-    """What every set of tensors shall hold: numbers that tell one place of one tensor from any other."""
+    """Return the contents of every set of tensors: random numbers, so that no two places hold the same."""
     torch.manual_seed(3)
     return {which: {name: torch.randn(p.shape) for name, p in build_model(CONFIG).named_parameters()} for which in SETS}
 

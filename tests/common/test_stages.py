@@ -1,4 +1,4 @@
-"""Where the time of a process goes: stages that add up to its age, and what runs beside them."""
+"""The stages of a process's start add up to its age; work beside them is listed apart."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is said of a mistake, by whom and how often."""
+"""A wrong command line gets one line of error, from one process, that names the fix."""
 
 import subprocess
 import sys

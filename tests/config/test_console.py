@@ -1,4 +1,4 @@
-"""What a program prints never ends it: encodings, closed streams, pipes that nobody reads, full disks."""
+"""Output never ends a program: odd encodings, closed streams, pipes that nobody reads, full disks."""
 
 import os
 import subprocess

@@ -60,7 +60,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def fits(text: str) -> bool:
-    """Whether a text that names no flag, or one that does, is as it should be."""
+    """Return True if a message has the right form, whether it names a flag or not."""
     if text.startswith(("--", "{flag}")):
         return bool(NAMED.fullmatch(text) or PASSED_ON.fullmatch(text))
     return not FLAG.search(text) or HELPED.fullmatch(text) is not None

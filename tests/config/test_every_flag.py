@@ -172,7 +172,7 @@ def place(tmp_path, monkeypatch, no_ranks):
 
 
 def refusal(main, words: list[str]) -> str | None:
-    """What a program says of its flags, one line with exit code 2; None if it accepts them."""
+    """Return the one line with which a program refuses its flags (exit code 2), or None if it accepts them."""
     errors = io.StringIO()
     with redirect_stderr(errors), redirect_stdout(io.StringIO()):
         try:

@@ -158,7 +158,7 @@ def test_examples_follow_how_the_program_was_started():
 
 
 def test_the_short_words_are_for_common_flags_alone():
-    """What ``common=`` says stands in --help in the place of ``help``."""
+    """The text of ``common=`` replaces ``help`` in the short --help."""
 
     class Part(Flags):
         group = "Part: of nothing"

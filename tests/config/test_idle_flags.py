@@ -117,7 +117,7 @@ def test_of_sample(model, argv, message, tmp_path, monkeypatch, capsys, no_ranks
 
 
 def test_an_npz_is_given_its_suffix(tmp_path):
-    """As numpy does, so that what is checked and told is what is written."""
+    """numpy appends .npz, so the name that is checked and shown must have it as well."""
     for name in ("figures", "figures.npz"):
         flags = parse(SampleConfig, ["--output", str(tmp_path), "--npz", str(tmp_path / name)])
         flags, _ = flags.settled(1, has_gpu=False)

@@ -65,7 +65,7 @@ def test_the_paper_s_setting():
     [("pretrain_7b", 1e-4, 4608), ("pretrain_7b_256p_joint", 6e-5, 256), ("moviegen_30b", 1e-4, 9216)],
 )
 def test_nemo_s_settings(name, lr, batch):
-    """Of pretrain_7b and those made of it in NeMo's nemo/collections/diffusion/train.py."""
+    """The settings are those of NeMo's nemo/collections/diffusion/train.py for pretrain_7b and its variants."""
     flags = parse(TrainConfig, ["--recipe", name])
     assert (flags.lr, flags.warmup_steps, flags.lr_schedule, flags.weight_decay) == (lr, 100, "constant", 0.1)
     assert (flags.adam_beta1, flags.adam_beta2, flags.global_batch_size) == (0.9, 0.95, batch)

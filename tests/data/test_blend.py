@@ -53,7 +53,7 @@ def test_rows_are_those_of_the_sources(folder):
 
 @pytest.mark.parametrize("how", [{"bucket_tokens": 64}, {"pack_tokens": 64}, {}])
 def test_epochs_of_a_source_are_of_the_rows_that_are_left(tmp_path, how):
-    """Of those too small for buckets and packs, and of those held out, there are none in a pass."""
+    """Rows too small for buckets and packs, and rows held out, do not count in a pass."""
     for name, small in (("a", 6), ("b", 0)):
         for i in range(12):
             side = 2 if i < small else 32

@@ -136,7 +136,7 @@ def test_short_clips_can_be_read_at_a_smaller_interval(csv):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_clips_read_at_a_smaller_interval_are_counted(csv, workers):
-    """Of the clips of 20 to 33 frames those below 22 are too short for 8 frames at interval 3."""
+    """Among clips of 20 to 33 frames, those below 22 are too short for 8 frames at interval 3."""
     only = rewrite(csv, "only.csv", lambda line: line if "clip" in line else None)
     for short_clips, shortened, skipped in (("interval", 2, 0), ("skip", 0, 2)):
         data = video(only, num_frames=8, frame_interval=3, short_clips=short_clips, max_bad=0.5)
@@ -229,7 +229,7 @@ def test_data_path(csv):
 
 
 def test_any_number_of_ranks_sees_the_same_samples(csv):
-    """Of one global batch of 8 in 2 micro-batches, and of all that a sample is: place, flip and window too."""
+    """One global batch of 8 is the same for any ranks and micro-batches: rows, flips and windows."""
     data = video(csv, random_flip=True)
     seen = []
     for ranks, micro in ((1, 2), (2, 2), (4, 2), (1, 4), (1, 8), (2, 4), (2, 1), (4, 1), (8, 1)):

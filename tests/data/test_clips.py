@@ -41,7 +41,7 @@ def read_clip(*args, **options):
 
 
 def numbers(clip):
-    """Which frames of ``grey`` a clip shows."""
+    """Return the numbers of the frames of ``grey`` that a clip shows."""
     levels = (clip.mean((0, 2, 3)) + 1) * 127.5
     assert clip.std((0, 2, 3)).max() < 0.02
     return (levels / 5).round().int().tolist()

@@ -1,4 +1,4 @@
-"""What files say of their codec: never more than FFmpeg finds."""
+"""The codec read from a file's header is never anything that FFmpeg does not find."""
 
 from pathlib import Path
 

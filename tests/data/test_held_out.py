@@ -159,7 +159,7 @@ def test_both_sides_are_those_of_lists_of_all_rows(of, share):
 
 @pytest.mark.parametrize("share", [0.001, 0.999])
 def test_what_is_in_memory_are_the_fewer_rows(share):
-    """Of 2 M rows, where 8 bytes a row would be 16 MB."""
+    """With 2 M rows, 8 bytes a row would be 16 MB."""
     parts = [Numbers(1_000_000), Numbers(1_000_000)]
     dataset = BlendedDataset(["a", "b"], parts, [(0, [Fraction(1), Fraction(1)])], shown="x")
     tracemalloc.start()

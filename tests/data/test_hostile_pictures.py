@@ -23,7 +23,8 @@ from tests.data.test_picture_file import noise, png, reason
 
 
 def run_apart(code, *arguments, memory=None):
-    """What a process of its own prints; with ``memory`` bytes of address space past what it has at the start."""
+    """Return what a separate process prints; ``memory``: bytes of address space that it may add to those of its
+    start."""
     limit = f"""
 import resource
 pages = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -74,7 +74,7 @@ def test_the_files_are_as_documented(pictures, codec, made):
 
 
 def test_round_trip(pictures, codec, made):
-    """What is read back is what the codec gives for the picture, mirrored or not, to float16's precision."""
+    """Cached latents are those that the codec gives for the picture and its mirror image, to fp16's precision."""
     source = build_dataset(str(pictures), 16, seed=3)
     rows = torch.cat([load_file(path)["rows"] for path in sorted(made.glob("*.safetensors"))]).tolist()
     data = build_dataset(str(made), 16, seed=3)

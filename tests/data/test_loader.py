@@ -271,7 +271,8 @@ class Owned:
 
 
 def test_workers_do_not_collect_the_garbage_that_they_inherit(tmp_path):
-    """What ends a thread, such as a process group, waits for ever or crashes in a process that has not its threads."""
+    """An inherited object that ends a thread, such as a process group, would hang or crash in a worker, which lacks the
+    thread."""
     schedule = BatchSchedule(8, 1, 0)
     gc.collect()
     gc.disable()  # here: the workers must collect nevertheless

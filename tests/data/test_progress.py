@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress is a bar on a terminal, and a line now and then elsewhere."""
 
 import io
 import sys

@@ -1,4 +1,4 @@
-"""What --data_path may be given, and what it says of everything else."""
+"""Test the forms that --data_path takes, and the error for anything else."""
 
 import os
 import socket

@@ -111,8 +111,8 @@ def test_pictures_lie_on_their_side(tmp_path):
 @pytest.mark.parametrize("size", [(40, 100), (100, 40), (31, 77), (500, 90)])
 @pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24), (32, 8)])
 def test_a_crop_is_the_middle_at_one_scale(size, shape):
-    """Of a picture whose colours are its coordinates: the crop's middle is the picture's, its corners are as far from
-    it as the shape says, both axes at one scale."""
+    """The colours of the picture are its coordinates: the crop has the same middle, both axes have one scale, and the
+    corners are as far from the middle as the shape says."""
     out = np.asarray(fill_crop(Image.fromarray(gradient(*size)), *shape)).astype(float)
     assert out.shape[:2] == shape
     unit = min(size[0] / shape[0], size[1] / shape[1])
@@ -232,7 +232,7 @@ def test_shapes_of_latents_are_those_of_a_list_of_all_rows(cache, runs, held, ke
 
 
 def test_shapes_of_latents_take_no_memory_for_each_row(cache):
-    """Of 4 M rows, where their sizes would be 48 MB; of the first start, 2 bytes a row and what is hashed at once."""
+    """The sizes of 4 M rows would be 48 MB. The first start needs 2 bytes a row and the buffer to hash."""
     data = Latents([(2_000_000, (1, 2, 2)), (2_000_000, (1, 2, 3))])
     for most in (64_000_000, 1_000_000):
         tracemalloc.start()

@@ -1,4 +1,4 @@
-"""What is found once a machine of large data sets: the same as of small ones, and mapped from files by later starts."""
+"""Facts about large data sets are found once a machine, equal those of small ones, and are mapped from files later."""
 
 import numpy as np
 import pytest

@@ -25,7 +25,7 @@ def reader(request):
 
 @pytest.fixture
 def fresh():
-    """What was found of the readers is forgotten, before and after."""
+    """Clear the caches of the readers' checks before and after a test."""
     for _ in "ba":
         choose_reader.cache_clear()
         problem_of.cache_clear()
@@ -211,7 +211,7 @@ def test_one_with_other_pixels_is_not_taken(monkeypatch, fresh):
 
 
 def test_a_reader_that_fails_is_helped_out(tmp_path, monkeypatch, reader):
-    """What it can't read is decoded from the start."""
+    """A clip that a reader fails on is decoded from its start instead."""
     path = encode(tmp_path / "clip.mp4", noise(12, 64, 48))
 
     def fail(self, indices):

@@ -97,7 +97,7 @@ def test_posterior_at_0_is_x0_with_the_next_variance():
 
 
 def variance_of(scheduler: DDPMScheduler, t: int) -> float:
-    """Of the noise that a step of diffusers' scheduler adds: of zeros, it leaves nothing else."""
+    """Return the variance of the noise that a step of diffusers' scheduler adds; from zeros, nothing else is left."""
     zeros, seed = torch.zeros(1, 4, dtype=torch.float64), torch.Generator().manual_seed(t)
     after = scheduler.step(zeros, t, zeros, generator=seed).prev_sample
     noise = torch.randn(1, 4, dtype=torch.float64, generator=seed.manual_seed(t))

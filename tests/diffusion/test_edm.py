@@ -54,7 +54,7 @@ def network(x: Tensor, timestep: Tensor) -> Tensor:
 
 
 def exact_end(x: Tensor, sigma: float) -> Tensor:
-    """Where the ODE takes x from sigma to 0: quantiles are kept, and x is N(MU, S^2 + sigma^2) there."""
+    """Return x(0) on the exact ODE path through x at sigma. It keeps quantiles, and x is N(MU, S^2 + sigma^2) there."""
     return MU + (x - MU) * S / math.sqrt(S**2 + sigma**2)
 
 
@@ -194,7 +194,7 @@ def test_the_loss_is_the_weighted_error_of_the_denoiser_and_so_is_its_gradient()
 
 
 def test_inputs_and_targets_have_unit_variance_at_every_level():
-    """What the coefficients are for ([K] appendix B.6), for data of variance sigma_data^2 and mean 0."""
+    """The coefficients are chosen for this ([K] appendix B.6), with data of mean 0 and variance sigma_data^2."""
     generator = torch.Generator().manual_seed(0)
     sigma = torch.logspace(-2, 2, 5, dtype=torch.float64)
     x0, noise = (torch.randn(5, 1, 200, 200, dtype=torch.float64, generator=generator) for _ in range(2))

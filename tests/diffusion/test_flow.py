@@ -27,7 +27,7 @@ def gaussian_velocity(x: Tensor, timestep: Tensor) -> Tensor:
 
 
 def exact_end(x: Tensor) -> Tensor:
-    """Where the flow takes x at t = 1: quantiles are kept, so N(0, 1) is carried to N(MU, S^2) by z -> MU + S z."""
+    """Return x at t = 1 on the exact path. It keeps quantiles, so z -> MU + S z carries N(0, 1) to N(MU, S^2)."""
     return MU + S * x
 
 

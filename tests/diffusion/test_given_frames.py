@@ -1,4 +1,4 @@
-"""Which frames training gives: keyed by (seed, step, index), and as often as is said."""
+"""Training gives conditioning frames keyed by (seed, step, index), as often as was asked for."""
 
 import torch
 

@@ -239,7 +239,7 @@ STEPS_OF = pytest.mark.parametrize("which", STEPS, ids=", ".join)
 
 
 def evaluations(objective, sampler: str, interval, steps: int = 8) -> tuple[list[bool], list[float]]:
-    """Of every evaluation of the network whether it was guided, and the timestep that it was told."""
+    """Return, for each evaluation of the network, whether it was guided and which timestep it got."""
     guided, told = [], []
 
     def model(x, t, y):

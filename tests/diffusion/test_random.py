@@ -165,7 +165,7 @@ def test_integers_over_steps_are_uniform_too():
 
 
 def test_seeds_and_steps_of_their_own():
-    """As tensors, one a sample: the numbers of each seed and step by itself."""
+    """Seeds and steps may be tensors, one a sample; each sample then has the numbers of its own seed and step."""
     seeds, steps, index = [0, SEED, 2**63 - 1, SEED], [3, 0, 2**31 - 1, 1], torch.tensor([5, 6, 7, 6])
     own = zip(seeds, steps, index.split(1), strict=True)
     each = [normal(seed, step, number, Stream.NOISE, (2, 5)) for seed, step, number in own]

@@ -27,7 +27,7 @@ class Pictures(nn.Module):
 
 
 class Clips(nn.Module):
-    """As StyleGAN-V's I3D is called."""
+    """Stand-in for I3D with the call signature of StyleGAN-V's."""
 
     def __init__(self, width: int):
         super().__init__()

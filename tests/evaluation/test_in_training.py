@@ -33,7 +33,7 @@ PRODUCTS = {
 
 
 def figures(run: Path, step: int) -> dict[str, float]:
-    """What the log says of a step's samples."""
+    """Return the metrics that the log has for a step."""
     (line,) = (line for line in log_of(run) if line["step"] == step)
     left_out = ("eval_of", "eval_s", "eval_samples")
     return {key: value for key, value in line.items() if key.startswith("eval_") and key not in left_out}

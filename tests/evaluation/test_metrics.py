@@ -186,7 +186,7 @@ def test_kernel_distance_is_the_mean_over_pairs():
 
 
 def test_the_spread_of_the_kernel_distance_is_that_of_its_subsets():
-    """Of two subsets half of how far they are apart: the deviation from their own mean, nothing corrected."""
+    """Two subsets: half their distance, which is the uncorrected deviation from their mean."""
     x, y = features(23, 6, 1), features(23, 6, 2)
     first, alone = kernel_distance(x, y, subsets=1, size=7)
     value, spread = kernel_distance(x, y, subsets=2, size=7)
@@ -196,7 +196,7 @@ def test_the_spread_of_the_kernel_distance_is_that_of_its_subsets():
 
 
 def test_kernel_distance_is_unbiased():
-    """Of two draws from one distribution it is 0 on average, for small and for large subsets alike."""
+    """Two draws from one distribution have distance 0 on average, for small and for large subsets."""
     x, y = torch.randn(2, 2000, 5, generator=torch.Generator().manual_seed(3))
     for size in (10, 400):
         value, spread = kernel_distance(x, y, size=size)
@@ -231,7 +231,7 @@ def test_precision_and_recall_by_brute_force(k, monkeypatch):
 
 
 def test_the_surface_of_a_ball_belongs_to_it():
-    """As in the definition (Kynkaanniemi et al. 2019): at most as far as the k-th neighbour. All numbers are exact."""
+    """The definition (Kynkaanniemi et al. 2019) says "at most as far as the k-th neighbour". All numbers are exact."""
     reference = torch.tensor([[-3.0], [-1.0], [1.0], [3.0]], dtype=torch.float64)  # balls of a radius of 2
     samples = torch.tensor([[5.0], [5.25], [-5.0], [-5.25]], dtype=torch.float64)  # of 0.25
     assert precision_recall(samples, reference, 1) == (0.5, 0)

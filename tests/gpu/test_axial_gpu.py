@@ -70,7 +70,7 @@ def gradients(model: DiT) -> tuple[Tensor, dict]:
 
 
 def every_way(mesh: Mesh) -> list:
-    """Of every configuration [distances of one GPU, then of every way] from one GPU in fp32."""
+    """Return, for each configuration, the distances from fp32 on one GPU: of one GPU first, then of every way."""
     torch.set_float32_matmul_precision("highest")
     mesh, device, half, found = init_mesh(sequence_parallel=mesh.world_size), mesh.device, torch.bfloat16, []
     for config in (LATTE, EVEN):
@@ -101,7 +101,7 @@ def test_outputs_and_every_gradient_are_those_of_one_gpu_in_bf16(world):
 
 
 def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
-    """Of each way (what is said of CUDA graphs, losses): kernel by kernel, and from a graph."""
+    """Return, for each way, (the runner's note on CUDA graphs, losses): kernel by kernel, and from a graph."""
     shared, found = init_mesh(sequence_parallel=mesh.world_size), []
     for way in ("collectives 2", "direct 2"):
         runs = []

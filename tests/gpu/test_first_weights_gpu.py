@@ -17,8 +17,8 @@ RUNS = [(name, plugin, "bf16") for name in NAMES for plugin in ("fsdp", "zero2")
 
 
 def on_gpus(mesh: Mesh, files: dict[str, Path], large: Path) -> tuple[list, int, int]:
-    """What is built; and of a larger model the bytes that a rank holds of its weights, and the most that it allocated
-    on its GPU to build them."""
+    """Build all cases. For a larger model also return the bytes of this rank's weights, and the peak that building them
+    took on its GPU."""
     found = built(mesh, files, RUNS)
     spec = specification(mesh, LARGE["whole"], read_newest(large, mesh=mesh), "fsdp", "fp32")
     torch.cuda.synchronize()

@@ -167,8 +167,8 @@ def test_fifty_steps_give_one_gpus_curve(world):
 
 
 def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
-    """Of each type (what is said of CUDA graphs, losses): kernel by kernel, from a graph, and with a graph whose
-    recording fails inside a layer."""
+    """Return, for each type, (the runner's note on CUDA graphs, losses): kernel by kernel, from a graph, and with a
+    graph whose recording fails inside a layer."""
     device, shape = mesh.device, Shape(CONFIG.tokens, CONFIG.hidden_size, CONFIG.num_heads, SAMPLES)
     shared, found = init_mesh(sequence_parallel=mesh.world_size), []
 
@@ -207,7 +207,7 @@ def test_a_recorded_step_is_the_step_and_a_recording_may_fail_inside_a_layer(wor
 
 
 def made_while_a_rank_is_late(mesh: Mesh) -> list[float] | None:
-    """What all ranks have written to this one's new buffer; None: its barrier did not end."""
+    """Return what all ranks wrote to this one's new buffer, or None if its barrier did not end."""
     group = Group.of(init_mesh(sequence_parallel=mesh.world_size).sp_group)
     memory, _ = connect(group, mesh.device)
     if group.rank == 0:

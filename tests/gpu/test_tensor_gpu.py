@@ -56,7 +56,7 @@ def gradients(model: DiT, mesh: Mesh) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def distances(ours: tuple, exact: tuple, divided: dict, rank: int) -> dict[str, float]:
-    """Of the output and of every gradient, of which this rank may have a part."""
+    """Return the relative distances of the output and of every gradient, of which this rank may hold a part."""
     found = {"output": ((ours[0] - exact[0]).norm() / exact[0].norm()).item()}
     for name, grad in exact[1].items():
         if name in divided:

@@ -1,4 +1,4 @@
-"""What the kernels are tested on: inputs, the float64 reference, bounds, a pairwise subset of shapes.
+"""Test cases of the kernels: inputs, the float64 reference, bounds, a pairwise subset of shapes.
 
 Used by the interpreter tests here, by tests/gpu and by benchmarks/bench_kernels.py.
 """
@@ -56,7 +56,7 @@ class Operator:
 
     @property
     def modulated(self) -> bool:
-        """Whether samples differ in more than their rows, so that there is a packed form."""
+        """True if samples differ in more than their rows, so that there is a packed form."""
         return not {"shift", "scale", "gate"}.isdisjoint(self.arguments)
 
 

@@ -47,7 +47,7 @@ BFLOAT16 = torch.bfloat16
 
 
 class Driver:
-    """What Triton asks of a driver before it compiles."""
+    """Stand-in for the driver that Triton asks before it compiles."""
 
     def __init__(self, capability: int):
         self.capability = capability

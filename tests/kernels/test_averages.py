@@ -21,7 +21,7 @@ def pair(device="cpu", decays=(0.5, 0.99), **kind) -> tuple[Case, Case, Separate
 
 
 def check_the_bits_of_one_pass(device="cpu", **kind):
-    """Of steps that are taken, and of one in the midst that is not."""
+    """Take four steps, the third with a gradient that is not finite."""
     within, apart, averages = pair(device, **kind)
     for number in range(4):
         gradients = within.gradients()

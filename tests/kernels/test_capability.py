@@ -1,4 +1,4 @@
-"""What a card can't do is found by its compute capability, said in the same words everywhere, and told in the docs."""
+"""A card's limits follow from its compute capability, have the same words everywhere, and are documented."""
 
 from pathlib import Path
 

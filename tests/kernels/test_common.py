@@ -1,4 +1,4 @@
-"""What needs no kernel: widths, launch shapes, availability, and that nothing here needs triton to be imported."""
+"""Test the parts that need no kernel: widths, launch shapes, availability; none of them imports triton."""
 
 import subprocess
 import sys

@@ -27,7 +27,7 @@ def compiled(*argv: str) -> list[dict]:
 @pytest.mark.skipif(not TRITON, reason="triton is not installed")
 @pytest.mark.skipif(interpreting(), reason="the interpreter compiles nothing")
 def test_what_cards_before_hopper_get_compiles_and_fits_their_shared_memory():
-    """Of Ada, which has the least: 99 KiB."""
+    """Ada has the least shared memory: 99 KiB."""
     found = compiled("80")
     assert len({entry.get("kernel") for entry in found}) >= 20
     assert not [entry for entry in found if "error" in entry or entry["shared"] > SHARED_MEMORY[8, 9]]

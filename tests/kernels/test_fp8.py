@@ -171,7 +171,7 @@ def test_gelu_of_rows(rows, width):
 
 
 def test_layernorm_modulate_with_a_scale_for_every_sample():
-    """Of samples whose modulations differ by orders of magnitude, at LayerNorm's bound."""
+    """The samples' modulations differ by orders of magnitude; the bound is LayerNorm's."""
     x, modulation, branch, bias = normal(3, 19, 200), normal(3, 600, seed=1), normal(3, 19, 200, seed=3), normal(200)
     x[..., 7] *= 3000
     shift, scale, gate = (modulation * torch.tensor([[0.01], [1.0], [100.0]], device=DEVICE)).chunk(3, dim=1)

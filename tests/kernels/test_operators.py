@@ -95,7 +95,7 @@ def test_packed_equals_batched(op):
 
 @operators
 def test_bf16_modulation_of_fp32_activations(op):
-    """As autocast makes it: the modulation comes from a linear layer, the residual stream stays in fp32."""
+    """Autocast gives these types: a linear layer makes the modulation, and the residual stream stays in fp32."""
     check(op, *make_inputs(op, 2, 7, 72, FLOAT32, modulation_dtype=BFLOAT16))
 
 

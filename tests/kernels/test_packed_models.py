@@ -60,7 +60,7 @@ def test_recomputed(level, flags):
 
 
 def test_float8_has_the_error_that_it_has_without_packs():
-    """Of the same samples in one micro-batch, whose scales are the same."""
+    """The reference is one micro-batch of the same samples, which has the same scales."""
     model, given = case(FLOAT8)
     sizes = [(4, 4)] * 4
     given = samples(FLOAT8, sizes, torch.float32)

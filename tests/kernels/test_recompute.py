@@ -1,4 +1,4 @@
-"""What is recomputed in the backward pass instead of being kept: same gradients, less memory, for any operations."""
+"""Recomputing in the backward pass gives the same gradients with less memory, for any operations."""
 
 import gc
 import weakref

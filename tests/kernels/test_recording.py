@@ -1,4 +1,4 @@
-"""What opendit.kernels.recording takes from torch's inside is there."""
+"""The private names of torch that opendit.kernels.recording uses exist."""
 
 import inspect
 

@@ -56,7 +56,7 @@ def test_a_projection_is_a_linear_layer_in_two_parts():
 
 
 def test_a_product_of_more_than_a_weight_is_used_by_whatever_takes_it_apart():
-    """As under tensor parallelism, where the parts of a product are summed before the bias is added once."""
+    """Tensor parallelism does this: it sums the parts of a product before it adds the bias once."""
 
     class Doubled(Projection):
         def product(self, x: Tensor, bias: Tensor | None = None, multiply=F.linear) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which kernel takes a pack's short runs: what is wrong is not taken, and the reason is said."""
+"""Choosing the kernel for a pack's short runs: one with wrong results is not used, and the reason is logged."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ class Samples:
     weights: list[Tensor]
 
     def one_by_one(self, model: DiT) -> list[Tensor]:
-        """What the model predicts of each, (C', ...)."""
+        """Return the model's prediction for each sample by itself, (C', ...)."""
         parts = enumerate(self.latents)
         return [model(x.unsqueeze(0), self.t[i : i + 1], self.y[i : i + 1]).squeeze(0) for i, x in parts]
 
@@ -35,7 +35,8 @@ class Samples:
         return Segments.of(sizes, config.patch, Segments.of(sizes, config.patch, 1 << 30).filled + padding)
 
     def gradients(self, model: DiT, outputs: list[Tensor], trained: bool = False) -> dict[str, Tensor]:
-        """Of every parameter, of sum <output, weight>; ``trained``: of those that are."""
+        """Return every parameter's gradient of sum <output, weight>; ``trained``: only of parameters that are
+        trained."""
         model.zero_grad()
         torch.autograd.backward(outputs, [w.to(o.dtype) for w, o in zip(self.weights, outputs, strict=True)])
         parameters = ((n, p) for n, p in model.named_parameters() if p.requires_grad or not trained)
@@ -45,7 +46,7 @@ class Samples:
 def samples(
     config: DiTConfig, sizes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Samples:
-    """Of these sizes of latents, each with a time and a condition of its own."""
+    """Make samples with these sizes of latents, each with its own time and condition."""
     generator, count = torch.Generator().manual_seed(seed), len(sizes)
 
     def random(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What configurations without a revision meant, as numbers: recorded with the program of before there were revisions.
+"""Outputs of configurations without a revision, recorded before there were revisions.
 
 python -m tests.models.revision_1          # writes revision_1.json; only with a program whose revision 1 is right
 """

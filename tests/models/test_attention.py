@@ -96,7 +96,7 @@ def test_rms_norm_in_half_precision_keeps_its_dtype():
 
 
 def test_positions_are_of_coordinates_in_any_order():
-    """What packed sequences need: a token's position does not depend on its neighbours."""
+    """Packed sequences need this: a token's position does not depend on its neighbours."""
     coordinates = grid_coordinates(3, 4, 5)
     order = torch.randperm(60)
     table = LearnedPositions((3, 4, 5), 24)

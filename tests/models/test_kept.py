@@ -1,4 +1,4 @@
-"""What a block of every architecture keeps for its backward pass, against the formula of opendit.training.memory."""
+"""The tensors that a block of every architecture keeps for its backward pass, against opendit.training.memory."""
 
 import pytest
 import torch

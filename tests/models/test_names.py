@@ -128,7 +128,7 @@ def test_adaln_lora_in_closed_form(rank):
 
 
 def test_revision_1_of_named_models():
-    """As they were: heads of their own for every head of queries, but in 30B and Ti."""
+    """Revision 1 has as many heads of keys and values as of queries, except in 30B and Ti."""
     for name, kv in (("MovieGen-1B/122", None), ("MovieGen-5B/122", None), ("MovieGen-30B/122", 8)):
         config = build(name, num_classes=3, revision=1)
         assert (config.revision, config.kv_heads, config.positions_in_blocks) == (1, kv, False)

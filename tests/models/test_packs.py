@@ -116,7 +116,7 @@ def test_attention_is_one_call_a_run():
 
 
 def test_attention_written_out():
-    """As one product of all tokens with all, where only a segment's own count; padding gets zeros."""
+    """Compare with one product of all tokens with all, masked to their own segments; padding gets zeros."""
     segments = Segments(((1, 3, 2), (1, 3, 2), (2, 1, 1), (1, 1, 1)), 18)
     packed, generator = segments.place(torch.device("cpu")), torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 18, 4, dtype=torch.float64, generator=generator).unbind()

@@ -1,4 +1,4 @@
-"""What configurations mean by their revision: files without one do what they did, and their runs go on so."""
+"""A configuration without a revision keeps its old meaning, and so do runs that resume from it."""
 
 import functools
 import json

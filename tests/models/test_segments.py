@@ -30,7 +30,7 @@ def packs(draw) -> Segments:
 
 
 def owners(segments: Segments) -> list[tuple[int, tuple[int, int, int]] | None]:
-    """Of each token its segment, and where in its grid it is; None of padding. Written down one by one."""
+    """Return (segment, place in its grid) of each token, or None for padding, listed one by one."""
     found = []
     for number, (frames, height, width) in enumerate(segments.grids):
         places = itertools.product(range(frames), range(height), range(width))

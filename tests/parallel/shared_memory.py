@@ -1,4 +1,4 @@
-"""What PeerMemory promises, by memory that processes of one machine share, gloo's barrier and torch's copies."""
+"""Stand-in for PeerMemory: memory shared by the processes of one machine, gloo's barrier and torch's copies."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -54,7 +54,7 @@ def test_no_step_undoes_another():
 
 
 def test_the_other_order_would_lose_the_policy():
-    """What the order is for."""
+    """This is why the order matters."""
     model = DiT(CONFIG)
     recompute.recompute_in(model, "mlp")
     model.use()

@@ -107,8 +107,8 @@ def recomputed(mesh: Mesh) -> dict:
 
 
 def of_padding(mesh: Mesh) -> list[list[tuple]]:
-    """Of the second block's input: how many tokens are padding, the sum of their gradients' sizes; the same of
-    others."""
+    """Return, for the second block's input, (tokens of padding, sum of their gradients' sizes), and the same for other
+    tokens."""
     found = []
     for config in (LATTE, replace(ODD, depth=2)):
         model = model_of(config).use(sequence=strategy(mesh, config))

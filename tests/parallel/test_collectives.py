@@ -16,7 +16,7 @@ PASSED_TO = "P2POp"  # takes a function that sends or receives, and its group
 
 
 def group_position(module: str, name: str) -> int | None:
-    """Which argument of ``module.name`` is the group; None if it is no collective."""
+    """Return the position of the group among the arguments of ``module.name``, or None if it is no collective."""
     function = getattr(MODULES[module], name, None)
     if name.startswith(NO_COLLECTIVES) or not callable(function):
         return None

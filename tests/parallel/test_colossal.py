@@ -1,4 +1,5 @@
-"""What ZeroOptimizer adds to Colossal-AI's: buckets, averages in the step, loss scaling, a count that can be loaded."""
+"""ZeroOptimizer's additions to Colossal-AI's: buckets, averages in the step, loss scaling, a step count that can be
+loaded."""
 
 import subprocess
 import sys
@@ -19,7 +20,8 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 @pytest.mark.parametrize("elements", [1, 12, 2**26])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_adamw_is_adamw_by_its_formula(dtype, elements):
-    """As Gemini's optimizer calls it: half-precision gradients, a scale to divide by, some parameters without any."""
+    """Gemini's optimizer calls it like this: half-precision gradients, a scale to divide by, some parameters without a
+    gradient."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2), (1,))]
     lr, betas, decay, eps, scale = 1e-2, (0.9, 0.99), 0.1, 1e-8, 8.0

@@ -1,4 +1,4 @@
-"""What the cost models know of hardware: the file that keeps it, cards by name, and measuring it."""
+"""The hardware models of the cost model: their file, cards by name, and measuring."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What plans' rules mean: they cover every parameter, and their slices tile it; shard units and stages."""
+"""Rules of plans cover every parameter, and their slices tile it; shard units and stages."""
 
 import itertools
 import math
@@ -81,7 +81,7 @@ def test_a_rule_is_asked_for_by_a_name_that_one_pattern_fits():
 
 
 def coverage(shape: tuple[int, ...], rule: Rule, size: int) -> Tensor:
-    """How often each number of a tensor is in a slice of a rank."""
+    """Count in how many ranks' slices each number of a tensor is."""
     count = torch.zeros(shape, dtype=torch.int64)
     for rank in range(size):
         parts = local_slices(shape, rule, rank, size)

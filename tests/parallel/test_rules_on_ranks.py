@@ -1,5 +1,5 @@
-"""What ranks make of the slices that plans' rules give them adds up to the whole (column, then row, and so on), in
-float64 and one process: the reference of tensor parallelism."""
+"""Results computed from the slices of plans' rules add up to the whole (column, then row, and so on), in float64 and
+one process: the reference of tensor parallelism."""
 
 import itertools
 import math

@@ -137,7 +137,7 @@ def strategy(mesh: Mesh, name: str, config: DiTConfig) -> SequenceParallel:
 
 
 def many_cases(mesh: Mesh, cases: list[tuple]) -> list:
-    """Of every case (ranks of a sequence group, type, config, input size, samples, checkpointed)."""
+    """Return the errors of each case (ranks of a sequence group, type, config, input size, samples, checkpointed)."""
     meshes = {ranks: init_mesh(sequence_parallel=ranks) for ranks in sorted({ranks for ranks, *_ in cases})}
     results = []
     for ranks, name, config, size, samples, checkpointed in cases:
@@ -213,7 +213,7 @@ def in_the_wrong_group(mesh: Mesh) -> list:
 
 
 def gradients_of_padding(mesh: Mesh) -> list:
-    """Of the first block's input: how many numbers are padding's, the sum of their gradients' sizes; the same of
+    """Return, for the first block's input, (numbers of padding, sum of their gradients' sizes), and the same for
     tokens."""
     mesh, results = init_mesh(sequence_parallel=4), []
     for name in possible(4, IMAGE):

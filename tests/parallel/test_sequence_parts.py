@@ -88,7 +88,7 @@ def test_types_that_the_heads_forbid(kind, ranks, heads, message):
 
 
 def test_auto_takes_only_what_the_model_can_attend_by():
-    """Of a tiny model on 2 ranks the cheapest is ring, which has a kernel of its own."""
+    """For a tiny model on 2 ranks ring is cheapest, and needs its own attention kernel."""
     config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3, qk_norm=True)
     for attention, expected in (("auto", "ring"), ("flash", "ulysses")):
         types = ParallelFlags().sequence_types(config.sequence_types, attention)
@@ -136,7 +136,7 @@ def test_auto_takes_the_cheapest_that_the_heads_allow():
 
 
 class LocalMemory:
-    """As torch's symmetric memory, of one rank and without a GPU."""
+    """Stand-in for torch's symmetric memory, with one rank and without a GPU."""
 
     def __init__(self, size: int, meet):
         self.buffer, self.barrier = torch.empty(size, dtype=torch.uint8), meet
@@ -147,7 +147,7 @@ class LocalMemory:
 
 
 def test_a_recording_that_fails_in_a_layer_does_not_stop_the_next_one(monkeypatch):
-    """Of buffers no one is used twice in a row; a CUDA graph's uses count only among themselves."""
+    """No buffer is used twice in a row; uses inside a CUDA graph count only among themselves."""
     recording, barriers = [False], []
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])

@@ -1,4 +1,5 @@
-"""What --cache and --guidance_every leave out: engines against loops written from the formulas, and what they count."""
+"""Approximations (--cache, --guidance_every) against loops written from the formulas, and their counts of
+evaluations."""
 
 import pytest
 import torch
@@ -275,7 +276,8 @@ def test_a_sample_is_what_its_seed_says_in_any_batch():
 
 
 def test_blocks_that_are_evaluated():
-    """Of 50 guided steps taylor:3 evaluates 17; guidance_every 4 the null half in 13; a first block is one of all."""
+    """In 50 guided steps taylor:3 evaluates 17, guidance_every 4 evaluates the unconditional half in 13; the first
+    block is one of all."""
     objective, model = OBJECTIVES["flow"], fresh(LABELS, OBJECTIVES["flow"])
     given, blocks = (*conditions(LABELS, 1), torch.arange(1), 0), len(model.blocks)
     counts = {}
@@ -317,8 +319,8 @@ class LookedUp(TorchDispatchMode):
     [(None, False), ("taylor:2", False), ("first_block:10", False), (None, True), ("taylor:2", True)],
 )
 def test_only_what_is_evaluated_is_looked_up(cache, shared):
-    """Of the modulations of a step, and of captions' keys and values where a rank chooses its rows of a batch, those of
-    the blocks that run; and the last layer's modulations, always."""
+    """A step looks up modulations, and keys and values of captions where ranks share a batch, of evaluated blocks
+    alone. The last layer's modulations are always looked up."""
     objective, model = OBJECTIVES["flow"], fresh(CAPTIONS, OBJECTIVES["flow"])
     given, depth, steps = (*conditions(CAPTIONS, 2), torch.arange(2), 0), len(model.blocks), 6
     around = (lambda model: model) if shared else None

@@ -89,7 +89,7 @@ class Counts(TorchDispatchMode):
 
 
 def test_a_step_is_few_operators_beside_its_blocks(monkeypatch):
-    """What a step launches around the network's blocks, each of the three kernels counted as one."""
+    """Count the operators around the network's blocks, each of the three kernels as one."""
 
     def counted_as_one(module, name: str) -> None:
         function = getattr(module, name)

@@ -1,4 +1,4 @@
-"""What decides a sample, as parts know it: digests of weights, sizes of what a VAE decodes."""
+"""The settings that identify samples: digests of weights, and sizes of decoded pictures."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Where samples go: any label as a file's name, what an earlier run left, two at once, disks that are too small."""
+"""Writing samples: any label as a file name, leftovers of an earlier run, two runs at once, small disks."""
 
 import errno
 import json

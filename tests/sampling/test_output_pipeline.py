@@ -49,7 +49,7 @@ def batches_of(shape: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def through(name: str, ranks=None, leads: bool = True) -> tuple[list[tuple[list[int], np.ndarray]], int]:
-    """What is delivered of the batches, and how many rows this rank decodes."""
+    """Return the delivered (indices, pictures), and the number of rows that this rank decodes."""
     make, shape = CODECS[name]
     codec, delivered, rows, static = make(), [], [], torch.empty(3, *shape)
     inner = codec.codec if isinstance(codec, FrameCodec) else codec

@@ -190,7 +190,7 @@ def test_the_npz_takes_less_memory_than_two_parts(tmp_path, monkeypatch):
 
 
 def peak_of(work) -> int:
-    """As :func:`peak_bytes`, which asks after every operation of torch, looked at while blocks are written."""
+    """Like :func:`peak_bytes`, which looks after every operation of torch, and also while blocks are written."""
     true_open = zipfile.ZipFile.open
 
     def opened(self, *args, **kwargs):

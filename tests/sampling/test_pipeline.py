@@ -46,7 +46,7 @@ def pixels(samples) -> np.ndarray:
 
 
 def same(samples, latents) -> bool:
-    """Whether these are a model's samples of pixels; rounding of 1e-6 can move a byte by one."""
+    """True if these are the model's samples; rounding of 1e-6 can change a byte by one."""
     reference = to_uint8(latents).astype(int)
     return reference.std() > 1 and np.abs(pixels(samples) - reference).max() <= 1
 

@@ -188,7 +188,7 @@ def test_five_kills_from_outside(tmp_path, ckpt, uninterrupted):
 
 
 def late(mesh, argv: list[str]) -> list[int]:
-    """As ``start``; rank 0's first batch ends when the others have written all the rest."""
+    """Like ``start``, but rank 0's first batch ends only when the other ranks have written all the rest."""
     draw, folder = inference.draw_batch, Path(argv[argv.index("--output") + 1])
 
     def waits(sampling, batch):

@@ -93,7 +93,7 @@ def drawn(
 
 
 def compare(mesh: Mesh, cases: list[tuple]) -> list[tuple[float, bytes]]:
-    """Of every case the largest difference from this process alone, over the largest number, and the latents."""
+    """Return, for each case, the largest difference from one process over the largest number, and the latents."""
     results, made = [], {}
     for ranks, cfg_parallel, kind, config, *what in cases:
         group = made[ranks] if ranks in made else made.setdefault(ranks, init_mesh(sequence_parallel=ranks))
@@ -201,8 +201,8 @@ def weights(tmp_path_factory) -> Path:
 
 
 def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
-    """Of every sample.py its exit status, what it printed, what it said on stderr, whether it loaded a VAE, the
-    largest (rows, tokens) that this rank's blocks met, and the digest of the whole model's weights."""
+    """Run sample.py with each command line. Return its exit status, its output, its stderr, whether it loaded a VAE,
+    the largest (rows, tokens) of this rank's blocks, and the digest of the model's weights."""
     results, run = [], inference.draw
     several_programs()
     for argv in runs:

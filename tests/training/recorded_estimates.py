@@ -48,7 +48,7 @@ def configs() -> dict[str, DiTConfig]:
 
 
 def _config(name: str, **options) -> DiTConfig:
-    """Of latents of 32 x 32, and of 3 frames, or 6 where a patch has 2."""
+    """Build a configuration for latents of 32 x 32, with 3 frames for video, or 6 where a patch has 2."""
     frames = 6 if name.endswith("222") else 3 if is_video(name) else None
     return model_config(name, input_size=(32, 32), in_channels=4, frames=frames, **options)
 

@@ -1,4 +1,4 @@
-"""What is due after each step, against the conditions written out as they were before they had a class."""
+"""The actions after each step, against their conditions written out."""
 
 import itertools
 import random
@@ -36,7 +36,7 @@ def flags_of(
 
 
 def written_out(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
-    """Of each step whether the host looks, and what is due."""
+    """Return, for each step, whether the host looks at the loss, and the actions that are due."""
 
     def due(done, every):
         return every > 0 and done % every == 0

@@ -136,7 +136,7 @@ def test_experts_are_divided_where_that_is_asked_for_or_pays():
 
 
 def test_pipelines_come_last():
-    """Where they are asked for, or where nothing else fits; with what they wait in the time."""
+    """Pipelines are considered when asked for, or when nothing else fits; their idle time counts."""
     asked = chosen(f"{CLIPS} --global_batch_size 32 --pipeline_parallel_size 2", 16)[0]
     assert asked.candidate.pipeline_parallel_size == 2 and asked.cost.work["bubble"] > 0
     assert asked.cost.traffic["stages"].bytes > 0 and asked.samples == 32

@@ -46,7 +46,7 @@ def run(outputs: Path, data: Path | str, *more: str, steps: int = 1) -> Path:
 
 
 def tokens_of(folder: Path) -> int:
-    """Of the text in a run's config.json, and in its weights."""
+    """Return the number of text tokens that both config.json and the weights of a run name."""
     (found,) = {
         json.dumps(each) for each in _values(json.loads((folder / "config.json").read_text()), "max_text_tokens")
     }

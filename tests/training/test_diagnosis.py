@@ -1,4 +1,4 @@
-"""What the log says of gradients that are not finite and of slow ranks."""
+"""The log names the origin of gradients that are not finite, and slow ranks."""
 
 import json
 import time

@@ -65,7 +65,7 @@ def test_a_new_run_warms_up_and_says_so(tmp_path, no_ranks, capsys):
 
 
 def rewrite_fingerprint(folder: Path, **values) -> None:
-    """As a version from before this one left the checkpoint: None for a setting that it did not know."""
+    """Rewrite a checkpoint's fingerprint like an earlier version; None removes a setting that it did not know."""
     state = json.loads((folder / "state.json").read_text())
     for name, value in values.items():
         del state["fingerprint"][name]

@@ -1,5 +1,5 @@
-"""How a run ends: whatever goes wrong, on one rank or two, all of its processes are gone within seconds, the exit code
-is not 0 and the last line says why."""
+"""A run that fails, on one rank or two, leaves no process after seconds; the exit code is not 0 and the last line says
+why."""
 
 import os
 import signal
@@ -180,7 +180,7 @@ def raise_and_close_for_ever() -> None:
 
 
 def close_for_ever() -> None:
-    """As a thread that pins memory does while the device waits for a rank that is gone."""
+    """Block in close, like a thread that pins memory while the device waits for a lost rank."""
     Monitor.close = lambda self: time.sleep(1000)
     opendit.parallel.supervisor.CLOSING = 1000.0  # which is for runs whose ranks are all there
 

@@ -1,4 +1,4 @@
-"""What a run survives: failing writes, full disks, gradients that are not finite, killed processes, signals."""
+"""Runs survive failing writes, full disks, gradients that are not finite, killed processes and signals."""
 
 import contextlib
 import errno
@@ -275,7 +275,7 @@ def test_a_second_signal_quits_at_once():
 
 
 def failing_rank(mesh) -> bool:
-    """Whether a rank outlives the SIGTERM that torchrun sends it while it says why it fails."""
+    """Return True if a rank outlives the SIGTERM that torchrun sends while it prints why it fails."""
     try:
         with Interrupt(mesh):
             raise RuntimeError("the other rank is gone")

@@ -1,4 +1,4 @@
-"""What a resume says of every flag, of the data, of other networks and of other code: one line a difference."""
+"""A resume prints one line for each difference in flags, data, networks and code."""
 
 import copy
 import json

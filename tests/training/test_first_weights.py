@@ -47,7 +47,7 @@ LEARNED = dict(positions="learned", input_size=(8, 12))
 
 @dataclass(frozen=True)
 class Case:
-    """What is taken over, and in what kind of file it lies."""
+    """A model to start from, the one that is wanted, and the kind of file."""
 
     found: DiTConfig
     wanted: DiTConfig

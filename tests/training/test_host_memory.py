@@ -1,4 +1,4 @@
-"""What a machine has, and whether what --offload keeps there fits."""
+"""The memory of a machine, and whether the state that --offload keeps there fits."""
 
 import os
 
@@ -36,7 +36,7 @@ def test_a_container_may_have_less_than_its_machine(group, files, found, tmp_pat
 
 
 def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
-    """Of DiT-XL/2 on 8 ranks, four of them here: averages 1.26 GiB, moments 2.51, buffers of saves 5.03."""
+    """DiT-XL/2 on 8 ranks, four of them here: averages take 1.26 GiB, moments 2.51, buffers of saves 5.03."""
     one = 4 * XL.parameters() / 8 * 4 / GIB
 
     def checked(offload: str, room: float, saves: bool = True) -> str | None:

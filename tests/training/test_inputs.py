@@ -1,4 +1,4 @@
-"""What a step works on: latents by kind of data set, and randomness that belongs to samples, not to batches."""
+"""Inputs of a step: latents by kind of data set, and randomness that belongs to samples, not to batches."""
 
 from types import SimpleNamespace
 

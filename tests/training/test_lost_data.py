@@ -31,7 +31,7 @@ def lose(monkeypatch, step: int, micro: int = 0, really: bool = True) -> None:
 
 
 def ends(outputs: Path, *more: str) -> str:
-    """What a run says that ends with exit code 1."""
+    """Return the stderr of a run that ends with exit code 1 (or 3 on a rank that another one ended)."""
     with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(io.StringIO()) as err:
         run_to(outputs, 6, *SAVE_LAST, *more)
     assert stop.value.code in (1, 3), err.getvalue()

@@ -26,7 +26,7 @@ CAPTIONS = DiTConfig((16, 16), 2, 2, 96, 4, 3, text=TextConfig("t5", 8, 16, cros
 
 
 def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tuple[dict[str, int], int]:
-    """What a rank really holds of each state, and the gradients after a backward pass; ``rank``: of LoRA."""
+    """Return the bytes of each state on this rank, and of the gradients after a backward pass; ``rank``: LoRA's."""
     from opendit.checkpoint.ema import EMA
     from opendit.parallel.engines import build_engine
 

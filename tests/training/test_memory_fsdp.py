@@ -54,7 +54,7 @@ def engine_of(mesh: Mesh, precision: str, sharding: Sharding, accumulation: int 
 
 
 def states_held(mesh: Mesh, cases: list[tuple]) -> list[tuple[dict[str, int], int]]:
-    """Of every case (replicate, precision, rank of LoRA) the bytes of each state, and of gradients after a step's
+    """Return, for each case (replicate, precision, rank of LoRA), the bytes of each state, and of gradients after the
     backward pass."""
     from opendit.checkpoint.ema import EMA
 
@@ -132,7 +132,7 @@ def test_a_step_allocates_what_the_estimate_says():
 
 
 def test_closed_forms():
-    """Of DiT-XL/2, P weights over R ranks: what lies between the levels is known without the formulas."""
+    """DiT-XL/2 with P weights on R ranks: the differences between the levels are known without the formulas."""
     few, P = GATHERED * XL.whole_block_parameters(), XL.parameters()
 
     def total(**changes) -> float:

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def batch(step: int, pack: int, sizes=SIZES, weights: Tensor | None = None) -> Batch:
-    """As the loader gives a pack: every sample's means and standard deviations, in a tensor of its own shape."""
+    """Make a pack as the loader does: every sample's means and deviations, in a tensor of its shape."""
     first, generator = sum(map(len, sizes[:pack])), torch.Generator().manual_seed(100 * step + pack)
     x = tuple(torch.randn(6, *size, generator=generator).abs() for size in sizes[pack])
     index = torch.arange(first, first + len(x))

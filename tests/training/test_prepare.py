@@ -1,4 +1,4 @@
-"""Which attention kernel a run and its resumes take."""
+"""The attention kernel of a run and of its resumes."""
 
 from types import SimpleNamespace
 

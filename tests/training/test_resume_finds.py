@@ -1,4 +1,4 @@
-"""Which checkpoint a resume goes on from, what it says of the others, and that it reads nothing but its files."""
+"""A resume finds the right checkpoint, reports on the others, and reads nothing but its files."""
 
 import json
 import os

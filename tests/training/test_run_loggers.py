@@ -16,7 +16,7 @@ FLAGS = [*TINY, *"--batch_size 4 --max_steps 2 --sample_steps 2 --sample_every 2
 
 
 class Wandb:
-    """What of wandb is called. Settings and Image keep their arguments."""
+    """Stand-in for the part of wandb that is called. Settings and Image keep their arguments."""
 
     def __init__(self, fails=False):
         self.started, self.lines, self.finished, self.fails = [], [], 0, fails
@@ -39,7 +39,7 @@ class Wandb:
 
 
 class Mlflow:
-    """What of mlflow's client is called."""
+    """Stand-in for the part of mlflow's client that is called."""
 
     def __init__(self):
         self.uris, self.experiments, self.runs, self.metrics, self.images = [], {}, {}, [], []

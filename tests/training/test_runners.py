@@ -191,7 +191,7 @@ class Plain(torch.nn.Module):
 
 
 def plain_step(mesh, plugin: str):
-    """What is seen of one step of three micro-batches, and of wrong numbers of them."""
+    """Return the events of a step of three micro-batches, and the errors for wrong numbers of them."""
     engine = build_engine(Plain(), mesh, plugin=plugin, precision="fp32", lr=1e-2, grad_clip=0.0, grad_accumulation=3)
     objective, order = FlowObjective(), []
 

@@ -1,4 +1,4 @@
-"""What --reshard auto and accumulation become, by the memory of the card."""
+"""The choices of --reshard auto and of accumulation, by the memory of the card."""
 
 import pytest
 import torch

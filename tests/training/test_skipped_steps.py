@@ -21,7 +21,7 @@ class Looks:
 
 
 def look(in_a_row: list[int], scale: float = 1.0, harmless: bool = True, most: int = 4):
-    """What is said and (skipping, failing) after each look at so many skipped steps in a row."""
+    """Return the messages, and (skipping, failing) after each look at a number of steps skipped in a row."""
     engine, diagnosis, said, found = SimpleNamespace(), Looks(harmless), [], []
     skipped = SkippedSteps(engine, diagnosis, most, said.append)
     for done, count in enumerate(in_a_row, 1):

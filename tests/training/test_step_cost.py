@@ -22,7 +22,7 @@ def cost(batch: int = 2, micro_batches: int = 1, node: int = 8, hardware=H200, c
 @pytest.mark.parametrize("node", [1, 2, 4, 8])
 @pytest.mark.parametrize("sizes", [dict(tp=2, sp=2, dp_shard=2), dict(dp_replicate=2, dp_shard=4), dict(tp=8)])
 def test_spans_are_those_of_the_mesh(node, sizes):
-    """How many ranks of a group are on one machine, counted in the mesh's own groups."""
+    """Count the ranks of a group on one machine in the mesh's own groups."""
     dims = ParallelDims(**sizes)
     strides = {"tp": 1, "sp": dims.tp, "fsdp": dims.tp, "loss": dims.tp, "dp_replicate": dims.tp * dims.size("fsdp")}
     for name, stride in strides.items():
@@ -70,7 +70,7 @@ def test_what_is_made_again_costs_more_the_more_it_is():
 
 
 def test_bytes_of_every_plugin():
-    """Of weights and gradients, in bytes that a rank of 4 receives: 3/4 of what is gathered or reduced."""
+    """Bytes of weights and gradients that one of 4 ranks receives: 3/4 of what is gathered or reduced."""
     share = 3 / 4 * WEIGHTS
     zero = cost(micro_batches=3, world=4).traffic
     assert zero["gradients"].bytes == pytest.approx(3 * 2 * share)  # each micro-batch's, in bf16

@@ -1,4 +1,4 @@
-"""What a run's log says of its loader."""
+"""The loader's figures in a run's log."""
 
 import json
 

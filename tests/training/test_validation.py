@@ -113,8 +113,8 @@ def test_training_is_the_same_to_the_bit_without_it(runs):
 
 
 def programs(mesh, folder: Path, base: Path) -> None:
-    """Of every product a start that validates the weights of ``base``, which its one step does not change; of some also
-    two steps that do, with and without validation."""
+    """Validate the weights of ``base`` under every product, in a run whose one step does not change them. Under some,
+    also take two steps that do, with and without validation."""
     several_programs()
     loaded = [*FLAGS, "--max_steps", "5"]
     starts = {name: [*loaded, *VALIDATED, *flags.split(), "--lr", "1e-30"] for name, flags in PRODUCTS.items()}

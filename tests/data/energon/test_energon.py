@@ -366,7 +366,7 @@ def test_braces_that_do_not_match_or_name_too_many(pattern):
 
 
 def test_a_subset_of_a_subset_is_a_part_of_it():
-    """Of 100 samples the second half of the second quarter to the third, and the last tenth of 20 counted ones."""
+    """Nest fractions, and a fraction of a counted range, in data sets of 20 to 1,000 samples."""
     assert Subset(0.25, 0.75).within(Subset(0.5, 1.0)).of(100) == (50, 75)
     assert Subset(0.25, 0.75).within(Subset(0.25, 0.5)).of(1000) == (375, 500)
     assert Subset(0, 1, 10, 30).within(Subset(0.9, 1.0)).of(100) == (28, 30)

@@ -144,7 +144,7 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, seed, blended):
 
 
 def test_a_blend_in_lots_keeps_its_weights_and_counts_its_samples():
-    """Of shapes that come 6 and 1 at a time; a shape that comes in larger lots is not drawn the more for it."""
+    """Shapes come in lots of 6 and of 1; the larger lots must not be drawn more often."""
     keys = (np.arange(900) % 4 == 0).astype(np.int16)
     sources = SourceRows(("a", "b"), (600, 900), ((0, (Fraction(1), Fraction(3))),), 900)
     schedule = BlendSchedule(sources, 4, 2, 11, keys, [6, 1])

@@ -95,8 +95,8 @@ def test_the_same_holds_within_each_source_of_a_blend(one, other, packs, weights
 @settings(deadline=None, max_examples=15)
 @given(EXAMPLES, st.floats(0, 3), st.integers(1, 24), st.integers(1, 3))
 def test_an_epoch_sees_every_sample_up_to_the_packs_in_flight(example, more, packs, epochs):
-    """What an epoch's steps leave would fit into twice a step's packs, however badly they are filled; the step after
-    these has it all if one step can hold it."""
+    """The samples that an epoch leaves over would fit into the packs of two steps, however badly packed. The next step
+    has all of them if one step can hold them."""
     lengths = lengths_of(example)
     schedule = PackSchedule(lengths, int(lengths.max() * (1 + more)), packs, example[2])
     steps, counts = schedule.steps(epochs), np.zeros(len(lengths), dtype=np.int64)

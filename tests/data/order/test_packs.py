@@ -119,7 +119,7 @@ def test_how_often_samples_were_seen(lengths, capacity, packs, seed, stop):
 
 
 def test_how_often_samples_of_many_windows_were_seen():
-    """Where a pass holds many windows, so that some steps end within a pass and some about its end."""
+    """Each pass holds many windows, so some steps end within a pass and some close to its end."""
     lengths = MIXES["pictures and clips"](np.random.default_rng(4), 1000)
     schedule = PackSchedule(lengths, 32768, 8, 9, attention=6912)
     times, ended = np.zeros(1000, dtype=np.int64), set()

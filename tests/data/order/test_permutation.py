@@ -39,7 +39,7 @@ def test_a_hundred_million_rows():
 
 @pytest.mark.parametrize("network", [False, True])
 def test_all_places_are_equally_likely(network, monkeypatch):
-    """Of three numbers that begin next to each other, over many keys: where each goes, and in which order they come."""
+    """Three neighbouring numbers go to every place, and come in every order, equally often over many keys."""
     if network:
         monkeypatch.setattr(permutation, "SORTED", 0)
     size, keys = 97, 3000

@@ -49,7 +49,8 @@ RECORDED = {
 
 
 def digest(schedule):
-    """Of steps at the beginning, where weights change and where two epochs meet, and of the steps of epochs."""
+    """Hash the rows of steps at the start, at changes of weights and at the turn of an epoch, and the numbers of
+    steps."""
     found = hashlib.sha256(repr([schedule.steps(epochs) for epochs in (1, 2, 9)]).encode())
     turn = schedule.steps(1)
     for step in (*range(6), *range(38, 50), *range(turn - 2, turn + 3)):

@@ -1,4 +1,4 @@
-"""Which samples a step trains on: every one once an epoch, whatever the batch, the ranks and the place of a restart."""
+"""Every epoch trains on each sample once, whatever the batch, the ranks and the step of a restart."""
 
 from collections import Counter
 
@@ -153,7 +153,7 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, seed, shaped):
 
 
 def test_a_million_samples_on_paper():
-    """Of three shapes, one of them rare: each row once an epoch, from the first step to the last of ten epochs."""
+    """Three shapes, one of them rare: each row comes once an epoch over ten epochs."""
     keys = np.repeat(np.array([0, 1, 2], dtype=np.uint8), [70_000, 29_989, 11])
     schedule = BucketSchedule(keys, 256, 2, seed=5)
     rows = np.concatenate([schedule.rows(step) for step in range(schedule.steps(10))])

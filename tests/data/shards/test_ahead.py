@@ -1,4 +1,4 @@
-"""What is fetched before it is asked for."""
+"""Test fetching ahead of the reader."""
 
 import threading
 

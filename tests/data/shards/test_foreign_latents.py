@@ -92,7 +92,7 @@ def test_samples_are_the_arrays_that_were_put_there(kind, form, vae, tmp_path):
 
 
 def test_mirror_images_captions_and_a_batch_s_dimension(vae, tmp_path):
-    """As MAR's and LightningDiT's caches have them: NAME and NAME_flip, one of them with a dimension too many."""
+    """Read caches like MAR's and LightningDiT's: NAME and NAME_flip, one of them with a leading dimension of 1."""
     samples = [arrays(i, 8, names=("moments", "moments_flip")) for i in range(3)]
     for sample in samples:
         sample["moments_flip"] = sample["moments_flip"][None]

@@ -161,7 +161,7 @@ def index_alone(folder, name, kinds):
 
 @pytest.fixture
 def kinds(tmp_path, monkeypatch):
-    """Which samples of the tars in ``tmp_path`` are clips; some tars hold one kind."""
+    """Write tars to ``tmp_path / "tars"``, some of one kind alone; return which samples are clips."""
     monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
     random = np.random.default_rng(0)
     of = [*(random.random(1500) < 0.3 for _ in range(2)), [True] * 1100, [False] * 1030, random.random(7) < 0.5]

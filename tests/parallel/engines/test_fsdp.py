@@ -29,7 +29,7 @@ CONFIG = DiTConfig((4, 6), 2, 3, 36, depth=3, num_heads=6, num_classes=6, mlp_ra
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is trained: ranks that share a sequence and how, copies, what is recomputed, the engine's own."""
+    """A way to train a model: sequence parallelism, copies, recomputation, and the engine's settings."""
 
     sp: int = 1
     kind: str = "fastseq"
@@ -232,7 +232,7 @@ def test_gradients_of_every_architecture_on_three_ranks():
 
 
 def what_is_held(mesh: Mesh) -> tuple:
-    """What a rank holds of an engine in bf16 before training; stale weights after a forward pass alone; HSDP."""
+    """Return a rank's part of an engine in bf16 before training, outputs that show stale weights, and step counts."""
     engine = build_engine(build_model(), mesh, plugin="fsdp", precision="bf16", grad_clip=0)
     full = dict(build_model().named_parameters())
     for name, weight in full.items():
@@ -296,7 +296,7 @@ def test_non_finite_gradients_of_one_rank_never_enter_the_weights():
 
 
 def all_traffic(mesh: Mesh) -> list[Counter]:
-    """How often a step, after the first, calls each collective, in every case."""
+    """Count the calls of each collective in a step after the first, for every case."""
     meshes = meshes_of(list(SENDS))
     return [traffic(meshes[case.sp, case.replicate], case) for case in SENDS]
 

@@ -160,8 +160,8 @@ def test_what_lies_in_host_memory():
 
 
 def before_and_after(mesh: Mesh) -> list[bool]:
-    """Whether averages are those of the last step when, right after it: they are read, gathered, set as weights, a
-    master is set, the next step is taken; and the same without offload."""
+    """Use the averages right after a step, in five ways: read, gather, apply them as weights, set a master, take
+    another step. Return whether each result equals the one without offload."""
     found = []
     for ask in ("read", "gather", "applied", "set_master", "step"):
         ends = []

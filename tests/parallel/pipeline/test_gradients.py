@@ -70,7 +70,7 @@ def micro_batches(config, frames: int | None = None) -> list[MicroBatch]:
 
 @dataclass
 class BareEngine:
-    """What a runner needs of an engine, without one."""
+    """The methods of an engine that a runner calls, with a bare module."""
 
     module: DiT
     mesh: Mesh

@@ -75,7 +75,7 @@ def test_every_pass_comes_once_and_messages_meet_without_deadlock(schedule, rank
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 16), (4, 8), (3, 7)])
 def test_idle_time_is_that_of_the_papers(ranks, count):
-    """Of equal stages with 1 + 2 units of work a micro-batch, cut in two for interleaving."""
+    """Equal stages take 1 + 2 units of work a micro-batch, and half of it each when interleaved."""
     work = 3.0 * count
     plain = max(run(schedules("1f1b", ranks, count), 1, 1, None))
     assert plain == pytest.approx(work + 3.0 * (ranks - 1))

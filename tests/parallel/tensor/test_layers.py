@@ -71,7 +71,7 @@ def compare(
 
 
 def kept_by_a_block(mesh: Mesh) -> dict[str, float]:
-    """What a rank's part keeps for the backward pass, above its share of what the whole block keeps."""
+    """Return what a rank's part of a block keeps for the backward pass beyond its share of the block's total."""
     kept, tokens = [], 64
     for ranks in (1, mesh.tp_size):
         model, shards = model_of(DIT), None

@@ -1,4 +1,4 @@
-"""What the page may read: names are looked up, and nothing outside the folder of runs is."""
+"""The page reads only what it lists, by name, and nothing outside the folder of runs."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a browser's fields become, and what they can't be."""
+"""A browser's fields become settings of a sampling job, or are refused."""
 
 import math
 

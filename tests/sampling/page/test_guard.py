@@ -1,4 +1,4 @@
-"""Who may ask the page, and for what."""
+"""Test who may ask the page, and for what."""
 
 import asyncio
 import base64
