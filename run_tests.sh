@@ -8,4 +8,5 @@ SETUP=test
 export OMP_NUM_THREADS=1
 ruff check .
 ruff format --check .
+python scripts/check_pages.py
 exec python -m pytest -q --durations=10 -n "$((GPUS > 0 ? 0 : 2))" --dist worksteal "$@"

@@ -69,7 +69,8 @@ def test_without_arguments_the_demo_runs(script, recipe, tmp_path):
 
 def test_the_tests_set_up_what_they_need(tmp_path):
     setup, *lint, tests = calls(tmp_path, "run_tests.sh", "-k", "nothing")
-    assert setup == ["install.sh", "test"] and [call[0] for call in lint] == ["ruff", "ruff"]
+    assert setup == ["install.sh", "test"]
+    assert [call[:2] for call in lint] == [["ruff", "check"], ["ruff", "format"], ["python", "scripts/check_pages.py"]]
     assert tests[:3] == ["python", "-m", "pytest"] and tests[-2:] == ["-k", "nothing"]
 
 
