@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,18 +17,9 @@ from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import divided_parameters
 from opendit.training.memory import Setup, estimate
 from tests.models.test_zoo import inputs
-from tests.numbers import off_by
 from tests.parallel.tensor.models import MODELS
-from tests.parallel.tensor.test_engines import (
-    Meshes,
-    engine_of,
-    engine_run,
-    loss_of,
-    model_of,
-    plain_run,
-    resumed,
-)
-from tests.parallel.tensor.test_layers import TOLERANCE
+from tests.parallel.tensor.test_layers import TOLERANCE, model_of
+from tests.parallel.test_products import Meshes
 from tests.ranks import run_ranks
 
 # 15 tokens, 8 experts, of which each takes 4. Without qk_norm the gradient of the keys' bias is rounding noise.
@@ -47,7 +37,7 @@ def weighted(model, index: slice) -> Tensor:
 
 def exact(mesh: Mesh, config: ECDiTConfig, checkpointed: bool = False) -> dict[str, float]:
     """The relative error of the loss and of every parameter's gradient, in float64."""
-    whole = model_of(config).double()
+    whole = model_of(config)
     wanted = weighted(whole, slice(None))
     expected = dict(
         zip(dict(whole.named_parameters()), torch.autograd.grad(wanted, [*whole.parameters()]), strict=True)
@@ -79,72 +69,21 @@ def exact(mesh: Mesh, config: ECDiTConfig, checkpointed: bool = False) -> dict[s
 
 
 SIZES = [dict(ep=2), dict(ep=4), dict(sp=4), dict(sp=2), dict(ep=2, sp=2), dict(ep=4, sp=2), dict(ep=2, sp=4)]
-# Sizes; micro-batches, and how the model is run.
-RUNS = [
-    (dict(ep=2), 1, {}),
-    (dict(ep=4), 1, dict(grad_checkpoint=True)),
-    (dict(ep=2, sp=2), 2, {}),
-    (dict(ep=4, sp=2), 1, dict(grad_checkpoint=True)),
-    (dict(ep=2, dp_replicate=2), 1, {}),
-]
-ELASTIC = [
-    (dict(ep=2), "fsdp", True, [(dict(ep=4), "fsdp"), (dict(), "zero2")]),
-    (dict(ep=4), "fsdp", False, [(dict(ep=2, sp=2), "fsdp"), (dict(tp=2), "fsdp")]),
-    (dict(), "zero2", True, [(dict(ep=2, dp_replicate=2), "fsdp")]),
-]
 
 
-def gradients(mesh: Mesh) -> dict[str, Tensor]:
-    """Canonical gradients as the engine has them before it clips."""
-    engine, share = engine_of(mesh, "fsdp", config=CONFIG), SAMPLES // mesh.dp_size
-    engine.backward(loss_of(engine.forward, 0, slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share)))
-    return {name: engine.layout.gather(name, part).clone() for name, part in engine.gradient_shards().items()}
-
-
-def after_one_bad_gradient(mesh: Mesh) -> tuple[bool, bool]:
-    """A step in fp16 in which one rank's experts have a gradient that is not finite: whether it was taken, and whether
-    anything has changed."""
-    engine = engine_of(mesh, "fsdp", "fp16", config=CONFIG)
-    before = {name: master.clone() for name, master in engine.masters().items()}
-    engine.backward(loss_of(engine.forward, 0, slice(mesh.dp_rank, mesh.dp_rank + 1)))
-    if mesh.rank == 3:
-        engine.gradient_shards()["blocks.1.mlp.expert_fc2"].view(-1)[0] = torch.inf
-    taken = bool(engine.step().finite)
-    return taken, not all(torch.equal(engine.master(name), master) for name, master in before.items())
-
-
-def everything(mesh: Mesh, folder: Path) -> dict:
-    meshes = Meshes()
-    found = {"exact": {}}
+def every_size(mesh: Mesh) -> dict:
+    meshes, found = Meshes(), {}
     for sizes in SIZES:
         for config in (CONFIG, TEXT) if sizes.get("ep", 1) * sizes.get("sp", 1) == 4 else (CONFIG,):
-            found["exact"][(*sizes.items(), config is TEXT)] = exact(meshes.of(sizes), config, config is TEXT)
-    found["gradients"] = [gradients(meshes.of(sizes)) for sizes, *_ in RUNS]
-    found["runs"] = [engine_run(meshes.of(sizes), "fsdp", "fp32", n, config=CONFIG, **how) for sizes, n, how in RUNS]
-    found["bad"] = after_one_bad_gradient(meshes.of(dict(ep=2)))
-    found["different"] = resumed(meshes, folder, ELASTIC, CONFIG)
+            found[(*sizes.items(), config is TEXT)] = exact(meshes.of(sizes), config, config is TEXT)
     return found
 
 
-def test_ranks_give_what_one_process_gives(tmp_path):
-    losses, norms, averages, moments = plain_run(CONFIG)
-    whole = model_of(CONFIG)
-    loss_of(whole, 0, slice(None)).backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    for rank in run_ranks(4, everything, tmp_path):
-        for case, errors in rank["exact"].items():
+def test_loss_and_every_gradient_are_those_of_one_process():
+    for rank in run_ranks(4, every_size):
+        for case, errors in rank.items():
             bad = {name: error for name, error in errors.items() if not error < TOLERANCE}
             assert not bad, (case, bad)
-        for case, found in zip(RUNS, rank["gradients"], strict=True):
-            assert found.keys() == expected.keys()
-            for name, grad in expected.items():
-                assert (found[name] - grad).norm() / grad.norm() < 1e-5, (case, name)
-        for case, (curve, of_gradients, means, ours) in zip(RUNS, rank["runs"], strict=True):
-            assert off_by(curve, losses) < 1e-5 and off_by(of_gradients, norms) < 1e-5, case
-            for name, moment in moments.items():
-                assert (ours[name] - moment).norm() / moment.norm() < 1e-4, (case, name)
-                assert (means[name] - averages[name]).norm() / averages[name].norm() < 1e-4, (case, name)
-        assert rank["different"] == [] and rank["bad"] == (False, False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,362 @@
+"""Engines under every product of tensor, pipeline, sequence and expert parallelism, against one plain process: curves,
+averages and moments, checkpoints that another product resumes, and gradients that are not finite on one rank."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.load import find_checkpoint, load_checkpoint
+from opendit.checkpoint.save import Checkpoints
+from opendit.config.parallel_sizes import ParallelDims
+from opendit.models import DiTConfig, build_model, empty_model
+from opendit.parallel.apply import Sharding, apply_parallel
+from opendit.parallel.engines import MOMENTS, Engine, build_engine
+from opendit.parallel.expert import expert_group
+from opendit.parallel.mesh import Mesh, init_mesh
+from opendit.parallel.pipeline.stages import mesh_stages
+from opendit.parallel.tensor import tensor_group
+from opendit.training.runners import MicroBatch, build_runner
+from tests.models.test_dit import randomised
+from tests.numbers import off_by
+from tests.objectives import SquaredError
+from tests.parallel.tensor.models import MODELS
+from tests.parallel.test_sequence import strategy
+from tests.ranks import run_ranks
+
+RANKS, STEPS, SAMPLES, CLIP, LR, DECAY = 4, 4, 16, 0.2, 2e-3, 0.7
+# Without qk_norm the gradient of the keys' bias is rounding noise. 5 blocks make unequal stages. Each expert takes 4
+# of the 15 tokens.
+CONFIGS: dict[str, DiTConfig] = {
+    "dense": replace(MODELS["DiT"], qk_norm=True),
+    "deep": replace(MODELS["DiT"], depth=5, qk_norm=True),
+    "experts": replace(MODELS["EC-DiT"], depth=3, qk_norm=True),
+    # No parameter count divides by 4 ranks throughout.
+    "odd": DiTConfig((6, 10), 2, 3, 36, depth=3, num_heads=6, num_classes=5, qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train on 4 ranks.
+
+    Attributes:
+        sizes: of the mesh, as in ParallelDims.
+        kind: of sequence parallelism.
+        how: passed to apply_parallel.
+    """
+
+    sizes: dict[str, int]
+    plugin: str
+    model: str = "dense"
+    precision: str = "fp32"
+    micro_batches: int = 1
+    kind: str = "ulysses"
+    schedule: str = "1f1b"
+    sharding: Sharding = Sharding()
+    how: dict[str, Any] = field(default_factory=dict)
+
+
+CHECKPOINTED, FREED = dict(grad_checkpoint=True), Sharding(keep_gathered=False, keep_gradients=False)
+PIPELINE = dict(model="deep", micro_batches=4)
+INTERLEAVED = dict(PIPELINE, schedule="interleaved")
+EXPERTS = dict(model="experts", sharding=FREED)
+SEQUENCE = dict(model="odd")
+HALF = dict(precision="bf16")
+CASES = {
+    "tensor": [
+        Case(dict(tp=2), "ddp", micro_batches=2, how=dict(recompute="half")),
+        Case(dict(tp=2), "zero2", micro_batches=2, how=CHECKPOINTED),
+        Case(dict(tp=4), "zero2"),
+        Case(dict(tp=2), "fsdp", micro_batches=2, sharding=FREED),
+        Case(dict(tp=4), "fsdp", sharding=FREED, how=CHECKPOINTED),
+        Case(dict(tp=2, dp_replicate=2), "fsdp", sharding=FREED),
+        Case(dict(tp=2, sp=2), "zero2"),
+    ],
+    "pipeline": [
+        Case(dict(pp=2), "zero2", **PIPELINE, how=dict(recompute="half")),
+        Case(dict(pp=2), "ddp", **PIPELINE, how=CHECKPOINTED),
+        Case(dict(pp=2), "fsdp", **PIPELINE),
+        Case(dict(pp=2), "fsdp", **INTERLEAVED, sharding=FREED, how=CHECKPOINTED),
+        Case(dict(pp=2), "zero2", **INTERLEAVED),
+        Case(dict(pp=4), "fsdp", **PIPELINE),
+        Case(dict(pp=2, tp=2), "ddp", **PIPELINE),
+        Case(dict(pp=2, sp=2), "fsdp", **INTERLEAVED),
+        Case(dict(pp=2, ep=2), "fsdp", **PIPELINE | dict(model="experts")),
+    ],
+    "sequence": [
+        Case(dict(sp=2), "zero2", **SEQUENCE, kind="fastseq"),
+        Case(dict(sp=2), "zero2", **SEQUENCE, kind="ulysses", how=CHECKPOINTED),
+        Case(dict(sp=2), "zero2", **SEQUENCE, kind="ring", how=CHECKPOINTED),
+        Case(dict(sp=4), "zero2", **SEQUENCE, kind="usp"),
+        Case(dict(sp=2), "zero2", **SEQUENCE, kind="direct ulysses in groups", how=CHECKPOINTED),
+        Case(dict(sp=2), "zero2", **SEQUENCE, kind="direct fastseq", how=CHECKPOINTED),
+        Case(dict(sp=2), "ddp", **SEQUENCE, kind="direct fastseq"),
+        Case(dict(sp=2), "ddp", **SEQUENCE, kind="fastseq", how=CHECKPOINTED),
+        Case(dict(sp=2), "ddp", **SEQUENCE, kind="ring"),
+    ],
+    "experts": [
+        Case(dict(ep=2), "fsdp", **EXPERTS),
+        Case(dict(ep=4), "fsdp", **EXPERTS, how=CHECKPOINTED),
+        Case(dict(ep=2, sp=2), "fsdp", **EXPERTS, micro_batches=2),
+        Case(dict(ep=4, sp=2), "fsdp", **EXPERTS, how=CHECKPOINTED),
+        Case(dict(ep=2, dp_replicate=2), "fsdp", **EXPERTS),
+    ],
+}
+# In half precision, against zero2 without other parallelism, the first of each list.
+HALF_CASES = {
+    "tensor": [
+        Case({}, "zero2", **HALF),
+        *(Case(dict(tp=2), plugin, **HALF, sharding=FREED) for plugin in ("zero2", "fsdp", "ddp")),
+    ],
+    "pipeline": [
+        Case({}, "zero2", **HALF, **PIPELINE),
+        *(Case(dict(pp=2), plugin, **HALF, **PIPELINE) for plugin in ("zero2", "fsdp", "ddp")),
+        *(Case(dict(pp=2), plugin, precision="fp16", **PIPELINE) for plugin in ("zero2", "fsdp", "ddp")),
+        Case(dict(pp=2, tp=2), "zero2", **HALF, **PIPELINE),
+        Case(dict(pp=4), "zero2", **HALF, **PIPELINE),
+    ],
+    "sequence": [
+        Case({}, "zero2", **HALF, **SEQUENCE),
+        Case(dict(sp=2), "zero2", **HALF, **SEQUENCE, kind="fastseq"),
+        Case(dict(sp=2), "ddp", **HALF, **SEQUENCE, kind="fastseq"),
+        Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="fastseq", how=CHECKPOINTED),
+        Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ulysses"),
+        Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="direct ulysses in groups", how=CHECKPOINTED),
+        Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="direct fastseq"),
+        Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ring", how=CHECKPOINTED),
+        Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="ring"),
+        Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="usp"),
+    ],
+    "experts": [],
+}
+# What is saved, in shards or whole, and what resumes it.
+RESUMED = {
+    "dense": [
+        (Case(dict(tp=2), "zero2", model="deep"), True, [(dict(), "fsdp"), (dict(tp=4), "ddp"), (dict(pp=4), "ddp")]),
+        (Case(dict(tp=4), "zero2", model="deep"), False, [(dict(tp=2), "fsdp"), (dict(), "zero2")]),
+        (Case(dict(tp=2), "fsdp", model="deep"), True, [(dict(tp=4), "zero2")]),
+        (Case(dict(), "ddp", model="deep"), True, [(dict(tp=2), "zero2"), (dict(tp=2, dp_replicate=2), "fsdp")]),
+    ],
+    "pipeline": [
+        (Case(dict(pp=2), "zero2", **PIPELINE), True, [(dict(), "fsdp"), (dict(pp=4), "ddp")]),
+        (Case(dict(pp=2), "fsdp", **PIPELINE), True, [(dict(pp=2, tp=2), "zero2")]),
+        (Case(dict(tp=2), "ddp", model="deep"), True, [(dict(pp=2), "fsdp"), (dict(pp=4), "zero2")]),
+    ],
+    "experts": [
+        (Case(dict(ep=2), "fsdp", **EXPERTS), True, [(dict(ep=4), "fsdp"), (dict(), "zero2")]),
+        (Case(dict(ep=4), "fsdp", **EXPERTS), False, [(dict(ep=2, sp=2), "fsdp"), (dict(tp=2), "fsdp")]),
+        (Case(dict(), "zero2", **EXPERTS), True, [(dict(ep=2, dp_replicate=2), "fsdp")]),
+    ],
+}
+# Cases in fp16, and the ranks that have an infinity in a gradient. (Of ddp's equal gradients all copies have it.)
+BAD = [
+    (Case(dict(tp=2), "ddp", precision="fp16"), (1, 3)),
+    (Case(dict(tp=2), "zero2", precision="fp16"), (3,)),
+    (Case(dict(tp=2), "fsdp", precision="fp16"), (3,)),
+    *((Case(dict(pp=2), plugin, precision="fp16", **PIPELINE), (rank,))
+      for plugin in ("ddp", "zero2", "fsdp") for rank in (0, 3)),
+    (Case(dict(ep=2), "fsdp", precision="fp16", **EXPERTS), (3,)),
+]  # fmt: skip
+
+
+def weights_of(model: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: p.detach() for name, p in randomised(build_model(CONFIGS[model])).named_parameters()}
+
+
+def samples(step: int, some: slice) -> MicroBatch:
+    generator = torch.Generator().manual_seed(step)
+    x, noise = torch.randn(2, SAMPLES, 3, 6, 10, generator=generator)
+    t, y = torch.randint(1000, (SAMPLES,), generator=generator), torch.randint(6, (SAMPLES,), generator=generator)
+    return MicroBatch(x[some], t[some], noise[some], y[some])
+
+
+def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Return losses, norms, averages and first moments of one process in fp32, by torch's AdamW.
+
+    A first moment is a mean of clipped gradients, so a wrong scale shows in it.
+    """
+    model, objective, losses, norms = build_model(CONFIGS[name]), SquaredError(), [], []
+    model.load_state_dict(weights_of(name), strict=False)
+    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for step in range(STEPS):
+        loss = samples(step, slice(None)).losses(objective, model).mean()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        assert norms[-1] > CLIP
+        adam.step()
+        adam.zero_grad()
+        losses.append(loss.item())
+        for name, p in model.named_parameters():
+            averages[name].lerp_(p.detach(), 1 - DECAY)
+    return losses, norms, averages, {name: adam.state[p]["exp_avg"] for name, p in model.named_parameters()}
+
+
+class Meshes(dict):
+    """Meshes of 4 ranks by their sizes; each is made once."""
+
+    def of(self, sizes: dict[str, int]) -> Mesh:
+        key = tuple(sizes.items())
+        if key not in self:
+            self[key] = init_mesh(dims=ParallelDims.fill(RANKS, **sizes))
+        return self[key]
+
+
+def engine_of(mesh: Mesh, case: Case, empty: bool = False) -> Engine:
+    """Build the engine of a case, with the weights of ``weights_of``, or with -1 everywhere."""
+    config, full = CONFIGS[case.model], weights_of(case.model)
+    model = empty_model(config)
+    sequence = strategy(mesh, case.kind, config) if mesh.sp_size > 1 else None
+    stages = mesh_stages(mesh, config, case.schedule)
+    groups = dict(tensor=tensor_group(mesh), experts=expert_group(mesh))
+    apply_parallel(model, sequence=sequence, stages=stages, **groups, **case.how)
+    settings = dict(lr=LR, weight_decay=0.01, grad_clip=CLIP, grad_accumulation=case.micro_batches)
+    settings |= dict(plugin=case.plugin, precision=case.precision, sharding=case.sharding)
+
+    def initial(name, shard) -> Tensor:
+        return torch.full(shard.shape, -1.0) if empty else shard.take(full[name])
+
+    return build_engine(model, mesh, initial=initial, **settings)
+
+
+def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range, spoil=lambda: None):
+    """Return the losses of these steps, the norms of their gradients, and which steps were finite."""
+    runner, losses, norms, finite = build_runner(engine, SquaredError(), micro_batches=case.micro_batches), [], [], []
+    share = SAMPLES // case.micro_batches // mesh.dp_size
+    for step in steps:
+        starts = [(number * mesh.dp_size + mesh.dp_rank) * share for number in range(case.micro_batches)]
+        micro_batches = (samples(step, slice(start, start + share)) for start in starts)
+        result = runner.train_step(micro_batches, before_update=spoil)
+        ema.update(result.finite)
+        losses.append((mesh.sum(result.loss.clone()) / mesh.world_size).item())
+        norms.append(result.grad_norm.item())
+        finite.append(bool(result.finite))
+    return losses, norms, finite
+
+
+def gathered(engine: Engine, shards: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: engine.layout.gather(name, shard).clone() for name, shard in shards.items()}
+
+
+def engine_run(mesh: Mesh, case: Case):
+    engine = engine_of(mesh, case)
+    ema = EMA(engine, DECAY)
+    losses, norms, finite = train(mesh, case, engine, ema, range(STEPS if case.precision == "fp32" else STEPS // 2))
+    assert all(finite), case
+    moments = gathered(engine, {name: engine.moments(name)["exp_avg"] for name in engine.shapes})
+    shared = gathered(engine, {name: engine.master(name) for name in engine.shared})
+    return losses, norms, {name: full.clone() for name, full in ema.gather()}, moments, shared
+
+
+def all_runs(mesh: Mesh, cases: list[Case]) -> list[tuple]:
+    meshes = Meshes()
+    return [engine_run(meshes.of(case.sizes), case) for case in cases]
+
+
+def off(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_curves_averages_and_moments_are_those_of_one_process(kind):
+    exact, half = CASES[kind], HALF_CASES[kind]
+    plain = {name: plain_run(name) for name in {case.model for case in exact}}
+    results = run_ranks(RANKS, all_runs, exact + half)
+    for number, case in enumerate(exact + half):
+        of_ranks = [runs[number] for runs in results]
+        names = {name for name, _ in build_model(CONFIGS[case.model]).named_parameters()}
+        assert set().union(*(moments for *_, moments, _ in of_ranks)) == names, case
+        for *_, shared in of_ranks:  # what every stage has stays the same on all of them, bit for bit
+            assert (len(shared) == 5) == (case.sizes.get("pp", 1) > 1), case
+            assert all(torch.equal(weight, of_ranks[0][-1][name]) for name, weight in shared.items()), case
+    for runs in results:
+        for case, (curve, of_gradients, means, ours, _) in zip(exact, runs, strict=False):
+            losses, norms, averages, moments = plain[case.model]
+            assert off_by(curve, losses) < 1e-5 and off_by(of_gradients, norms) < 1e-5, case
+            for name in ours:
+                assert off(ours[name], moments[name]) < 1e-4, (case, name)
+                assert off(means[name], averages[name]) < 1e-4, (case, name)
+        (reference, _, _, first, _), *others = runs[len(exact) :] or [[None] * 5]
+        for case, (curve, _, _, ours, _) in zip(half[1:], others, strict=True):
+            assert off_by(curve, reference) < 2e-3, case  # 2^-9 relative rounding of weights and activations
+            for name in ours:
+                assert off(ours[name], first[name]) < 0.03, (case, name)  # 0.013 measured
+
+
+def state_of(mesh: Mesh, engine: Engine, ema: EMA) -> dict[str, Tensor]:
+    """Gather every number of the state, from all stages."""
+    state = {f"model.{name}": full for name, full in gathered(engine, engine.masters()).items()}
+    for key in MOMENTS:
+        full = gathered(engine, {name: engine.moments(name)[key] for name in engine.shapes})
+        state |= {f"{key}.{name}": moment for name, moment in full.items()}
+    state |= {f"ema.{name}": full.clone() for name, full in ema.gather()}
+    parts = [None] * mesh.world_size
+    torch.distributed.all_gather_object(parts, state, group=torch.distributed.group.WORLD)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def resumed(mesh: Mesh, folder: Path, saves: list[tuple]) -> list:
+    """Return what a resumption reads otherwise than it was saved: nothing should."""
+    different, meshes = [], Meshes()
+    for number, (case, sharded, others) in enumerate(saves):
+        mesh, config = meshes.of(case.sizes), CONFIGS[case.model]
+        engine = engine_of(mesh, case)
+        ema, where = EMA(engine, DECAY), folder / str(number)
+        train(mesh, case, engine, ema, range(2))
+        info, saved = {"model": "DiT-Ti/2", "config": config.to_dict()}, state_of(mesh, engine, ema)
+        shapes = {f"ema.{name}": p.shape for name, p in build_model(config).named_parameters()}
+        assert {name: full.shape for name, full in saved.items() if name.startswith("ema.")} == shapes
+        with Checkpoints(where / "checkpoints", engine, ema, info, sharded=sharded, say=lambda _: None) as checkpoints:
+            checkpoints.save({"step": 2, "epoch": 0, "skipped": 0, "fingerprint": {}})
+        assert not checkpoints.failures
+        for sizes, plugin in others:
+            other, mesh = replace(case, sizes=sizes, plugin=plugin, micro_batches=4), meshes.of(sizes)
+            engine = engine_of(mesh, other, empty=True)
+            ema = EMA(engine, DECAY)
+            load_checkpoint(find_checkpoint(str(where), "", "DiT-Ti/2", mesh), engine, ema)
+            found = state_of(mesh, engine, ema)
+            wrong = [name for name in found if not torch.equal(found[name], saved[name])]
+            missing = saved.keys() - found.keys()
+            different += [(case, other, wrong, missing)] if wrong or missing else []
+            train(mesh, other, engine, ema, range(2, 3))
+    return different
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_checkpoint_is_resumed_under_any_other_product(kind, tmp_path):
+    assert run_ranks(RANKS, resumed, tmp_path, RESUMED[kind]) == [[]] * RANKS
+
+
+def after_bad_gradients(mesh: Mesh) -> list[tuple[list, bool, dict[str, float]]]:
+    """Take two steps of each case of BAD; return which were finite, whether nothing has changed, and the loss scale."""
+    found, meshes = [], Meshes()
+    for case, ranks in BAD:
+        mesh = meshes.of(case.sizes)
+        engine = engine_of(mesh, case)
+        before = {name: master.clone() for name, master in engine.masters().items()}
+        last = f"blocks.{CONFIGS[case.model].depth - 1}.mlp."
+        last += "expert_fc2" if case.model == "experts" else "fc1.weight"
+        bad = last if last in engine.shapes else "x_embedder.proj.weight"
+
+        def spoil(engine=engine, bad=bad, here=mesh.rank in ranks) -> None:
+            if here:
+                engine.gradient_shards()[bad].view(-1)[0] = torch.inf
+
+        _, _, finite = train(mesh, case, engine, EMA(engine, DECAY), range(2), spoil)
+        same = all(torch.equal(engine.master(name), master) for name, master in before.items())
+        found.append((finite, same, engine.scaler_state()))
+    return found
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all():
+    for rank in run_ranks(RANKS, after_bad_gradients):
+        for (case, _), (finite, same, scaler) in zip(BAD, rank, strict=True):
+            assert finite == [False, False] and same, case
+            halved = 2 if case.plugin == "ddp" else 1  # torch's scaler halves at each bad step
+            assert scaler["scale"] == 2.0 ** (16 - halved), (case, scaler)
