@@ -1,4 +1,4 @@
-"""The folders of runs, OUTPUTS/NNN-MODEL (000 to 999, then 1000 and on), and of the checkpoints in them:
+"""The folders of runs, OUTPUTS/NNN-MODEL (000 to 999, then 1000 and on), and of the checkpoints in them.
 
 outputs/000-DiT-XL-2/checkpoints/
   step_0000100/   a checkpoint (opendit/checkpoint/files.py)

@@ -460,8 +460,10 @@ def parts_of(output: Path) -> list[Path]:
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """The tensors in their order, in groups of at most so many bytes; a tensor that is larger has a group alone. (As
-    huggingface_hub does, which would have all tensors in memory.)"""
+    """The tensors in their order, in groups of at most so many bytes; a tensor that is larger has a group alone.
+
+    huggingface_hub does the same, but needs all tensors in memory.
+    """
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
         if nbytes(*kind) > most_bytes:

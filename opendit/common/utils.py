@@ -80,7 +80,7 @@ def hash_parts(*parts: bytes | str | HashedStream) -> str:
 def printable(text: str | Path) -> str:
     """Return a name or a reason as one line that any UTF-8 output takes.
 
-    Control characters, and bytes that are not UTF-8, become ``\\xNN`` and the like."""
+    Control characters, and bytes that are not UTF-8, become escapes like those of Python."""
     text = str(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 

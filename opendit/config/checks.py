@@ -148,7 +148,7 @@ def check_file(path: str, flag_name: str, what: str) -> None:
 
 
 def _meant(path: str, known: Collection[str]) -> str:
-    """ "did you mean imagenet? Or ", if the folder that ``path`` would lie in has something of a name like it."""
+    """Return a hint such as "did you mean imagenet? Or ", if the parent folder of ``path`` has a similar name."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:

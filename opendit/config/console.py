@@ -13,9 +13,11 @@ PATIENCE_S = 10.0  # to wait for a stream that takes nothing more (a pipe set to
 
 
 def prepare_console() -> None:
-    """Prepare both streams; call it first in every program. Afterwards
+    """Prepare both streams; call it first in every program.
 
-    - a character that the encoding of a stream lacks is written as an escape (``\\xe9``);
+    Afterwards
+
+    - a character that the encoding of a stream lacks is written as an escape;
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
     - a stream that was closed at the start is the null device, so that no file of the program gets its number;
     - every whole line is written at once, to files too;

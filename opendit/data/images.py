@@ -115,7 +115,7 @@ def _leads_up(path: str, above: frozenset[Any]) -> bool:
 
 
 def _class_name(name: str) -> str:
-    """A folder's name as text: bytes that are not UTF-8 become \\xNN, for checkpoints and logs hold text alone."""
+    """Return a folder's name as text: bytes that are not UTF-8 are escaped, because checkpoints and logs hold text."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 

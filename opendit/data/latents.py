@@ -1,5 +1,6 @@
-"""Cached latents in safetensors files, what ``preprocess.py latents --shard_size 4096`` writes and every cache from
-before tars is, and the data set that reads them. (For tars see ``shards.latents``.)
+"""Cached latents in safetensors files, and the data set that reads them; for tars see ``shards.latents``.
+
+``preprocess.py latents --shard_size 4096`` writes them, and all caches from before tars have this form.
 
 A folder holds ``latents-00000-of-00012.safetensors``, ... and ``index.json``. A shard has the tensors
 

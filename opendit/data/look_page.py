@@ -125,7 +125,7 @@ def _cut(text: str, length: Callable[[str], float], most: float) -> str:
 
 
 def _size(medium: Medium) -> str:
-    """ "64 x 64" of a picture, "64 x 64, 48 frames, 2.0 s" of a clip; width x height."""
+    """Return the size as text, width x height: "64 x 64", or "64 x 64, 48 frames, 2.0 s" of a clip."""
     size = f"{medium.width:,} x {medium.height:,}"
     if medium.frames > 1:
         size += f", {medium.frames:,} frames" + (f", {medium.seconds:.1f} s" if medium.fps else "")

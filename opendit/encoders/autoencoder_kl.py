@@ -158,6 +158,8 @@ class Middle(nn.Module):
 
 
 class Residual(nn.Module):
+    """Two convolutions with group norms, and a residual connection."""
+
     def __init__(self, inputs: int, width: int, groups: int):
         super().__init__()
         self.norm1, self.conv1 = nn.GroupNorm(groups, inputs, EPS), _conv(inputs, width)

@@ -50,6 +50,8 @@ class PlotLine:
 
 @dataclass(frozen=True)
 class PlotPanel:
+    """One panel of the figure: its title, axes and lines."""
+
     title: str
     x: str
     y: str

@@ -10,9 +10,12 @@ if TYPE_CHECKING:
     class _Language(type[Any]):
         def __getattr__(cls, name: str) -> Any: ...
 
-    class triton(metaclass=_Language): ...
+    class triton(metaclass=_Language):
+        """Stand-in for the package triton."""
 
     class tl(metaclass=_Language):
+        """Stand-in for triton.language."""
+
         constexpr: TypeAlias = Any
 
 else:

@@ -67,7 +67,7 @@ class Adaptation:
 
 
 def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
-    """Raises ValueError unless the blocks of both are the same, naming what differs. (A vDiT takes a DiT's.)"""
+    """Raises ValueError unless the blocks of both are the same, naming what differs; a vDiT accepts a DiT's."""
     ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
     differs = [
         f"{name} {theirs.get(name)} there, {ours.get(name)} here"
@@ -222,7 +222,7 @@ def _variance(found: DiTConfig, config: DiTConfig) -> str:
 
 
 def _groups(names) -> list[str]:
-    """The modules of parameters, those of all blocks as one: blocks.*.attn, x_embedder, learned_positions.axes.0"""
+    """The modules of parameters, those of all blocks as one: blocks.*.attn, x_embedder and the like."""
     groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
     apart = ("blocks", "learned_positions")  # modules whose parts may fare differently
     return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

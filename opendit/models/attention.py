@@ -143,7 +143,6 @@ class Attention(nn.Module):
 
         With ``grid.shards`` x holds this rank's tokens only, and these know how to attend to those of the other ranks.
         """
-
         attend, shards = GridAttention(self, grid), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
             # Heads that share keys are projected by torch, in one process as well.

@@ -242,8 +242,10 @@ class DiT(nn.Module):
         return self.t_embedder(t) + vector, context
 
     def contexts(self, context: Context | None) -> list[Context] | None:
-        """Compute every block's keys and values of a context, for several calls of :meth:`predict`. (In a single call
-        every block makes its own, and keeps none of them.)"""
+        """Compute every block's keys and values of a context, for several calls of :meth:`predict`.
+
+        In a single call every block computes its own and keeps none of them.
+        """
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None) -> Iterator[Modulation]:

@@ -172,9 +172,11 @@ def initial_attention(name: str, output: Distribution | None = None) -> dict[str
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fills all parameters in place with the values of ``seed``. They are whole and in memory, of any dtype and on any
-    device. (For shards see ``opendit.parallel.initial``. A model that was built on the meta device needs
-    ``model.to_empty(device=...)`` before, and ``model.fill_tables()``, for its buffers.)
+    """Fill all parameters in place with the values of ``seed``.
+
+    They are complete and in memory, of any dtype and on any device.
+    For shards see ``opendit.parallel.initial``. A model that was built on the meta device needs
+    ``model.to_empty(device=...)`` before, and ``model.fill_tables()`` for its buffers.
 
     Raises:
         ValueError: a parameter that no pattern fits, or more than one.

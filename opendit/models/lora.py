@@ -49,7 +49,7 @@ def check_peft() -> None:
 
 
 def targets(model: DiT) -> list[str]:
-    """The linear layers of attention and MLP in all blocks. (Not modulation and routers, nor stacks of experts.)"""
+    """The linear layers of attention and MLP in all blocks, without modulation, routers and experts."""
     named = model.blocks.named_modules(prefix="blocks")
     return [name for name, layer in named if isinstance(layer, nn.Linear) and name.split(".")[-1] in LAYERS]
 
@@ -80,7 +80,7 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 @functools.cache
 def _lora_projection() -> type[Any]:
-    """peft's layer around a ``Projection``, which operations may take apart as that. (peft takes seconds to import.)"""
+    """peft's layer around a ``Projection``, which operations may take apart; peft takes seconds to import."""
     from peft.tuners.lora import Linear
 
     class LoraProjection(Linear):

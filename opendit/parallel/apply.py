@@ -135,8 +135,10 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
 
 
 def float8_weights(model: DiT) -> list[str]:
-    """Names of the weights that are read by operations in float8, and by nothing else. (None where blocks are compiled:
-    torch's compiler would not know what weights are that are there in float8 alone.)"""
+    """Names of the weights that are read by operations in float8, and by nothing else.
+
+    There are none if blocks are compiled: torch's compiler does not know weights that exist in float8 only.
+    """
 
     def in_float8(operation: str) -> bool:
         kernel = model.ops.kernel(operation)

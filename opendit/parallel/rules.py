@@ -120,7 +120,7 @@ def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0)
 
 
 def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
-    """:func:`stage_blocks` of a model, by its plan's FLOP terms. (What is on every stage does not count.)"""
+    """:func:`stage_blocks` of a model, by its plan's FLOP terms; what is on every stage does not count."""
     plan = plan_of(config)
     block = plan.flops_at(config, "block")
     return stage_blocks(config.depth, stages, *(plan.flops_at(config, end) / block for end in ("first", "last")))

@@ -164,8 +164,10 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """The share of the blocks' work, with both halves of guidance, that all batches so far did not leave out. (For
-        ranks that share a batch: this one's share of what all of them would do.)"""
+        """The share of the blocks' work, with both halves of guidance, that all batches so far did not leave out.
+
+        For ranks that share a batch it is this one's share of what all of them would do.
+        """
         return self.evaluated / max(1, self._whole)
 
     def batches(

@@ -257,9 +257,8 @@ def draw_missing(
 
 
 def batch_size_of(job: Job, most: int, replicas: int) -> int:
-    """Samples at a time, at most ``most``. Of a job of few samples batches are smaller, so that replicas draw the same
-    number of them and end at about the same time. (The parts of a large job are whole batches of ``most``, and there
-    are many.)"""
+    """Samples at a time, at most ``most``. A job of few samples has smaller batches, so that replicas draw the same
+    number of them and end at about the same time. A large job has many parts, which are full batches of ``most``."""
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
     rounds = math.ceil(job.count / (most * replicas))

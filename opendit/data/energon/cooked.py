@@ -68,8 +68,10 @@ def decoded(ending: str, content: bytes) -> Any:
 
 
 class CookedDataset(ShardDataset):
-    """Tars whose samples ``cooker`` reads; it is called with a dictionary of a sample's members by ending (see
-    ``decoded``), ``__key__`` and ``__subflavors__``, and returns a mapping or an object with
+    """Tars whose samples ``cooker`` reads.
+
+    It is called with a dictionary of a sample's members by ending (see ``decoded``), ``__key__`` and
+    ``__subflavors__``, and returns a mapping or an object with
 
     - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
     - ``caption``: a text; or ``label``: the number of a class, where the folder has a class_names.json.

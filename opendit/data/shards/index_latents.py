@@ -99,7 +99,7 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
 
 
 def _conditioning(tars: list[Path], headers: list[Header], shown: str) -> str:
-    """ "text" or "label"; latents without either are of one class."""
+    """Return "text" or "label"; latents without either have one class."""
     kinds = {header.conditioning: tar.name for tar, header in zip(tars, headers, strict=True)}
     if len(kinds) > 1:
         words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}

@@ -14,6 +14,8 @@ from opendit.diffusion.trajectory import Model
 
 
 class DDIMInputs(NamedTuple):
+    """Inputs of a DDIM step besides x."""
+
     t: Tensor  # (B,) int64, indices of the schedule
     keep: Tensor  # (): the weight of the predicted x_0
     renoise: Tensor  # (): that of the predicted noise

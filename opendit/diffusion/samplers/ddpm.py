@@ -16,6 +16,8 @@ from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class DDPMInputs(NamedTuple):
+    """Inputs of a DDPM step besides x."""
+
     t: Tensor  # (B,) int64, indices of the schedule
     noise: Tensor | None  # (B, C, ...); the last step adds none
 

@@ -14,11 +14,15 @@ from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class DPMSolverState(NamedTuple):
+    """State between steps of DPM-Solver++."""
+
     x: Tensor  # (B, C, ...) over alpha: x_0 + sigma noise
     before: Tensor  # (B, C, ...) what the step before predicted as x_0; zeros at first
 
 
 class DPMSolverInputs(NamedTuple):
+    """Inputs of a step of DPM-Solver++ besides its state."""
+
     point: Tensor  # (B,)
     alpha: Tensor | None  # (); None where all are 1
     keep: Tensor  # (): the weight of x

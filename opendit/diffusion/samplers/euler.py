@@ -14,6 +14,8 @@ from opendit.diffusion.trajectory import Model, Trajectory
 
 
 class EulerInputs(NamedTuple):
+    """Inputs of an Euler or Heun step besides x."""
+
     point: Tensor  # (B,)
     time: Tensor  # ()
     length: Tensor  # (): of the step, the time where it ends less the time where it starts

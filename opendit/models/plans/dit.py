@@ -128,7 +128,7 @@ def block_input(config: "DiTConfig", execution: Execution) -> Kept:
 
 
 def layer_norms(count: Count) -> MemoryTerm:
-    """Outputs of LayerNorm + modulation. (Mean and 1 / deviation are counted for two of them, whatever the number.)"""
+    """Outputs of LayerNorm + modulation. Mean and 1 / deviation are counted for two of them, whatever the number."""
 
     def kept(config: "DiTConfig", execution: Execution) -> Kept:
         if execution.recompute != "none":
@@ -154,8 +154,8 @@ def attention_units(execution: Execution) -> float:
 
 
 def attentions(count: Count) -> MemoryTerm:
-    """Self-attentions. All of torch's kernels but ``math`` keep a log-sum-exp a row and head. (Counted for one
-    attention, whatever the number.)"""
+    """Self-attentions. All of torch's kernels but ``math`` keep a log-sum-exp a row and head, counted for
+    one attention, whatever the number."""
 
     def kept(config: "DiTConfig", execution: Execution) -> Kept:
         each = attention_units(execution)

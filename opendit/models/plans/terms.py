@@ -40,7 +40,7 @@ class Column:
 @dataclass(frozen=True)
 class Row:
     """Ranks have different input features of a linear layer, dimension 1 of its weight; the output is the sum of their
-    products. (Its bias, which is added to that sum once, is :class:`Replicated`.)
+    products. Its bias, which is added to that sum once, is :class:`Replicated`.
 
     ``heads``: the input is the output of so many attention heads, which stay whole.
     """

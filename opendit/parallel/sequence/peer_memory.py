@@ -40,6 +40,8 @@ Pair = tuple[Tensor, Tensor]  # (target, source), (rows, h, d), both dense withi
 
 
 class Buffer(IntEnum):
+    """The buffers of a layer, by their use."""
+
     INPUT, OUTPUT, EVERYONE, GRADIENT = 0, 1, 2, 3
 
 
@@ -191,7 +193,7 @@ class PeerMemory:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """(rows, h, d) by a copy engine; both dense within a row. (copy_ would take a kernel for it.)"""
+    """(rows, h, d) by a copy engine; both dense within a row; copy_ would use a kernel."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape

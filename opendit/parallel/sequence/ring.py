@@ -64,7 +64,7 @@ class _RingAttention(torch.autograd.Function):
         arriving = ring.arriving(kv)
 
         def next_part() -> tuple[int, Tensor]:
-            """(rank, this rank's part of the gradient of its keys and values)"""
+            """Return a rank, and this rank's part of the gradient of its keys and values."""
             source, block = next(arriving)
             if not lengths[source] or not q.shape[2]:
                 return source, torch.zeros_like(block)
