@@ -20,8 +20,7 @@ is run again.
 
 import sys
 
-from opendit.config.console import prepare_console
-from opendit.config.errors import say, speaks
+from opendit.config.console import prepare_console, print_error, should_print
 from opendit.config.preprocess import build_parser, check
 
 
@@ -70,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check(command, options, given)
     except ValueError as error:
-        return refuse(error) if speaks(error) else 2
+        return refuse(error) if should_print(error) else 2
     from opendit.data.base import DataError  # torch and the rest, which the usage doesn't need
 
     try:
@@ -81,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def refuse(error: Exception) -> int:
-    say(error)
+    print_error(error)
     return 2
 
 

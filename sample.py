@@ -12,8 +12,8 @@ Several processes split the samples, or share each of them; its noise depends on
 import sys
 
 from opendit.common.stages import Stages
+from opendit.config.command_line import read_flags
 from opendit.config.console import prepare_console
-from opendit.config.flags import read_flags
 from opendit.config.sample import SampleConfig
 
 

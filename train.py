@@ -7,8 +7,8 @@ Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-X
 import sys
 from typing import TYPE_CHECKING
 
+from opendit.config.command_line import read_flags
 from opendit.config.console import prepare_console
-from opendit.config.flags import read_flags
 from opendit.config.train import TrainConfig
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def start(flags: TrainConfig) -> "Path | None":
         )
         if flags.parallel == "auto":
             flags, mesh = choose_on_ranks(flags, mesh)
-        flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
+        flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
         spec = prepare(flags, mesh, notes)
         evaluation = None
         if flags.evaluate_every:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import add_flags, record
-from opendit.config.kernels import PACKAGE
+from opendit.config.names import PACKAGE
 from opendit.kernels.attention import BACKENDS, LocalAttention, flash_attn, package_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

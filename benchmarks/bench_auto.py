@@ -23,7 +23,7 @@ import torch
 from benchmarks.bench_recipes import figures, train
 from benchmarks.results import RESULTS, append
 from opendit.config.architectures import KINDS, SIZES
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
 from opendit.training.auto_parallel import Circumstances, Priced, choose, data_of
@@ -127,7 +127,7 @@ def measured(known: Known, path: Path = RESULTS) -> tuple[float, float | None]:
 
 def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[float, float]:
     """(ms of a step, GiB of a rank) of train.py with these flags, as --dry_run says."""
-    flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).settled(gpus, has_gpu=True)
+    flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).resolve(gpus, has_gpu=True)
     config = plan_model(flags, data_of(flags)).config
     setup = settle_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
     cost = step_cost(

@@ -33,12 +33,11 @@ from opendit.kernels.select import select_kernels
 from opendit.models import STDiTConfig
 from opendit.models.attention import TokenGrid
 from opendit.models.stdit import STDiTBlock
+from opendit.parallel.collectives import Group, Ring
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
-from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, GridShare, SharedGrid
+from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, DirectExchange, GridShare, SharedGrid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice
-from opendit.parallel.sequence.collectives import Group, Ring
-from opendit.parallel.sequence.direct_axial import DirectExchange
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.ring import ring_attention
 from opendit.parallel.sequence.ulysses import UlyssesRing

@@ -23,11 +23,10 @@ from benchmarks.results import append
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
-from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
-from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.mesh import ControlGroup, Mesh, close_mesh, init_mesh
 from opendit.training.engine import build_model_and_engine
 from opendit.training.prepare import prepare
 
@@ -85,7 +84,7 @@ def main() -> None:
     made = tempfile.mkdtemp(dir=args.folder) if mesh.is_main else None
     folder = Path(mesh.broadcast_object(made))
     try:
-        flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
+        flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
         spec = prepare(replace(flags, outputs=str(folder / "outputs"), save=False), mesh, notes)
         if args.blocks:
             spec.model_config = replace(spec.model_config, depth=args.blocks)

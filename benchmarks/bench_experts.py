@@ -30,12 +30,12 @@ from opendit.config.parallel_sizes import ParallelDims, environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import empty_model, model_config
 from opendit.models.ecdit import ECDiTConfig
+from opendit.parallel import collectives
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine
-from opendit.parallel.expert import expert_group, expert_parameters
+from opendit.parallel.experts import expert_group, expert_parameters
 from opendit.parallel.layout import Shard
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.sequence import collectives
 
 ALL_HERE, DIVIDED, NOTHING_SENT = "every expert on every rank", "experts divided", "nothing sent"
 GIB = 2**30

@@ -26,18 +26,16 @@ from torch import Tensor
 from benchmarks.bench_sequence import timed
 from benchmarks.results import append
 from opendit.config.components import SpeedFlags
+from opendit.config.names import PIPELINE_SCHEDULES
 from opendit.config.parallel_sizes import environment_world_size
-from opendit.config.plugins import PIPELINE_SCHEDULES
 from opendit.diffusion.objectives import FlowObjective
 from opendit.kernels.select import select_kernels
 from opendit.models import empty_model
 from opendit.models.vdit import VDiTConfig
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.pipeline.schedule import Message, chunks_of
-from opendit.parallel.pipeline.stages import mesh_stages, on_every_stage
-from opendit.parallel.tensor import allocate
-from opendit.parallel.tensor.gradients import ReplicatedGradients
+from opendit.parallel.pipeline import Message, chunks_of, mesh_stages, on_every_stage
+from opendit.parallel.tensor import ReplicatedGradients, allocate
 from opendit.training.runners import MicroBatch
 from opendit.training.runners.pipeline import PipelineRunner
 

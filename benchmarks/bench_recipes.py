@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.results import append
 from opendit.checkpoint.run_folders import run_folders
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.models import config_from_dict
 from opendit.training.dry_run import CARDS
@@ -99,7 +99,7 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
     """(the batch a GPU, GiB by the estimate) of a run: the batch that is asked for, or the largest that fits into
     ``capacity`` bytes; 0: not even one sample does."""
     flags = parse(TrainConfig, [*argv, "--dry_run", str(gpus)])
-    flags, _ = flags.settled(gpus, has_gpu=True)
+    flags, _ = flags.resolve(gpus, has_gpu=True)
     config = plan_model(flags, open_data(flags)).config
     setup = memory_setup(flags, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))

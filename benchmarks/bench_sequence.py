@@ -39,10 +39,10 @@ from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
 from opendit.models.attention import TokenGrid
 from opendit.models.dit import DiTBlock
+from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
 from opendit.parallel.sequence.choose import MOST_GROUPS, Shape, StrategyChoice
-from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 
 LEAST_STEPS = 4  # of a trial, however long it takes then

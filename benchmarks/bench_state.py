@@ -26,7 +26,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.components import SpeedFlags
-from opendit.config.plugins import PLUGINS
+from opendit.config.names import PLUGINS
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from opendit.parallel.engines import PRECISIONS, Engine, build_engine

@@ -30,9 +30,10 @@ from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, build_model
 from opendit.models.attention import TokenGrid
+from opendit.parallel import collectives
+from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.tensor import collectives, divide, tensor_group
+from opendit.parallel.tensor import divide, tensor_group
 
 COMPUTE_ONLY = "compute only"
 VARIANTS = {COMPUTE_ONLY: {}, "blocking": {}, "modulation on every rank": {"column_modulation": False}}

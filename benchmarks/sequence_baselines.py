@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.collectives import Group
 
 
 class _AllGather(torch.autograd.Function):

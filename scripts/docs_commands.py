@@ -6,8 +6,8 @@ import shlex
 from typing import NamedTuple
 
 import preprocess
+from opendit.config.command_line import parse
 from opendit.config.evaluate import EvaluateConfig
-from opendit.config.flags import parse
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 
@@ -104,7 +104,7 @@ def check(name: str, words: list[str]) -> bool:
     elif name in CONFIGS:
         if CONFIGS[name] is TrainConfig and "--dry_run" not in words and "--load" not in words:
             words = [*words, "--dry_run", "8"]  # with which it is checked across flags, and files need not be there
-            parse(TrainConfig, words).settled(8, has_gpu=True)
+            parse(TrainConfig, words).resolve(8, has_gpu=True)
         parse(CONFIGS[name], words)
     elif name in ("preprocess.py", "preprocess"):
         preprocess.build_parser("").parse_args(words)

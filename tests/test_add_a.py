@@ -11,23 +11,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = {
-    "opendit/config/plugins.py": ("PLUGINS = {\n", '    "example": Plugin("nothing sharded", precisions=("fp32",)),\n'),
-    "opendit/config/architectures.py": (
+LINES = (
+    (
+        "opendit/config/names.py",
+        "PLUGINS = {\n",
+        '    "example": Plugin("nothing sharded", precisions=("fp32",)),\n',
+    ),
+    (
+        "opendit/config/architectures.py",
         "KINDS = {\n",
         '    "Example": Kind({"Ti": (32, 2, 2, {})}, ("2",), clips=False, settings=(Setting("example_strength", None, '
         '"of Example: of its product", "float", {"above": 0, "at_most": 9, "unit": "strength"}),)),\n',
     ),
-    "opendit/config/objectives.py": (
+    (
+        "opendit/config/names.py",
         "DESCRIPTIONS = {\n",
         '    "example": ObjectiveDescription("the data", "example", {"power": Setting("example_power", 1.0, "of the '
         'example\'s uniform times", bounds={"at_least": 0.5, "at_most": 2, "unit": "power"})}),\n',
     ),
-    "opendit/config/data_sources.py": (
+    (
+        "opendit/config/data_sources.py",
         "SOURCES = {\n",
         '    "example": SourceDescription("example", "example: stripes"),\n',
     ),
-}
+)
 SAMPLERS = 'ALL_SAMPLERS = ("ddim", "ddpm", '  # the row of samplers is one line
 
 
@@ -39,11 +46,11 @@ def house(tmp_path_factory) -> Path:
     added = {path.relative_to(ROOT / "tests/added") for path in (ROOT / "tests/added").rglob("*.py")}
     assert len(added) == 6 and not any((house / path).exists() for path in added)  # two for the architecture
     shutil.copytree(ROOT / "tests/added", house, ignore=unwanted, dirs_exist_ok=True)
-    for file, (after, line) in LINES.items():
+    for file, after, line in LINES:
         text = (house / file).read_text()
         assert text.count(after) == 1
         (house / file).write_text(text.replace(after, after + line))
-    names = house / "opendit/config/objectives.py"
+    names = house / "opendit/config/names.py"
     names.write_text(names.read_text().replace(SAMPLERS, f'{SAMPLERS}"example", '))
     for program in ("train.py", "sample.py"):
         shutil.copy(ROOT / program, house)

@@ -20,7 +20,7 @@ USED = {
     },
     "opendit/kernels/operators.py": {"torch.utils._python_dispatch.is_in_torch_dispatch_mode"},
     "opendit/parallel/colossal/zero.py": {"torch.distributed._coalescing_manager"},
-    "opendit/parallel/sequence/partial_attention.py": {
+    "opendit/parallel/sequence/ring.py": {
         "torch.ops.aten._scaled_dot_product_flash_attention",
         "torch.ops.aten._scaled_dot_product_flash_attention_backward",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]

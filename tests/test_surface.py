@@ -14,7 +14,7 @@ import pytest
 
 import opendit
 from opendit.cli.programs import as_given
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from tests.sampling.small import write
 
@@ -66,7 +66,7 @@ def test_pyright_has_nothing_to_say():
     if importlib.util.find_spec("basedpyright") is None:
         pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
     words = [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -81,7 +81,7 @@ def test_public_types_are_complete():
         pytest.skip("basedpyright is not installed: pip install basedpyright, or opendit[test]")
     words = [sys.executable, "-m", "basedpyright", "--verifytypes", "opendit", "--ignoreexternal", "--outputjson"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
     symbols = [each for each in json.loads(done.stdout)["typeCompleteness"]["symbols"] if each["isExported"]]
     assert {f"opendit.{name}" for name in opendit.__all__} <= {each["name"] for each in symbols if each["isTypeKnown"]}
     # (Of others, an attribute that only __init__ assigns may have a type that is inferred: "ambiguous", not unknown.)

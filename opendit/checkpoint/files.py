@@ -40,7 +40,7 @@ from opendit.checkpoint.schema import ANY_STATE, MANIFEST_FILE, STATE_FILE
 from opendit.common.json_file import read_file
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import sha256_of
-from opendit.config.checkpoints import SHARDS, WHOLE
+from opendit.config.names import SHARDS, WHOLE
 
 STATE = "state.json"
 MODEL_SET, AVERAGE_SET = "model", "ema"

@@ -35,11 +35,10 @@ from opendit.checkpoint.run_folders import (
 )
 from opendit.checkpoint.tensor_set import ShardedTensors, TensorSet, open_set
 from opendit.common.tensor_files import open_safetensors
-from opendit.config.checkpoints import SHARDS, WHOLE
+from opendit.config.names import SHARDS, WHOLE
 from opendit.data.base import DataError
-from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import MOMENTS, Engine
-from opendit.parallel.mesh import Mesh
+from opendit.parallel.mesh import ControlGroup, Mesh
 
 OPTIMIZER_FILE = r"optimizer_[0-9]{3,}\.safetensors"
 Places = dict[str, tuple[TensorSet, str]]  # where a tensor is: its set, and its name there

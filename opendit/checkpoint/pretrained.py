@@ -17,7 +17,7 @@ from opendit.checkpoint.schema import check_shapes, check_size, checked_metadata
 from opendit.checkpoint.tensor_set import TensorSet, files_of, is_set, open_set
 from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
-from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
+from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import check_lora, merge_lora
@@ -25,11 +25,10 @@ from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model
-from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Values
 from opendit.parallel.initial import InitialValues
 from opendit.parallel.layout import Layout, Shard
-from opendit.parallel.mesh import Mesh
+from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 
 METADATA_KEY = "opendit"

@@ -51,11 +51,11 @@ from opendit.checkpoint.tensor_set import (
 from opendit.common.records import WriteFailures
 from opendit.common.safe_files import make_folder, remove_tree, rename, sync_folder
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
-from opendit.config.checkpoints import BEST, SHARDS, WHOLE
-from opendit.parallel.control_group import ControlGroup
+from opendit.config.names import BEST, SHARDS, WHOLE
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.host_memory import HostMemory
 from opendit.parallel.layout import Layout, Shard
+from opendit.parallel.mesh import ControlGroup
 from opendit.parallel.supervisor import CLOSING
 
 Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor in host memory

@@ -39,9 +39,8 @@ from opendit.common.tensor_files import (
     shapes_in,
     write_tensors,
 )
-from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
-from opendit.parallel.layout import Shard
-from opendit.parallel.runs import Runs, copy_overlap, hold_each_once, runs_of
+from opendit.config.names import PARTS, SHARDS, WHOLE
+from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 VERSION = 1
 SHARD_OF = "shard_of"  # in the metadata of a file of shards

@@ -13,8 +13,8 @@ from types import ModuleType
 from opendit import __version__
 from opendit.cli.programs import program
 from opendit.config import console
-from opendit.config.errors import say
-from opendit.config.values import nearest, show
+from opendit.config.console import print_error
+from opendit.config.flags import nearest, show
 
 SCRIPTS = {
     "train": "trains a model (train.py)",
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"opendit {__version__}")
         return 0
     if command not in COMMANDS:
-        say(f"{show(command)}: no such command; did you mean {nearest(command, COMMANDS)}?")
+        print_error(f"{show(command)}: no such command; did you mean {nearest(command, COMMANDS)}?")
         return 2
     with console.started_as(command):
         return module_of(command).main(words[1:]) or 0

@@ -9,14 +9,14 @@ import importlib
 import sys
 
 from opendit.cli.command import COMMANDS, MODULES
+from opendit.config.command_line import CommandLine
+from opendit.config.command_line import build_parser as build_from_flags
 from opendit.config.console import name_of, prepare_console
 from opendit.config.evaluate import EvaluateConfig
-from opendit.config.flags import build_parser as build_from_flags
-from opendit.config.parser import CommandLine
+from opendit.config.flags import one_of
 from opendit.config.preprocess import build_parser as build_preprocess
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
-from opendit.config.values import one_of
 
 SHELLS = ("bash", "zsh", "tcsh")
 FILES = ("path", "folder", "file", "csv", "csv2", "data")  # units whose values may be files
@@ -47,7 +47,7 @@ def script(shell: str) -> str:
     commands = whole.add_subparsers()
 
     def add(to, name: str, about: str, parser: CommandLine) -> None:
-        for action, takes in parser.taken:
+        for action, takes in parser.arguments:
             action.choices = takes.choices
             if takes.choices is None and (
                 takes.unit in FILES or action.metavar in ("ROOT", "CSV", "DIR", "RUN", "DATA")

@@ -8,10 +8,10 @@ torchrun --standalone --nproc_per_node=8 -m opendit.cli.links
 import sys
 from pathlib import Path
 
+from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
+from opendit.config.flags import Value, whole
 from opendit.config.parallel_sizes import environment_node_size
-from opendit.config.parser import CommandLine
-from opendit.config.values import Value, whole
 from opendit.parallel.hardware import HardwareModel, default_path, save
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     parser = build_parser()
     options, _ = parser.read(argv)
     path = Path(options["out"]) if options["out"] else default_path()
-    from opendit.parallel.links import measure_hardware  # torch, which wrong flags need not wait for
+    from opendit.parallel.hardware import measure_hardware  # torch, which wrong flags need not wait for
     from opendit.parallel.mesh import close_mesh, init_mesh
 
     try:

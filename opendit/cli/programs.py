@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from opendit.config.flags import flags_of, parse
+from opendit.config.command_line import parse
+from opendit.config.flags import flags_of
 from opendit.config.train import TrainConfig
 
 
@@ -48,7 +49,7 @@ def train(config: TrainConfig) -> Path:
         Exception: whatever ended the run; its line has been printed, too.
     """
     config = as_given(config)
-    config.settled(config.world_size(), has_gpu=True)  # what needs neither torch nor a GPU
+    config.resolve(config.world_size(), has_gpu=True)  # what needs neither torch nor a GPU
     try:
         return program("train").start(config)
     except SystemExit as stop:

@@ -1,4 +1,4 @@
-"""Approximations of sampling as they are asked for: --guidance_every and --cache.
+"""Settings of the approximations of sampling: --guidance_every and --cache.
 
 [T] Liu et al., "From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers", 2025
 [F] Cheng, "ParaAttention: First Block Cache", 2024, a simpler form of Liu et al., "Timestep Embedding Tells: It's Time
@@ -8,8 +8,8 @@
 import re
 from dataclasses import dataclass
 
-MOST_ORDER = 4  # of an extrapolation; each order more keeps one more copy of the blocks' output in memory
-THRESHOLD = 0.1  # of the first-block cache, by default
+MOST_ORDER = 4  # of an extrapolation; each further order keeps one more copy of the blocks' output in memory
+THRESHOLD = 0.1  # default of the first-block cache
 FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 
 
@@ -30,7 +30,7 @@ class TaylorCache:
         return f"blocks evaluated in one of {self.every} steps, their output {said} in the others"
 
     def check(self, steps: int) -> None:
-        """Raises ValueError if a sampler with this number of steps has no use for it."""
+        """Raise ValueError if a sampler with this number of steps would evaluate the blocks less than twice."""
         if 2 * self.every > steps:
             raise ValueError(f"--cache {self}: K is too large; at most half the {steps} sampling steps")
 
@@ -124,7 +124,7 @@ class Approximations:
 
     @property
     def note(self) -> str:
-        """The approximation and its setting, for people; "" if there is none."""
+        """Description of the approximation and its setting; "" if there is none."""
         if self.cache is not None:
             return f"{self.cache}: {self.cache.note}"
         every = self.guidance_every

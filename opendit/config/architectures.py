@@ -1,18 +1,18 @@
-"""The models by name, KIND-SIZE/PATCH: DiT-XL/2 (patch 2 x 2), vDiT-XL/222 or vDiT-XL/2x2x2 (frames, rows, columns).
-Needs no torch, so flags are checked by it; zoo makes the models.
+"""Models by name, KIND-SIZE/PATCH: DiT-XL/2 (patch 2 x 2), vDiT-XL/222 or vDiT-XL/2x2x2 (frames, rows, columns).
+Needs no torch, so flags can be checked by it; ``opendit.models.zoo`` makes the models.
 
 To add an architecture, write ``opendit/models/NAME.py`` with its configuration and network named by ``ARCHITECTURE``,
-``opendit/models/plans/NAME.py`` with its ``PLAN``, and a line in :data:`KINDS`; NAME is its name there in small letters
-without dashes.
+``opendit/models/plans/NAME.py`` with its ``PLAN``, and a row in :data:`KINDS`. NAME is the key of that row in lower
+case without dashes.
 """
 
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from opendit.config.values import Setting, nearest
+from opendit.config.flags import Setting, nearest
 
-POSITIONS = ("sincos", "learned", "rope")  # how tokens know their places
+POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 # name: hidden size, depth, heads. Ti is for the embedded demo and for tests; S to XL are the DiT paper's (Peebles & Xie
 # 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT (a later one is Cosmos': 4096 x 28 x 32),
 # 28B the one in its table of training speeds.
@@ -25,24 +25,33 @@ SIZES = {
     "7B": (3072, 32, 24),
     "28B": (6144, 32, 48),
 }
-GIVEN = "first, prefix:K or random"  # frames: what --given_frames takes
-PATCHES = (2, 4, 8)  # of pictures; of clips, three numbers of 1 to 8
+GIVEN = "first, prefix:K or random"  # values of --given_frames
+PATCHES = (2, 4, 8)  # of pictures; clips have three numbers from 1 to 8
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An architecture: its sizes as (hidden size, depth, heads, what else its configuration needs)."""
+    """An architecture.
+
+    Attributes:
+        sizes: name -> (hidden size, depth, heads, other fields of the configuration).
+        patches: usual patches, for lists.
+        pictures: whether it takes pictures, with a patch of one number.
+        clips: whether it takes clips.
+        cross_attention: attends to captions even without --cross_attention.
+        revision_1: size -> fields that differ in configurations of revision 1.
+        settings: fields of its configuration that no other architecture has.
+        plan: name of the architecture whose plan it uses; None for its own.
+    """
 
     sizes: dict[str, tuple[Any, ...]]
-    patches: tuple[str, ...]  # the usual ones, to be listed
-    pictures: bool = True  # takes pictures, with a patch of one number
+    patches: tuple[str, ...]
+    pictures: bool = True
     clips: bool = True
-    cross_attention: bool = False  # attends to captions whatever the flag says
-    revision_1: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # what sizes needed in configurations of revision 1
-    settings: tuple[Setting, ...] = ()  # fields of its configuration that no other architecture has
-    plan: str | None = None  # the file of its plan, where that is another architecture's
+    cross_attention: bool = False
+    revision_1: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: tuple[Setting, ...] = ()
+    plan: str | None = None
 
 
 _PLAIN = {size: (*values, {}) for size, values in SIZES.items()}
@@ -86,12 +95,13 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def module_of(kind: str) -> str:
-    """The file of an architecture: "ecdit" of EC-DiT. It is the name that its configurations are stored by, too."""
+    """Return the module name of an architecture, "ecdit" for EC-DiT, which its stored configurations also name."""
     return kind.lower().replace("-", "")
 
 
 def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
-    """("DiT", "XL", 2) of DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) of vDiT-XL/222. Raises ValueError for another name."""
+    """Return ("DiT", "XL", 2) for DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) for vDiT-XL/222. Raises ValueError for an unknown
+    name."""
     match = re.fullmatch(r"([A-Za-z-]+)-([A-Za-z0-9]+)/(\d+|[1-8]x[1-8]x[1-8])", name, re.ASCII)
     if match:
         kind_name, size, patch = match.groups()
@@ -114,7 +124,8 @@ def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
 
 
 def canonical_name(name: str) -> str:
-    """The one way to write a model's name: vDiT-XL/222 for vDiT-XL/2x2x2. Raises ValueError for an unknown one."""
+    """Return the canonical spelling of a model's name: vDiT-XL/222 for vDiT-XL/2x2x2. Raises ValueError for an unknown
+    one."""
     kind, size, patch = parse_name(name)
     return f"{kind}-{size}/{patch if isinstance(patch, int) else ''.join(map(str, patch))}"
 
@@ -125,15 +136,14 @@ def is_video(name: str) -> bool:
 
 
 def patch_size(name: str) -> int | tuple[int, int, int]:
-    """Patch side of a model of pictures, (frames, rows, columns) of one of clips. Raises ValueError for an unknown
-    model."""
+    """Return the patch side of a picture model, or (frames, rows, columns) of a clip model. Raises ValueError for an
+    unknown model."""
     return parse_name(name)[2]
 
 
 def parse_given(text: str) -> int | None:
-    """The frames at the beginning that are given: 1 for "first", K for "prefix:K", None for "random".
-
-    Raises ValueError, naming the flag, for anything else."""
+    """Return the number of conditioning frames at the beginning of a clip: 1 for "first", K for "prefix:K", None for
+    "random". Raises ValueError, naming the flag, for anything else."""
     if text == "random":
         return None
     if text == "first":

@@ -1,4 +1,5 @@
-"""Checks of values that the programs share; all raise ValueError with a message that names the flag and the fix."""
+"""Check values that several programs take. All checks raise ValueError with a message that names the flag and the
+fix; OnThisMachine is a ValueError that perhaps only this machine sees."""
 
 import difflib
 import itertools
@@ -9,18 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from opendit.common.safe_files import LinkRefused, refuse_links
+from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
-from opendit.config.errors import OnThisMachine
 
-MOST_NAMES = 10_000  # of a folder in which a mistyped one is looked for
-VAES = ("ema", "mse", "none")  # by name; others are folders
+MOST_NAMES = 10_000  # entries of a folder among which one similar to a mistyped name is sought
+VAES = ("ema", "mse", "none")  # all other values are folders
 
 
-def settle_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
-    """Half precision needs a GPU: an error when it was asked for, a printed fallback when it was the default.
-
-    (bf16 works on CPUs, slowly, and is allowed when asked for.)
-    """
+def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
+    """Return the precision to use and notes to print. Without a GPU a half precision falls back to fp32 if it was only
+    the default; fp16 that was asked for is an error, and bf16 works, slowly."""
     if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
         return precision, []
     if asked_for:
@@ -29,14 +28,14 @@ def settle_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[st
 
 
 def check_interval(interval: list[float]) -> None:
-    """Raises ValueError unless ``interval`` is two noise levels of --cfg_interval, the lower one first."""
+    """Check that --cfg_interval is two noise levels, the lower one first."""
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
         given = " ".join(f"{level:g}" for level in interval)
         raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
 
 
 def check_workers(number: int, asked_for: bool) -> None:
-    """Raises ValueError for more loader processes than this machine can keep busy: each starts a Python of its own."""
+    """Reject more loader processes, if asked for, than this machine can keep busy: each is a Python process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(16, 4 * cores)
     if asked_for and number > most:
@@ -44,14 +43,14 @@ def check_workers(number: int, asked_for: bool) -> None:
 
 
 def check_loggers(names: list[str]) -> None:
-    """Raises ValueError if a library of these is not installed."""
+    """Check that the library of every logger is installed."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
 
 
 def check_writable(folder: str, flag_name: str) -> None:
-    """Makes the folder and writes a file into it. Raises ValueError when that fails."""
+    """Make the folder, and check that a file can be written into it."""
     try:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -64,20 +63,20 @@ def check_writable(folder: str, flag_name: str) -> None:
 
 
 def check_vae(name: str) -> None:
-    """Raises ValueError for a --vae that is neither a known name nor there."""
+    """Check that --vae is a known name or a path that exists."""
     if name not in VAES:
         check_exists(name, "--vae", f"{', '.join(VAES)} or a folder with a VAE", VAES)
 
 
 def check_no_folder(file: str, flag_name: str) -> None:
-    """Raises ValueError for a file to be written that is a folder."""
+    """Reject an output file that is a folder."""
     if os.path.isdir(file) or file.endswith(os.sep):
         raise OnThisMachine(f"{flag_name} {file}: is a folder; name a file in it")
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Raises ValueError unless a file of this name can be written: no folder itself and no link, and in a folder that
-    is there or, with ``makes_folder``, is made."""
+    """Check that an output file can be written: it is neither a folder nor a link, and its folder exists or, with
+    ``makes_folder``, can be made."""
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
@@ -94,7 +93,7 @@ def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) 
 
 
 def check_can_be_made(folder: Path, flag_name: str) -> None:
-    """Raises ValueError unless a folder is there, or can be made, and can be written to. Makes nothing."""
+    """Check, without making anything, that a folder exists or can be made, and can be written to."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -106,18 +105,22 @@ def check_can_be_made(folder: Path, flag_name: str) -> None:
 
 
 def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = ()) -> None:
-    """Raises ValueError unless there is something of this name; ``what`` says what would be right. names: what the flag
-    takes besides, one of which may be meant."""
+    """Check that a path exists.
+
+    Args:
+        what: what the flag takes, for the message.
+        names: words that the flag takes besides, to suggest a similar one.
+    """
     try:
         there = Path(path).expanduser().exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
         raise OnThisMachine(f"{flag_name} {path}: can't be looked for ({_reason(error)}); give {what}") from error
     if not there:
-        raise OnThisMachine(f"{flag_name} {path}: doesn't exist; {_meant(path, names)}give {what}")
+        raise OnThisMachine(f"{flag_name} {path}: doesn't exist; {_suggestion(path, names)}give {what}")
 
 
 def check_data(path: str | None, flag_name: str) -> None:
-    """Raises ValueError unless a data set can be there: every source of several, a name, an address or a path."""
+    """Check every source of --data_path: a known name, a well-formed address or a path that exists."""
     for source, _ in inline_sources(path or "") or [(path, "")]:
         if source is not None and is_address(source):
             check_address(source, flag_name)
@@ -126,8 +129,8 @@ def check_data(path: str | None, flag_name: str) -> None:
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Raises ValueError unless there may be weights: a file, or a folder with some, or a run's with checkpoints.
-    pipeline: or a folder of diffusers'."""
+    """Check that ``path`` may hold weights: a file, or a folder with weights or checkpoints. pipeline: a folder of
+    diffusers will do, too."""
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)
@@ -141,14 +144,14 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
 
 
 def check_file(path: str, flag_name: str, what: str) -> None:
-    """Check that a path exists and is no folder; see :func:`check_exists`."""
+    """Check that a path exists and is not a folder; see :func:`check_exists`."""
     check_exists(path, flag_name, what)
     if Path(path).expanduser().is_dir():
         raise OnThisMachine(f"{flag_name} {path}: is a folder; give {what}")
 
 
-def _meant(path: str, known: Collection[str]) -> str:
-    """Return a hint such as "did you mean imagenet? Or ", if the parent folder of ``path`` has a similar name."""
+def _suggestion(path: str, known: Collection[str]) -> str:
+    """Return "did you mean imagenet? Or " if a known name, or an entry of the path's folder, is similar; else ""."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:
@@ -166,7 +169,6 @@ def _reason(error: Exception) -> str:
 
 
 def check_rate(fps: float | None, given: Collection[str]) -> None:
-    """Raises ValueError where clips are to be read both at a rate and at an interval. given: the flags that stood on
-    the command line."""
+    """Reject --fps beside --frame_interval. given: the flags that were on the command line."""
     if fps is not None and "frame_interval" in given:
         raise ValueError(f"--fps {fps:g}: --frame_interval says which frames are read already; leave one of them out")

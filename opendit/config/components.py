@@ -6,25 +6,8 @@ from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar
 
 from opendit.config.architectures import GIVEN, KINDS, POSITIONS
-from opendit.config.checkpoints import BEST, CHECKPOINT_FORMATS
-from opendit.config.data_sources import taken
-from opendit.config.flags import Flags, flag, settle_idle
-from opendit.config.kernels import ATTENTION, RECOMPUTE
-from opendit.config.metrics import METRICS
-from opendit.config.objectives import DESCRIPTIONS
-from opendit.config.parallel_sizes import check_sequence_parallel, environment_world_size
-from opendit.config.plugins import (
-    OFFLOAD,
-    OWN_ATTENTION,
-    PIPELINE_SCHEDULES,
-    PLUGINS,
-    PRECISIONS,
-    REDUCE_DTYPES,
-    RESHARD,
-    SEQUENCE_TYPES,
-    plugin_help,
-)
-from opendit.config.values import (
+from opendit.config.data_sources import data_path_help
+from opendit.config.flags import (
     ABOVE_0,
     BATCH,
     COUNT,
@@ -38,12 +21,33 @@ from opendit.config.values import (
     SHARE,
     SIDE,
     WORKERS,
+    Flags,
     Setting,
+    check_unused,
+    flag,
 )
+from opendit.config.names import (
+    ATTENTION,
+    BEST,
+    CHECKPOINT_FORMATS,
+    DESCRIPTIONS,
+    METRICS,
+    OFFLOAD,
+    OWN_ATTENTION,
+    PIPELINE_SCHEDULES,
+    PLUGINS,
+    PRECISIONS,
+    RECOMPUTE,
+    REDUCE_DTYPES,
+    RESHARD,
+    SEQUENCE_TYPES,
+    plugin_help,
+)
+from opendit.config.parallel_sizes import check_sequence_parallel, environment_world_size
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
-    """A component with a flag for each of these settings, which architectures and objectives describe."""
+    """Make a component with a flag for each setting of an architecture or objective."""
     fields = [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
     return make_dataclass(f"{group}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
 
@@ -75,7 +79,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The flags that say how a model of this kind and size is made; None: as its kind is."""
+        """Flags that change how a model of its kind and size is built; None keeps the default of the kind."""
         names = ["qk_norm", "adaln_lora", "bias", "positions", *(s.flag for k in KINDS.values() for s in k.settings)]
         return {name: getattr(self, name) for name in names}
 
@@ -132,12 +136,12 @@ class DataFlags(Flags):
 
     group: ClassVar[str] = "Data: the samples, and what they are turned into"
 
-    data_path: str = flag("digits", taken(), common="folder, CSV, tars, latents; digits", unit="data")
+    data_path: str = flag("digits", data_path_help(), common="folder, CSV, tars, latents; digits", unit="data")
     image_size: int = flag(256, "side of the training pictures in pixels", common="side of the pictures", **SIDE)
     use_video: bool = flag(False, "train a vDiT on clips", common=True)
     num_frames: int = flag(16, "frames of a clip", common=True, **FRAMES)
-    frame_interval: int = flag(1, "every so many frames of the file", **FRAMES)
-    fps: float | None = flag(None, "frames a second, by the times in a clip's file: not every so many of them", **FPS)
+    frame_interval: int = flag(1, "take every N-th frame of the file", **FRAMES)
+    fps: float | None = flag(None, "frames a second, by the times in a clip's file, instead of every N-th", **FPS)
     short_clips: str = flag(
         "skip", "interval: read clips that are too short at a smaller one", choices=("skip", "interval")
     )
@@ -211,21 +215,21 @@ class BatchFlags(Flags):
     )
     bucket_tokens: int | None = flag(
         None,
-        "crop samples to shapes near their own; --batch_size then counts lots of one shape with so many tokens at most",
+        "crop samples to shapes near their own; --batch_size then counts lots of one shape of at most this many tokens",
         at_least=1,
         at_most=2**30,
         unit="tokens",
     )
     pack_tokens: int | None = flag(
         None,
-        "pack samples of any shapes into sequences of so many tokens, which --batch_size then counts",
+        "pack samples of any shapes into sequences of this many tokens, which --batch_size then counts",
         at_least=1,
         at_most=2**30,
         unit="tokens",
     )
     epochs: int = flag(1400, "passes over the data", unit="epochs", **COUNT)
     max_steps: int | None = flag(
-        None, "stop after this many steps, whatever --epochs says", common="stop after so many", unit="steps", **COUNT
+        None, "stop after this many steps, whatever --epochs is", common="stop after this many", unit="steps", **COUNT
     )
 
     @property
@@ -345,7 +349,7 @@ class PluginFlags(Flags):
     )
     data_parallel_replicate: int = flag(
         1,
-        "of fsdp: copies of the sharded model, say one for each machine (HSDP)",
+        "of fsdp: copies of the sharded model, for example one per machine (HSDP)",
         at_least=1,
         at_most=2**20,
         unit="copies",
@@ -408,15 +412,15 @@ class ParallelFlags(Flags):
     )
 
     def world_size(self) -> int:
-        """The processes that there are."""
+        """Return the number of processes."""
         return environment_world_size()
 
     def check_parallel(self, world_size: int) -> None:
-        """Raises ValueError for sizes and combinations that can't work."""
+        """Raise ValueError for sizes and combinations that can't work."""
         check_sequence_parallel(self.sequence_parallel_size, world_size)
         if self.sequence_parallel_size == 1:
-            idle = ("sequence_parallel_type", "keep_gathered")
-            settle_idle(self, dict.fromkeys(idle, "does nothing without --sequence_parallel_size above 1"))
+            unused = ("sequence_parallel_type", "keep_gathered")
+            check_unused(self, dict.fromkeys(unused, "does nothing without --sequence_parallel_size above 1"))
         assert isinstance(self, SpeedFlags)
         if self.attention != "auto" and self.sequence_parallel_type in OWN_ATTENTION:
             raise ValueError(
@@ -426,13 +430,13 @@ class ParallelFlags(Flags):
 
     def sequence_types(self, types: tuple[str, ...], attention: str, lora: bool = False) -> tuple[str, ...]:
         """Return those of a model's strategies that these flags, --attention and --lora allow."""
-        refused = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
-        return tuple(kind for kind in types if kind not in refused)
+        excluded = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
+        return tuple(kind for kind in types if kind not in excluded)
 
 
 @dataclass(frozen=True)
 class GridFlags(Flags):
-    """The pictures that a run draws of itself."""
+    """Flags of the sample grids that a run draws."""
 
     group: ClassVar[str] = "Sample grids: what a run draws of itself"
 
@@ -445,9 +449,9 @@ class GridFlags(Flags):
 
 @dataclass(frozen=True)
 class SaveFlags(Flags):
-    """Flags that say what a run saves and what it resumes from."""
+    """Flags of what a run saves and resumes from."""
 
-    group: ClassVar[str] = "Checkpoints: what a run saves and goes on from"
+    group: ClassVar[str] = "Checkpoints: what a run saves and resumes from"
 
     outputs: str = flag("./outputs", "folder of the run folders", common=True, unit="folder")
     load: str | None = flag(
@@ -473,7 +477,7 @@ class SaveFlags(Flags):
 
 @dataclass(frozen=True)
 class RunFlags(Flags):
-    """The run as a whole."""
+    """Flags of the run itself."""
 
     group: ClassVar[str] = "Run: recipes, seeds, logs"
 
@@ -489,18 +493,18 @@ class RunFlags(Flags):
     )
     dry_run: int | None = flag(
         None,
-        "say what the run needs, on so many GPUs, and stop; nothing is built",
+        "print what the run needs, on this many GPUs, and stop; nothing is built",
         alone=0,
         at_least=0,
         at_most=2**20,
-        common="say what it needs on so many GPUs",
+        common="print what it needs on this many GPUs",
         unit="gpus",
     )
     global_seed: int = flag(42, "seed of everything random", **SEED)
     log_every: int = flag(10, "steps between log lines", unit="steps", **COUNT)
     log_to: str | list[str] | None = flag(
         None,
-        "beside TensorBoard; what is sent to a server, if anything, their environment variables say",
+        "beside TensorBoard; their environment variables decide what is sent to a server, if anything",
         several=True,
         choices=("wandb", "mlflow"),
     )

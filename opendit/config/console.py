@@ -1,4 +1,5 @@
-"""Make standard output and standard error robust: no encoding, full disk or closed pipe ends a program."""
+"""Standard output and standard error: no encoding, full disk or closed pipe ends a program, and a mistake is one line,
+``error: --flag value: what is wrong; what to do``, from one process."""
 
 import contextlib
 import errno
@@ -9,7 +10,32 @@ import select
 import sys
 from collections.abc import Iterator
 
-PATIENCE_S = 10.0  # to wait for a stream that takes nothing more (a pipe set to non-blocking)
+PATIENCE_S = 10.0  # how long to wait for a stream that accepts nothing (a pipe set to non-blocking)
+LONGEST = 400  # characters of a message that are shown: a value may be the contents of a file
+
+
+class OnThisMachine(ValueError):
+    """A mistake that perhaps only this machine sees: a folder that is missing or can't be written."""
+
+
+def should_print(error: Exception | str) -> bool:
+    """Return True on the rank that prints the error: the first of those that see it."""
+    rank = "LOCAL_RANK" if isinstance(error, OnThisMachine) else "RANK"
+    return os.environ.get(rank, "0") == "0"
+
+
+def print_error(error: Exception | str) -> None:
+    """Print an error as one line on standard error."""
+    print(one_line(f"error: {error}"), file=sys.stderr, flush=True)
+
+
+def one_line(message: str) -> str:
+    """Put a message on one line: escape control characters, and cut the middle of a long message."""
+    message = "".join(c if c.isprintable() or "\ud800" <= c <= "\udfff" else ascii(c)[1:-1] for c in message)
+    if len(message) > LONGEST:
+        half = LONGEST // 2
+        message = f"{message[:half]} ... {message[-half:]}"
+    return message
 
 
 def prepare_console() -> None:
@@ -20,7 +46,7 @@ def prepare_console() -> None:
     - a character that the encoding of a stream lacks is written as an escape;
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
     - a stream that was closed at the start is the null device, so that no file of the program gets its number;
-    - every whole line is written at once, to files too;
+    - every complete line is written at once, to files too;
     - what the package logs from level INFO on appears on standard output, above a progress bar if there is one.
     """
     for descriptor in (0, 1, 2):
@@ -33,7 +59,7 @@ def prepare_console() -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
             setattr(sys, name, _stream(descriptor, stream.encoding))
-        elif hasattr(stream, "reconfigure"):  # somebody else's, such as a test's
+        elif hasattr(stream, "reconfigure"):  # a replacement, such as a test's
             stream.reconfigure(errors="backslashreplace")
     logger = logging.getLogger("opendit")
     logger.setLevel(logging.INFO)
@@ -102,7 +128,7 @@ class _Descriptor(io.RawIOBase):
     """An open descriptor whose writes always succeed. The first failure is reported on the other stream."""
 
     def __init__(self, descriptor: int):
-        self._descriptor, self._told = descriptor, False
+        self._descriptor, self._reported = descriptor, False
 
     def fileno(self) -> int:
         return self._descriptor
@@ -119,7 +145,7 @@ class _Descriptor(io.RawIOBase):
         except BlockingIOError:
             return self._write_when_ready(data)
         except OSError as error:
-            self._tell(error)
+            self._report(error)
             return len(data)
 
     def _write_when_ready(self, data) -> int:
@@ -130,9 +156,9 @@ class _Descriptor(io.RawIOBase):
         except OSError:
             return len(data)
 
-    def _tell(self, error: OSError) -> None:
-        if self._told or error.errno == errno.EPIPE or self._descriptor != 1:  # who closes a pipe knows
+    def _report(self, error: OSError) -> None:
+        if self._reported or error.errno == errno.EPIPE or self._descriptor != 1:  # whoever closed a pipe knows
             return
-        self._told = True
+        self._reported = True
         with contextlib.suppress(OSError):
             os.write(2, f"note: standard output can't be written ({error.strerror}); the program goes on\n".encode())

@@ -1,4 +1,4 @@
-"""The data sources by name, and the forms of ``--data_path``.
+"""Data sources by name, and the forms of ``--data_path``.
 
 To add a source, write ``opendit/data/sources/NAME.py`` with a function ``open_source``, and a row in :data:`SOURCES`.
 """
@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from opendit.common.utils import printable
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
-FALLBACK = "pictures"  # what a folder is that no other source knows
-ADDRESSES = "shards"  # what addresses are
+FALLBACK = "pictures"  # source of a folder that no other source recognises
+ADDRESSES = "shards"  # source of addresses
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
 
 
@@ -21,8 +21,9 @@ _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
 class SourceDescription:
     """A data source as the command line knows it.
 
-    name: what ``--data_path`` says to ask for it; None for a source that is recognised by the path. takes: what can be
-    given, for lists.
+    Attributes:
+        name: its name in ``--data_path``; None for a source that is recognised by its files.
+        takes: what it reads, for lists.
     """
 
     name: str | None
@@ -61,7 +62,7 @@ def check_address(address: str, flag: str = "--data_path") -> None:
     if kind in ("http", "https"):
         try:
             parts = urlsplit(address)
-            host, _ = parts.hostname, parts.port  # which are checked when they are asked for
+            host, _ = parts.hostname, parts.port  # reading them checks them
         except ValueError as error:
             raise ValueError(f"{shown}: is no address ({error}); give {kind}://HOST/FOLDER") from error
         if not host or not host.strip("."):
@@ -71,19 +72,21 @@ def check_address(address: str, flag: str = "--data_path") -> None:
 
 
 def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
-    """(path, weight) of every source of ``A:0.7,B:0.3``; None for what is not written so, or is there as a file."""
+    """Return (path, weight) of every source of ``A:0.7,B:0.3``; None for another form, or the name of a file."""
     found = [re.fullmatch(r"\s*(.+):([-+.0-9eE]+)\s*", part) for part in data_path.split(",")]
-    whole = [one for one in found if one is not None]
-    if len(found) < 2 or len(whole) < len(found) or os.path.exists(data_path):
+    sources = [one for one in found if one is not None]
+    if len(found) < 2 or len(sources) < len(found) or os.path.exists(data_path):
         return None
-    return [(one[1], one[2]) for one in whole]
+    return [(one[1], one[2]) for one in sources]
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Raises ValueError, naming the flag, for what is written like ``A:0.7,B:0.3`` and can't be opened so: a source
-    without a weight or with one that is no number above 0, one that is given twice, random latents, another blend.
+    """Check a blend that is written like ``A:0.7,B:0.3``. The name of a file, and a text without any weight, are not
+    blends and are accepted.
 
-    What is there as a file is a file, and an address or a name without any weight is none of this function's business.
+    Raises:
+        ValueError: a source without a weight, or whose weight is not a number above 0; a source that is given twice;
+            random latents or another blend as a source. The message names the flag.
     """
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]
@@ -117,7 +120,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def taken() -> str:
-    """All that can be given, as "a CSV, a folder of pictures, or digits"."""
+def data_path_help() -> str:
+    """List all that ``--data_path`` takes, as "a CSV, a folder of pictures, or digits"."""
     *others, last = [source.takes for source in sorted(SOURCES.values(), key=lambda source: source.name is not None)]
     return f"{', '.join(others)}, or {last}"

@@ -3,13 +3,25 @@
 
 import dataclasses
 import itertools
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from opendit.config.checks import check_exists, check_no_folder, check_output_file, check_rate, check_writable
 from opendit.config.components import ParallelFlags, SpeedFlags
-from opendit.config.flags import Flags, check_values, flag, refuse_idle
-from opendit.config.metrics import DIGITS, LABELS, METRICS, PRECISIONS, RESIZES
+from opendit.config.flags import (
+    BATCH,
+    FPS,
+    FRAMES,
+    GUIDANCE,
+    SAMPLING_STEPS,
+    SIDE,
+    Flags,
+    check_values,
+    flag,
+    reject_unused,
+)
+from opendit.config.names import DIGITS, FEATURE_PRECISIONS, LABELS, METRICS, RESIZES
 from opendit.config.sample import (
     ApproximationFlags,
     CheckpointFlags,
@@ -18,7 +30,6 @@ from opendit.config.sample import (
     SampleConfig,
     SampleSpeedFlags,
 )
-from opendit.config.values import BATCH, FPS, FRAMES, GUIDANCE, SAMPLING_STEPS, SIDE
 
 GUIDING = {"cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"}
 NEEDS_REFERENCE = tuple(name for name, needs in METRICS.items() if needs.reference)
@@ -70,7 +81,7 @@ class FeatureFlags(Flags):
     resize: str = flag(
         "tf", "Inception's filter: tf (FID's), torch (pytorch-fid's), clean (clean-fid's)", choices=RESIZES
     )
-    feature_precision: str = flag("fp32", "of these networks", choices=PRECISIONS)
+    feature_precision: str = flag("fp32", "of these networks", choices=FEATURE_PRECISIONS)
     feature_batch_size: int = flag(64, "pictures or frames at a time in these networks", **BATCH)
 
 
@@ -87,7 +98,7 @@ class EvaluatedDrawFlags(DrawFlags):
         unit="samples",
     )
     image_size: int | None = flag(
-        None, "files are cropped and resized to so many pixels (default: as they are, or the checkpoint's)", **SIDE
+        None, "files are cropped and resized to this many pixels (default: as they are, or the checkpoint's)", **SIDE
     )
     num_sampling_steps: int = flag(
         250, "denoising steps; several: a sweep", several=True, common=True, **SAMPLING_STEPS
@@ -100,7 +111,7 @@ class EvaluatedDrawFlags(DrawFlags):
 
 @dataclass(frozen=True)
 class ResultFlags(Flags):
-    """Flags that say where results go."""
+    """Flags of where results go."""
 
     group: ClassVar[str] = "Output: where results go"
 
@@ -113,11 +124,11 @@ class ResultFlags(Flags):
     )
     dry_run: int | None = flag(
         None,
-        "draw and measure a few batches, say how long all would take on so many GPUs, and stop",
+        "draw and measure a few batches, print how long all would take on this many GPUs, and stop",
         alone=0,
         at_least=0,
         at_most=2**20,
-        common="try a few batches; say how long all take",
+        common="try a few batches; print how long all take",
         unit="gpus",
     )
     save_features: str | None = flag(
@@ -138,7 +149,7 @@ class EvaluateConfig(
     ParallelFlags,
     ResultFlags,
 ):
-    """Says how good pictures or clips are. Several processes (torchrun) share the work; what was killed goes on."""
+    """Measures how good pictures or clips are. Several processes (torchrun) share the work; a killed run can resume."""
 
     program: ClassVar[str] = "python -m opendit.evaluation"
     examples: ClassVar[tuple[str, ...]] = (
@@ -148,8 +159,8 @@ class EvaluateConfig(
         "opendit evaluate plot evaluation RUN --output runs.png",
     )
 
-    def settled(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
-        """Resolve the flags; see :meth:`TrainConfig.settled`."""
+    def resolve(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
+        """Check the flags together, and fill in what depends on the hardware; see :meth:`TrainConfig.resolve`."""
         check_values(self)
         check_rate(self.fps, self.given)
         notes = []
@@ -165,10 +176,10 @@ class EvaluateConfig(
         if self.samples is None and len(points := self.points()) > 1:
             if saved is not None:
                 raise ValueError("--save_features: keeps the features of one evaluation; leave it out of a sweep")
-            notes += [point.settled(world_size, has_gpu)[1] for point in points][0]
+            notes += [point.resolve(world_size, has_gpu)[1] for point in points][0]
             return replace(self, reference=reference), notes
         if self.samples is None:
-            sampling, more = self.sampling().settled(world_size, has_gpu)
+            sampling, more = self.sampling().resolve(world_size, has_gpu)
             notes += more
             if self.class_labels and "label_sampling" in self.given:
                 raise ValueError("--label_sampling: does nothing with --class_labels; leave one of them out")
@@ -179,11 +190,11 @@ class EvaluateConfig(
         used = {"num_samples", "image_size"}
         drawing = {item.name for item in dataclasses.fields(SampleConfig)} | {"label_sampling"}
         used |= {item.name for part in (WhatFlags, ResultFlags) for item in dataclasses.fields(part)} - {"outputs"}
-        refuse_idle(self.given, dict.fromkeys(sorted(drawing - used), "does nothing with --samples"))
+        reject_unused(self.given, dict.fromkeys(sorted(drawing - used), "does nothing with --samples"))
         return replace(self, reference=reference, save_features=saved), notes
 
     def check_what(self) -> str | None:
-        """--reference, or the one that is meant without it.
+        """Check metrics, networks and reference together. Return --reference, or the default of --features digits.
 
         Raises:
             ValueError: metrics, networks and a reference that don't go together.
@@ -210,14 +221,14 @@ class EvaluateConfig(
         return reference
 
     def points(self) -> list["EvaluateConfig"]:
-        """An evaluation for each pair of --num_sampling_steps and --cfg_scale; itself, where there is one of each."""
+        """Return an evaluation for each pair of --num_sampling_steps and --cfg_scale."""
         steps, scales = (
             list(dict.fromkeys(value if isinstance(value, list) else [value]))
             for value in (self.num_sampling_steps, self.cfg_scale)
         )
         found = []
         for count, scale in itertools.product(steps, scales):
-            # What changes guidance is for those of a sweep that have some.
+            # The scale 1 of a sweep has no guidance, so flags that change guidance don't count as given for it.
             given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
             found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
         return found
@@ -230,3 +241,8 @@ class EvaluateConfig(
         values = {name: getattr(self, name) for name in names - {"given", "frame_interval", "fps"}}
         given = self.given & names | {"save_png"}
         return SampleConfig(**values, save_png=False, given=given - {"frame_interval"})
+
+
+def rename_for_training(message: str) -> str:
+    """Replace the flags of ``opendit evaluate`` in a message by their names in train.py."""
+    return re.sub(r"--(?=(?:metrics|reference|features|video_features)\b)", "--evaluate_", message)

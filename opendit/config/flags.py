@@ -1,32 +1,194 @@
-"""Parse command lines into configurations: dataclasses whose fields are flags, with recipes as defaults.
+"""Declare flags and the values that they take.
 
-Flags are written with underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
+A configuration is a frozen dataclass that inherits from its components. A component is a subclass of :class:`Flags`
+whose fields, made by :func:`flag`, are flags that belong together.
 """
 
 import argparse
 import dataclasses
-import shlex
+import difflib
+import math
+import os
+import re
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from opendit.config.console import name_of
-from opendit.config.parser import CommandLine
-from opendit.config.recipes import find_recipe, listing
-from opendit.config.values import Value, show
+Bounds = dict[str, Any]  # of a flag's values, as fields of Value
+# Bounds that several flags share. They are wider than any useful value, and narrow enough that nothing breaks before a
+# run can report that a value is too large.
+COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
+FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
+ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # what fp32 holds
+SHARE: Bounds = {"at_least": 0, "below": 1, "unit": "share"}
+BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
+SCALE: Bounds = {"at_least": 1, "at_most": 1000, "unit": "factor"}  # by which a picture is enlarged
+SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
+FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
+FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
+WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
+SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}  # torch's generators, the kernels' 64-bit keys
+SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}  # ddpm's models know 1,000 noise levels
+GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
 
-P = TypeVar("P", bound="ProgramFlags")
-# Flags of a start, not of what is trained: they don't count as changes of a recipe.
-NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
+NUMBERS = {int: "whole number", float: "number"}
+_TYPES = {"str": str, "int": int, "float": float, "bool": bool}
+
+
+@dataclass(frozen=True)
+class Value:
+    """Allowed values of a flag.
+
+    Attributes:
+        kind: int, float or str.
+        at_least, above, at_most, below: bounds of a number.
+        infinite: allow inf.
+        choices: allowed words.
+        free: allow any text; otherwise text is a name, perhaps a file's.
+        unit: what is counted or measured ("steps", "seconds"), or what the text is ("folder"), as --help shows it.
+    """
+
+    kind: type[Any] = str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    infinite: bool = False
+    choices: tuple[str, ...] | None = None
+    free: bool = False
+    unit: str | None = None
+
+    def read(self, text: str) -> Any:
+        """Convert a word of the command line and check its range. Raises ArgumentTypeError, as argparse expects."""
+        value = self.convert(text)
+        if problem := self.problem(value):
+            raise argparse.ArgumentTypeError(f"{show(text)}: {problem}")
+        return value
+
+    def convert(self, text: str) -> Any:
+        """Convert a word without checking its range: a configuration checks the ranges of all values later."""
+        value = text if self.kind is str else _number(self.kind, text)
+        if value is None:
+            raise argparse.ArgumentTypeError(f"{show(text)}: no {NUMBERS[self.kind]}; give {self.describe()}")
+        if self.choices is not None and (problem := self.problem(value)):
+            raise argparse.ArgumentTypeError(f"{show(text)}: {problem}")
+        return value
+
+    def problem(self, value: Any) -> str | None:
+        """Return what is wrong with a value, or None."""
+        if self.choices is not None and value not in self.choices:
+            words, meant = ", ".join(self.choices), nearest(str(value), self.choices)
+            return f"not known; give one of {words}; did you mean {meant}?"
+        if self.kind is str:
+            return None if self.free else _problem_of_name(value)
+        fits = isinstance(value, int | float) and not math.isnan(value) and (self.infinite or abs(value) != math.inf)
+        fits = fits and (self.at_least is None or value >= self.at_least) and (self.above is None or value > self.above)
+        fits = fits and (self.at_most is None or value <= self.at_most) and (self.below is None or value < self.below)
+        return None if fits else f"out of range; give {self.describe()}"
+
+    def describe(self) -> str:
+        """Return "a whole number from 1 to 16,384", "a number above 0 and at most 100" and the like."""
+        if self.kind is str:
+            return "one of " + ", ".join(self.choices) if self.choices else "text"
+        return f"a {NUMBERS[self.kind]} {self._bounds()}".strip()
+
+    def _bounds(self) -> str:
+        shown = lambda bound: f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"  # noqa: E731
+        if self.at_least is not None and self.at_most is not None:
+            return f"from {shown(self.at_least)} to {shown(self.at_most)}"
+        words = {"at least": self.at_least, "above": self.above, "at most": self.at_most, "below": self.below}
+        return " and ".join(f"{word} {shown(bound)}" for word, bound in words.items() if bound is not None)
+
+    @property
+    def metavar(self) -> str | None:
+        """Placeholder of the value in --help; None for plain text."""
+        if self.unit is not None:
+            return self.unit.upper().replace(" ", "_")
+        if self.choices is not None:
+            return "WORD"
+        return None if self.kind is str else "NUMBER"
+
+    def allowed(self) -> str:
+        """Return the range or the words as --help shows them ("1 to 16,384", "above 0", "zero2, ddp"); "" for text."""
+        if self.choices is not None:
+            return ", ".join(self.choices)
+        if self.kind is str:
+            return ""
+        bounds = replace(self, at_most=None) if self.at_most is not None and self.at_most >= 10**8 else self
+        return bounds._bounds().removeprefix("from ")
+
+
+def whole(at_least: int, at_most: int, unit: str | None = None) -> Value:
+    """Return the values that are whole numbers within a range."""
+    return Value(int, at_least=at_least, at_most=at_most, unit=unit)
+
+
+def one_of(choices: tuple[str, ...]) -> Value:
+    """Return the values that are one of several words."""
+    return Value(choices=tuple(choices))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the valid name most like ``name``, ignoring case, for error messages."""
+    spelled = {valid.lower(): valid for valid in names}
+    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
+    return spelled[found[0]] if found else ""
+
+
+def show(value: Any) -> str:
+    """Format a value for a message: as it was written, empty text in quotes."""
+    return str(value) if str(value).strip() else repr(value)
+
+
+def _problem_of_name(name: str) -> str | None:
+    if not name.strip():
+        return "empty; give a name"
+    longest = max(map(len, os.fsencode(name).split(b"/")))
+    return "too long for the name of a file; give a shorter one" if longest > 255 or len(name) > 4000 else None
+
+
+def _number(kind: type[Any], text: str) -> int | float | None:
+    """Convert text, or return None if it is not a number of this kind. Python's own int() and float() also accept
+    1_000, digits of other scripts and surrounding spaces."""
+    if kind is int:
+        return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
+    try:
+        return float(text) + 0.0 if text.isascii() and not re.search(r"[_\s]", text) else None  # -0.0 is 0.0
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag that sets a field of an objective's or architecture's configuration.
+
+    Attributes:
+        flag: its name.
+        default: of both.
+        help: its line in --help.
+        type: str, int, float or bool; by default the type of ``default``.
+        bounds: allowed values, as fields of :class:`Value`.
+    """
+
+    flag: str
+    default: Any
+    help: str
+    type: str | None = None
+    bounds: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def annotation(self) -> Any:
+        """The field's type: float, or ``float | None`` if None is the default."""
+        kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
+        return kind | None if self.default is None else kind
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Base of a component: flags that belong together. A configuration inherits from all of its components, in the
-    order in which --help shows them.
+    """Base of a component. A configuration inherits from all of its components, in the order in which --help shows
+    them.
 
     Attributes:
         group: the heading of the component's flags in --help, as "Title: what they are about".
@@ -36,17 +198,6 @@ class Flags:
     group: ClassVar[str]
 
     given: frozenset[str] = field(default=frozenset(), kw_only=True)
-
-
-class ProgramFlags(Protocol):
-    """Interface of a program's configuration, besides being a frozen dataclass of :class:`Flags`."""
-
-    program: ClassVar[str]  # as it is started
-    examples: ClassVar[tuple[str, ...]]
-
-    def world_size(self) -> int: ...
-
-    def settled(self, world_size: int, has_gpu: bool) -> Any: ...
 
 
 def flag(
@@ -59,11 +210,14 @@ def flag(
     common: bool | str = False,
     **bounds: Any,
 ) -> Any:
-    """Declare a configuration field that is also a command-line flag.
+    """Declare a field of a component.
 
-    several: allow a list of values. alone: the value of the flag without one. alias: another name. common: --help shows
-    it without ``all``, with these words or the first clause of ``help``. bounds: allowed values, as fields of
-    :class:`opendit.config.values.Value`; every number needs them, and its unit.
+    Args:
+        several: allow a list of values.
+        alone: the value of the flag if none follows it.
+        alias: another name.
+        common: --help shows the flag without ``all``, with these words or the first clause of ``help``.
+        bounds: allowed values, as fields of :class:`Value`. Every number needs them, and its unit.
     """
     metadata = dict(help=help, several=several, alone=alone, alias=alias, common=common, bounds=bounds)
     if isinstance(default, list):
@@ -77,11 +231,6 @@ def flags_of(cls: type[Any]) -> list[dataclasses.Field[Any]]:
     order = list(dict.fromkeys(of.values()))
     flags = [item for item in dataclasses.fields(cls) if "help" in item.metadata]
     return sorted(flags, key=lambda item: order.index(of[item.name]))
-
-
-def groups_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return the flags of a configuration by the title of their heading in --help."""
-    return {heading.partition(":")[0]: items for heading, items in headings_of(cls).items()}
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
@@ -99,9 +248,16 @@ def _components(cls: type[Any]) -> dict[str, type[Any]]:
     return {name: owner for owner in cls.__mro__ for name in owner.__dict__.get("__annotations__", ())}
 
 
+def scalar_type(item: dataclasses.Field[Any]) -> Any:
+    """Return the type of a flag without None: int for ``int | None``, ``list[str]`` for ``list[str]``."""
+    if isinstance(item.type, types.UnionType):
+        return next(each for each in typing.get_args(item.type) if each is not type(None))
+    return item.type
+
+
 def value_of(item: dataclasses.Field[Any]) -> Value | None:
     """Return the allowed values of a flag; None for a switch."""
-    kind = _scalar_type(item.type)
+    kind = scalar_type(item)
     if typing.get_origin(kind) is list:
         kind = typing.get_args(kind)[0]
     return None if kind is bool else Value(kind, **item.metadata["bounds"])
@@ -112,8 +268,13 @@ def default_of(item: dataclasses.Field[Any]) -> Any:
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
+def to_dict(config: Any) -> dict[str, Any]:
+    """Return all flags and their values, as config.json holds them."""
+    return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
+
+
 def check_values(config: Any) -> None:
-    """Raises ValueError for the first flag whose value is out of its range, wherever that value came from."""
+    """Raise ValueError for the first flag whose value is out of its range, wherever that value came from."""
     for item in flags_of(type(config)):
         takes, found = value_of(item), getattr(config, item.name)
         if takes is None or found is None:
@@ -123,159 +284,23 @@ def check_values(config: Any) -> None:
                 raise ValueError(f"--{item.name} {show(value)}: {problem}")
 
 
-def settle_idle(config: Any, idle: dict[str, str]) -> list[str]:
-    """Refuse flags that would change nothing. idle: name -> why, as "does nothing without --lora".
+def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
+    """Reject flags that would change nothing. unused: name -> why, as "does nothing without --lora".
 
     Raises ValueError for the first that was on the command line. Returns a note for each that a recipe sets.
     """
-    off = {name for name in idle if getattr(config, name, None) is False}
-    refuse_idle(config.given, idle, off)
+    off = {name for name in unused if getattr(config, name, None) is False}
+    reject_unused(config.given, unused, off)
     defaults = {item.name: default_of(item) for item in flags_of(type(config))}
     recipe = getattr(config, "recipe", None)
-    changed = [name for name in idle if recipe and name in defaults and getattr(config, name) != defaults[name]]
-    return [f"--{name} of --recipe {recipe} {idle[name]}" for name in changed]
+    changed = [name for name in unused if recipe and name in defaults and getattr(config, name) != defaults[name]]
+    return [f"--{name} of --recipe {recipe} {unused[name]}" for name in changed]
 
 
-def refuse_idle(given: Collection[str], idle: dict[str, str], off: Collection[str] = ()) -> None:
-    """Raises ValueError for the first flag of ``idle`` that was on the command line, as --no_NAME if it is ``off``; see
-    :func:`settle_idle`."""
-    for name, why in idle.items():
+def reject_unused(given: Collection[str], unused: dict[str, str], off: Collection[str] = ()) -> None:
+    """Raise ValueError for the first flag of ``unused`` (as of :func:`check_unused`) that was on the command line;
+    those in ``off`` were there as --no_NAME."""
+    for name, why in unused.items():
         if name in given:
             fix = "leave one of them out" if " with " in why else "add that, or leave it out"
             raise ValueError(f"--{'no_' if name in off else ''}{name}: {why}; {fix}")
-
-
-def read_flags(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line and check it across flags, without torch or a GPU. A mistake ends the program with exit code
-    2 and one line."""
-    flags = parse(cls, argv)
-    try:
-        flags.settled(flags.world_size(), has_gpu=True)
-    except ValueError as error:
-        build_parser(cls).fail(error)
-    return flags
-
-
-def parse(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line into a configuration, whose ``given`` holds the flags that were on it.
-
-    The flags of a recipe are defaults: they don't count as given. Those of a file, --config, do; the command line
-    overrides them. ``--recipe list`` prints the recipes and ends the program. A mistake ends it with exit code 2 and
-    one line.
-    """
-    parser = build_parser(cls)
-    values = _values(parser, argv)
-    if (file := values.get("config")) is not None:
-        values = {**_values_of_file(cls, parser, file), **values}
-    given, name = frozenset(values), values.get("recipe")
-    if name == "list":
-        print(listing(), end="")
-        parser.exit(0)
-    if name is not None:
-        try:
-            recipe = find_recipe(name)
-        except ValueError as error:
-            parser.fail(error)
-        values = {**_values(parser, shlex.split(recipe.flags)), **values}
-    return cast(Callable[..., P], cls)(**values, given=given)
-
-
-def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
-    """Return the values of the flags in a YAML file, whose keys are their names. A mistake ends the program."""
-    from opendit.common.yaml_file import read_yaml  # which few command lines need
-
-    parser.source = f"--config {file}: "
-    try:
-        content = read_yaml(Path(file).expanduser(), f"--config {file}")
-    except (ValueError, OSError) as error:
-        parser.source = ""
-        parser.fail(error)
-    if not isinstance(content, dict) or "config" in content:
-        parser.fail("must be flags and their values, as lr: 1e-4, without another config")
-    switches = {item.name for item in flags_of(cls) if value_of(item) is None}
-    words: list[str] = []
-    for key, value in content.items():
-        name = key.replace("-", "_")
-        if name in switches:
-            if not isinstance(value, bool):
-                parser.fail(f"{key} {show(value)}: a switch; give true or false")
-            words.append(f"--{name}" if value else f"--no_{name}")
-        elif value is not None:  # null: the default
-            several = value if isinstance(value, list) else [value]
-            words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
-    values = _values(parser, words)
-    parser.source = ""
-    return values
-
-
-def to_yaml(config: Any) -> str:
-    """Return a YAML file for --config that repeats a run: its recipe, and the flags that were given."""
-    import yaml
-
-    named = {"recipe": config.recipe} if config.recipe else {}
-    given = {item.name: getattr(config, item.name) for item in flags_of(type(config)) if item.name in config.given}
-    kept = {name: value for name, value in given.items() if name not in NO_CHANGE}
-    return yaml.safe_dump({**named, **kept}, sort_keys=False, allow_unicode=True)
-
-
-def overridden(config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the flags of a recipe that the command line changed: flag -> (the recipe's value, the value in use)."""
-    recipe = parse(type(config), ["--recipe", config.recipe])
-    pairs = {name: (getattr(recipe, name), getattr(config, name)) for name in sorted(config.given - NO_CHANGE)}
-    return {name: (before, now) for name, (before, now) in pairs.items() if before != now}
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Return all flags and their values, as config.json holds them."""
-    return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
-
-
-def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """Build a parser with the flags of a configuration. It returns only those that are on the command line."""
-    parser = CommandLine(name_of(cls.program), (cls.__doc__ or "").split("\n\n")[0], cls.examples)
-    for heading, items in headings_of(cls).items():
-        parser.heading(heading)
-        for item in items:
-            _add(parser, item)
-    if any(item.name == "recipe" for item in flags_of(cls)):
-        # Command lines written for nemo_run, which asks before it starts, contain --yes.
-        parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    return parser
-
-
-def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
-    told, takes = item.metadata, value_of(item)
-    default = default_of(item)
-    if takes is None:
-        return parser.switch(f"--{item.name}", told["help"], default, told["common"])
-    options = {}
-    if typing.get_origin(_scalar_type(item.type)) is list:
-        options = dict(nargs="+")
-    elif told["several"]:
-        options = dict(nargs="+", action=_OneOrMore)
-    elif told["alone"] is not None:
-        options = dict(nargs="?", const=told["alone"])
-    alias = f"--{told['alias']}" if told["alias"] else None
-    parser.option(f"--{item.name}", takes, told["help"], default, alias, told["common"], type=takes.convert, **options)
-
-
-def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags among ``words``. Unknown words end the program."""
-    values = vars(parser.parse_args(list(words)))
-    values.pop("yes", None)
-    return values
-
-
-def _scalar_type(annotation) -> type[Any]:
-    """Return int for ``int | None``, str for ``str``, and so on."""
-    if isinstance(annotation, types.UnionType):
-        return next(a for a in typing.get_args(annotation) if a is not type(None))
-    return annotation
-
-
-class _OneOrMore(argparse.Action):
-    """Store several values as a list, and a single one as it is."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        assert values  # nargs is +
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)

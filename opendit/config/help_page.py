@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from opendit.config.values import Value, nearest
+from opendit.config.flags import Value, nearest
 
 LEFT = 30  # columns before what a flag does
 WIDTHS = (80, 120)  # of lines, as the terminal has them within these bounds

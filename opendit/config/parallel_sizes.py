@@ -1,7 +1,7 @@
 """Read this process's rank and the number of processes, and check that the flags can divide them. Needs no torch.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Everything
-that can be wrong with them is a ValueError of one line.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Anything
+wrong with them is a ValueError of one line.
 """
 
 import itertools
@@ -13,7 +13,13 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those of its run: rank of world_size, local_rank of those of its machine, and where rank 0 is."""
+    """A process of a run.
+
+    Attributes:
+        rank: out of ``world_size`` processes.
+        local_rank: among the processes of its machine.
+        address, port: of rank 0.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -23,7 +29,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """This process's place, by its environment. Raises ValueError that names the variable and the fix."""
+    """Read this process's place from the environment. Raises ValueError that names the variable and the fix."""
     world = environment_world_size()
     if "RANK" not in os.environ:
         if world > 1:
@@ -43,13 +49,13 @@ def find_place() -> Place:
 
 
 def environment_world_size() -> int:
-    """Number of processes, before anything is initialised. Raises ValueError if WORLD_SIZE is no such number."""
+    """Return the number of processes, before anything is initialised. Raises ValueError if WORLD_SIZE is not one."""
     return _number("WORLD_SIZE", 1, None, default=1)
 
 
 def environment_node_size() -> int | None:
-    """Number of processes that torchrun has started on this machine; None: it has started none. Raises ValueError if
-    LOCAL_WORLD_SIZE is no such number."""
+    """Return the number of processes that torchrun has started on this machine, or None without torchrun. Raises
+    ValueError if LOCAL_WORLD_SIZE is not a number of processes."""
     return _number("LOCAL_WORLD_SIZE", 1, None) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
@@ -83,12 +89,16 @@ VIEWS = {  # several axes taken as one
 class ParallelDims:
     """The number of ranks of each kind of parallelism. Ranks are numbered with ``pp`` outermost and ``tp`` innermost.
 
-    pp: stages of a pipeline. dp_replicate: copies of the sharded model. dp_shard: ranks that see different samples and
-    divide one copy's state. sp: ranks that share a sequence. tp: ranks that divide a layer. ep: ranks that divide the
-    experts; it takes no ranks of its own but is folded out of dp_shard x sp x tp, innermost first.
-
     Groups have the names of AXES and of VIEWS, ``ep``, and ``ep_shard``, the ranks of dp_shard x sp x tp that hold the
     same experts.
+
+    Attributes:
+        pp: stages of a pipeline.
+        dp_replicate: copies of the sharded model.
+        dp_shard: ranks that see different samples and divide one copy's state.
+        sp: ranks that share a sequence.
+        tp: ranks that divide a layer.
+        ep: ranks that divide the experts; folded out of dp_shard x sp x tp, innermost first.
 
     Raises:
         ValueError: a size below 1, or an ep that does not divide dp_shard x sp x tp.
@@ -112,7 +122,7 @@ class ParallelDims:
 
     @classmethod
     def fill(cls, world_size: int, **sizes: int) -> "ParallelDims":
-        """Dims of these sizes whose dp_shard takes the ranks that are left. Raises ValueError if it can't."""
+        """Return dims of these sizes whose dp_shard takes the remaining ranks. Raises ValueError if it can't."""
         rest = cls(**{**sizes, "ep": 1})
         if world_size % rest.world_size:
             raise ValueError(f"the parallel sizes {rest} do not divide the {world_size} processes")
@@ -120,25 +130,25 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the mesh."""
+        """Number of ranks of the mesh."""
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def check(self, world_size: int) -> None:
-        """Raises ValueError unless the mesh has ``world_size`` ranks."""
+        """Raise ValueError unless the mesh has ``world_size`` ranks."""
         if self.world_size != world_size:
             raise ValueError(f"the parallel sizes {self} need {self.world_size} processes and there are {world_size}")
 
     def size(self, name: str) -> int:
-        """Ranks of each group of this name."""
+        """Return the number of ranks of each group of this name."""
         sizes, axes = self._grid(name)
         return math.prod(sizes[axis] for axis in axes)
 
     def groups(self, name: str) -> list[list[int]]:
-        """The ranks of every group of this name, each in the order of the mesh."""
+        """Return the ranks of every group of this name, each in the order of the mesh."""
         return grid_groups(*self._grid(name))
 
     def coordinate(self, name: str, rank: int) -> int:
-        """The place of ``rank`` in its group of this name."""
+        """Return the index of ``rank`` in its group of this name."""
         sizes, axes = self._grid(name)
         place = 0
         for axis in axes:
@@ -146,7 +156,7 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(sizes of a grid of all ranks, outer to inner; the axes of it that a group of this name runs along)."""
+        """Return (sizes of a grid of all ranks, outer to inner; its axes along which a group of this name runs)."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)
@@ -160,7 +170,8 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Ranks numbered along a grid, its last axis innermost: groups of those that differ along ``axes`` only."""
+    """Number ranks along a grid, its last axis innermost, and return the groups of those that differ along ``axes``
+    only."""
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def ranks(along: Sequence[int]) -> list[int]:
@@ -179,25 +190,25 @@ def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -
 
 
 def check_sequence_parallel(size: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into sequence groups of ``size``."""
+    """Raise ValueError unless ``world_size`` processes divide into sequence groups of ``size``."""
     _check_shares("--sequence_parallel_size", size, {}, world_size)
 
 
 def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into groups of ``size`` that divide every layer, and
-    those into groups of ``sequence_parallel`` that share a sample."""
+    """Raise ValueError unless ``world_size`` processes divide into groups of ``sequence_parallel`` x ``size``, which
+    share a sample and divide every layer."""
     _check_shares("--tensor_parallel_size", size, {"--sequence_parallel_size": sequence_parallel}, world_size)
 
 
 def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into pipelines of ``size`` stages, each of which is
-    groups of these sizes."""
+    """Raise ValueError unless ``world_size`` processes divide into pipelines of ``size`` stages, each of which divides
+    into groups of the other sizes."""
     inner = {"--tensor_parallel_size": tensor_parallel, "--sequence_parallel_size": sequence_parallel}
     _check_shares("--pipeline_parallel_size", size, inner, world_size)
 
 
 def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` divides by ``size`` times those of the ``others``, by flag."""
+    """Raise ValueError unless ``size`` times the ``others`` (flag -> size) divides ``world_size``."""
     if size < 1:
         raise ValueError(f"{flag} {size}: out of range; give 1 or more")
     ranks = size * math.prod(others.values())
@@ -215,7 +226,7 @@ def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int)
 
 
 def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel: int) -> list[str]:
-    """Notes on groups that have ranks on several machines of ``node`` processes each and exchange in every layer."""
+    """Return notes about groups that exchange in every layer and span several machines of ``node`` processes each."""
     notes, sizes = [], {"--tensor_parallel_size": (tensor_parallel, tensor_parallel)}
     sizes["--sequence_parallel_size"] = (sequence_parallel, tensor_parallel * sequence_parallel)
     for flag, (size, ranks) in sizes.items():
@@ -231,9 +242,8 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
 def check_expert_parallel_size(
     size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
 ) -> None:
-    """Raises ValueError unless those of ``world_size`` processes that have one of ``copies`` of the model, or of one of
-    its ``stages``, can be cut into groups of ``size`` with different experts. Ranks that divide every layer divide its
-    experts, too."""
+    """Raise ValueError unless the processes of one stage of one copy of the model divide into groups of ``size`` with
+    different experts. Ranks that divide every layer divide its experts, too."""
     flag = f"--expert_parallel_size {size}"
     if size < 1:
         raise ValueError(f"{flag}: out of range; give 1 or more")
@@ -255,8 +265,8 @@ def check_expert_parallel_size(
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raises ValueError unless the groups of ``sharing`` among ``world_size`` processes that see the same samples can
-    be cut into ``copies`` of the model."""
+    """Raise ValueError unless the groups of ``sharing`` processes that see the same samples divide into ``copies`` of
+    the model."""
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
         raise ValueError(
@@ -266,8 +276,8 @@ def check_replicate(copies: int, sharing: int, world_size: int) -> None:
 
 
 def check_cfg_parallel(sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raises ValueError unless ``world_size`` processes can be cut into pairs of groups that share a sample's tokens
-    and divide layers."""
+    """Raise ValueError unless ``world_size`` processes divide into pairs of groups that share a sample's tokens and
+    divide layers."""
     ranks = 2 * sequence_parallel * tensor_parallel
     if world_size % ranks:
         sizes = {"--sequence_parallel_size": sequence_parallel, "--tensor_parallel_size": tensor_parallel}

@@ -14,11 +14,10 @@ from opendit.config.checks import (
     check_workers,
     check_writable,
 )
+from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
-from opendit.config.flags import refuse_idle
-from opendit.config.parser import CommandLine
-from opendit.config.values import BATCH, FPS, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, whole
+from opendit.config.flags import BATCH, FPS, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
@@ -30,7 +29,7 @@ IN_AND_OUT = "Files: what is read and written"
 
 
 def build_parser(doc: str) -> CommandLine:
-    """doc: the program's docstring."""
+    """Build the parser of preprocess.py. doc: the program's docstring."""
     parser = CommandLine(name_of("preprocess.py"), doc)
     demo = parser.command("demo", "make clips of moving digits with captions")
     demo.heading("Clips: what they show, and where they go")
@@ -62,7 +61,7 @@ def build_parser(doc: str) -> CommandLine:
     index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
     index.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each reads a tar", 4)
     index.option("--energon_cooker", TEXT, COOKER)
-    index.switch("--force", "make those anew that are there, too", False)
+    index.switch("--force", "make existing ones again, too", False)
     index.heading("Latents: of tars that hold some of another program's")
     index.option(
         "--latents",
@@ -164,8 +163,15 @@ def _add_latents(latents: CommandLine) -> None:
 
 
 def check(command: str, options: dict[str, Any], given: set[str]) -> None:
-    """Raises ValueError, naming the flag and the fix, for what one command's flags can't be together or on this
-    machine. ``given``: the flags that stood on the command line."""
+    """Check the flags of one command together, and convert sizes in place.
+
+    Args:
+        options: values of all flags of the command.
+        given: the flags that were on the command line.
+
+    Raises:
+        ValueError: flags that can't be combined, or do not work on this machine; names the flag and the fix.
+    """
     if "num_workers" in options:
         check_workers(options["num_workers"], "num_workers" in given)
     check_rate(options.get("fps"), given)
@@ -183,20 +189,20 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
         check_inline(options["data_path"], "DATA")
         check_data(options["data_path"], "DATA")
         if options["data_path"] in named_sources():
-            refuse_idle(given, {"energon_cooker": f"does nothing with DATA {options['data_path']}"})
+            reject_unused(given, {"energon_cooker": f"does nothing with DATA {options['data_path']}"})
         check_writable(options["output"], "--output")
     elif command == "index":
         check_exists(options["root"], "DIR", "a folder of tars")
         if not Path(options["root"], ENERGON).is_dir():
-            refuse_idle(given, {"energon_cooker": f"does nothing with DIR {options['root']}, which has no {ENERGON}"})
+            reject_unused(given, {"energon_cooker": f"does nothing with DIR {options['root']}, which has no {ENERGON}"})
         if options["latents"] is None:
             of_latents = ("vae", "image_size", "use_video", "num_frames", "frame_interval", "fps")
-            refuse_idle(given, dict.fromkeys(of_latents, "does nothing without --latents"))
+            reject_unused(given, dict.fromkeys(of_latents, "does nothing without --latents"))
         else:
-            refuse_idle(given, {"energon_cooker": "does not go with --latents"})
+            reject_unused(given, {"energon_cooker": "does not go with --latents"})
             if not options["use_video"]:
                 clips = ("num_frames", "frame_interval", "fps")
-                refuse_idle(given, dict.fromkeys(clips, "does nothing without --use_video"))
+                reject_unused(given, dict.fromkeys(clips, "does nothing without --use_video"))
             if options["vae"] == "none":
                 raise ValueError("--vae none: has no latents; give the VAE that they are of")
             check_vae(options["vae"])
@@ -207,14 +213,14 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
 
 def _check_latents(options: dict[str, Any], given: set[str]) -> None:
-    idle = {}
+    unused = {}
     if not options["use_video"]:
-        idle |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")
+        unused |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")
     if options["text_encoder"] is None:
-        idle["max_text_tokens"] = "does nothing without --text_encoder"
+        unused["max_text_tokens"] = "does nothing without --text_encoder"
     if options["data_path"] in named_sources():
-        idle["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
-    refuse_idle(given, idle)
+        unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
+    reject_unused(given, unused)
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     size, options["tar_bytes"] = options["shard_size"], None
     if size.isascii() and size.isdigit():

@@ -1,18 +1,24 @@
 """Recipes: named sets of flags, which the command line overrides (``--recipe NAME``; docs/recipes.md).
 
-A training stage is a recipe of its own: it says which one it follows, and starts from that one's weights with
+Each training stage is one recipe. It names the recipe that it follows, and starts from that one's weights by
 ``--pretrained``. Every recipe has a form ``mock_NAME`` on random latents, to time a step without data.
 """
 
 import re
 from dataclasses import dataclass
 
-from opendit.config.values import nearest
+from opendit.config.flags import nearest
 
 
 @dataclass(frozen=True)
 class Preset:
-    """``flags``: as they would stand on a command line. ``follows``: the recipe whose weights this one starts from."""
+    """A recipe.
+
+    Attributes:
+        about: one line for --recipe list.
+        flags: as on a command line.
+        follows: the recipe whose weights this one starts from.
+    """
 
     about: str
     flags: str
@@ -50,8 +56,8 @@ FLOW = "--objective flow --flow_times logit_normal"
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
 ) -> dict[str, Preset]:
-    """The three stages of one model: ``batch`` pictures a GPU, ``world`` in all, in the first one. more: flags of all
-    stages; joint: of the second one."""
+    """Make the three stages of one model. The first one takes ``batch`` pictures per GPU and ``world`` in total. more:
+    flags of all stages; joint: flags of the second one."""
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
     return {
@@ -114,7 +120,7 @@ RECIPES |= {
 
 
 def find_recipe(name: str) -> Preset:
-    """Raises ValueError for an unknown one, naming the most similar."""
+    """Return the recipe of this name. Raises ValueError for an unknown one, naming the most similar."""
     if name not in RECIPES:
         raise ValueError(
             f"--recipe {name}: no such recipe; did you mean {nearest(name, [*RECIPES, 'list'])}? "

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from opendit.config.approximations import FORMS, Approximations
 from opendit.config.architectures import canonical_name
-from opendit.config.checkpoints import PARTS, SHARDS, WHOLE
 from opendit.config.checks import (
     check_file,
     check_interval,
@@ -15,14 +14,23 @@ from opendit.config.checks import (
     check_vae,
     check_weights,
     check_writable,
-    settle_precision,
+    resolve_precision,
 )
 from opendit.config.components import ParallelFlags, SpeedFlags
-from opendit.config.flags import Flags, check_values, flag, settle_idle
-from opendit.config.objectives import ALL_SAMPLERS, DESCRIPTIONS
+from opendit.config.flags import (
+    BATCH,
+    FRAMES,
+    GUIDANCE,
+    SAMPLING_STEPS,
+    SEED,
+    SIDE,
+    Flags,
+    check_unused,
+    check_values,
+    flag,
+)
+from opendit.config.names import ALL_SAMPLERS, DESCRIPTIONS, PARTS, PRECISIONS, SHARDS, WHOLE
 from opendit.config.parallel_sizes import check_cfg_parallel, check_tensor_parallel_size
-from opendit.config.plugins import PRECISIONS
-from opendit.config.values import BATCH, FRAMES, GUIDANCE, SAMPLING_STEPS, SEED, SIDE
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class GivenFrameFlags(Flags):
     group: ClassVar[str] = "Given frames: what clips begin with, of models of --given_frames"
 
     image: list[str] = flag([], "pictures that clips begin with, of a model with given frames", free=True, unit="file")
-    clip: list[str] = flag([], "clips whose last frames are gone on from, of such a model", free=True, unit="file")
+    clip: list[str] = flag([], "clips whose last frames are continued, of such a model", free=True, unit="file")
     clip_frames: int | None = flag(None, "of --clip, of a model of any number of given frames", **FRAMES)
 
 
@@ -141,13 +149,13 @@ class GuidanceFlags(Flags):
 
 @dataclass(frozen=True)
 class OutputFlags(Flags):
-    """Flags that say where runs are found and where pictures go."""
+    """Flags of where runs are found and where pictures go."""
 
     group: ClassVar[str] = "Output: where results go"
 
     outputs: str = flag("./outputs", "where --ckpt latest looks for runs", unit="folder")
     output: str = flag("./samples", "folder for the grid and the single pictures", common=True, unit="folder")
-    overwrite: bool = flag(False, "draw anew what a job that did not end left in --output")
+    overwrite: bool = flag(False, "draw again what an unfinished job left in --output")
     save_png: bool = flag(True, "write single pictures too")
     npz: str | None = flag(
         None, "also write arr_0 (uint8 N,H,W,3) and arr_1 (labels) for FID tools", common=True, unit="file"
@@ -178,13 +186,13 @@ class SampleConfig(
         "torchrun --standalone --nproc_per_node=8 sample.py --num_samples 50000 --npz fid.npz",
     )
 
-    def settled(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
-        """Resolve the flags; see :meth:`TrainConfig.settled`."""
+    def resolve(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
+        """Check the flags together, and fill in what depends on the hardware; see :meth:`TrainConfig.resolve`."""
         if self.cfg_interval:
             check_interval(self.cfg_interval)
         check_values(self)
-        precision, notes = settle_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
-        notes += settle_idle(self, self._idle())
+        precision, notes = resolve_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
+        notes += check_unused(self, self._unused())
         model = None if self.model is None else canonical_name(self.model)
         self.check_parallel(world_size)
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
@@ -219,17 +227,17 @@ class SampleConfig(
             check_output_file(npz, "--npz")
         return replace(self, model=model, mixed_precision=precision, npz=npz), notes
 
-    def _idle(self) -> dict[str, str]:
-        """The flags that would change nothing with the others as they are, and why."""
-        idle = {}
+    def _unused(self) -> dict[str, str]:
+        """Return the flags that change nothing in combination with the others, and why."""
+        unused = {}
         if self.cfg_scale == 1:
-            idle |= dict.fromkeys(
+            unused |= dict.fromkeys(
                 ("cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"),
                 "does nothing with --cfg_scale 1, which is no guidance",
             )
         if self.ckpt != "latest":
-            idle["outputs"] = "does nothing with --ckpt PATH"
+            unused["outputs"] = "does nothing with --ckpt PATH"
             names = [self.weights + suffix for suffix in (WHOLE, SHARDS, PARTS)]
             if Path(self.ckpt).is_file() and Path(self.ckpt).name not in names:
-                idle["weights"] = "does nothing with a file as --ckpt"
-        return idle
+                unused["weights"] = "does nothing with a file as --ckpt"
+        return unused

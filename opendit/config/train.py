@@ -14,7 +14,7 @@ from opendit.config.checks import (
     check_weights,
     check_workers,
     check_writable,
-    settle_precision,
+    resolve_precision,
 )
 from opendit.config.components import (
     EvaluationFlags,
@@ -25,12 +25,11 @@ from opendit.config.components import (
     SpeedFlags,
     ValidationFlags,
 )
+from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_inline, named_sources
-from opendit.config.errors import OnThisMachine
-from opendit.config.evaluate import EvaluateConfig
-from opendit.config.flags import check_values, settle_idle
-from opendit.config.metrics import DIGITS, of_training
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.evaluate import EvaluateConfig, rename_for_training
+from opendit.config.flags import check_unused, check_values
+from opendit.config.names import DESCRIPTIONS, DIGITS, OWN_ATTENTION, PLUGINS, check_precision
 from opendit.config.parallel_sizes import (
     check_expert_parallel_size,
     check_pipeline_parallel_size,
@@ -39,7 +38,6 @@ from opendit.config.parallel_sizes import (
     crossing,
     environment_node_size,
 )
-from opendit.config.plugins import OWN_ATTENTION, PLUGINS, check_precision
 from opendit.config.recipes import find_recipe
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
@@ -72,28 +70,35 @@ class TrainConfig(
     program: ClassVar[str] = "train.py"
     examples: ClassVar[tuple[str, ...]] = (
         "python train.py --model DiT-S/2 --data_path PICTURES --image_size 256",
-        "python train.py --model DiT-S/2 --data_path PICTURES --load latest    # goes on",
+        "python train.py --model DiT-S/2 --data_path PICTURES --load latest    # resumes",
         "torchrun --standalone --nproc_per_node=8 train.py --recipe dit_xl_imagenet256",
         "python train.py --recipe pretrain_7b --dry_run 64    # what it would need",
     )
 
     def world_size(self) -> int:
-        """The processes of the run: those there are, or that --dry_run asks about."""
+        """Return the number of processes of the run: those that exist, or the number that --dry_run asks about."""
         found = super().world_size()
         return found if self.dry_run is None else self.dry_run or max(found, self.sharing)
 
     @property
     def sharing(self) -> int:
-        """The processes that see the same samples."""
+        """Number of processes that see the same samples."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     def node_size(self, world_size: int) -> int:
-        """The processes of a machine, of ``world_size`` in all."""
+        """Return the number of processes on one machine, out of ``world_size``."""
         found = environment_node_size() if self.dry_run in (None, 0) else None
         return min(world_size, self.gpus_per_node or found or (8 if self.dry_run is not None else world_size))
 
-    def settled(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
-        """The flags with the values that depend on each other and on the hardware, and the notes to print.
+    def resolve(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
+        """Check the flags together, and fill in the values that depend on each other and on the hardware.
+
+        Args:
+            world_size: number of processes of the run.
+            has_gpu: whether this process has a GPU.
+
+        Returns:
+            The resolved flags, and notes to print.
 
         Raises:
             ValueError: a combination that can't work; the message names the flag and the fix.
@@ -105,13 +110,13 @@ class TrainConfig(
         if flags.given_frames is not None:
             parse_given(flags.given_frames)
         flags._check_kind()
-        notes = settle_idle(flags, flags._idle()) + flags._check_steps()
-        if flags.plugin != "fsdp":  # it may be a recipe's
+        notes = check_unused(flags, flags._unused()) + flags._check_steps()
+        if flags.plugin != "fsdp":  # a recipe may set it
             flags = replace(flags, offload="none")
-        precision, note = settle_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
+        precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
         flags._check_speed()
-        flags, note = flags._settle_recompute()
+        flags, note = flags._resolve_recompute()
         notes += note
         flags._check_optimizer()
         check_rate(flags.fps, flags.given)
@@ -125,11 +130,11 @@ class TrainConfig(
         flags._check_pipeline_parallel(world_size)
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
         flags._check_expert_parallel(world_size)
-        flags, note = flags._settle_tokens()
+        flags, note = flags._resolve_tokens()
         notes += note
         flags._check_packs()
-        if flags.parallel != "auto":  # which decides it
-            flags, note = flags._settle_batch(world_size // flags.sharing)
+        if flags.parallel != "auto":  # which chooses the batch itself
+            flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
         notes += crossing(
             flags.node_size(world_size), world_size, flags.tensor_parallel_size, flags.sequence_parallel_size
@@ -141,7 +146,7 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def evaluating(self) -> EvaluateConfig:
-        """Return what ``opendit evaluate`` would be given to measure the samples of --evaluate_every."""
+        """Return the configuration with which ``opendit evaluate`` measures the samples of --evaluate_every."""
         how = {
             "features": self.evaluate_features,
             "video_features": self.evaluate_video_features,
@@ -181,8 +186,8 @@ class TrainConfig(
             raise ValueError(
                 "--attention math: builds the N x N matrix, which --enable_flashattn rules out; leave one out"
             )
-        if self.fp8 and "fp8" in PLUGINS[self.plugin].refuses:
-            other = next(name for name, plugin in PLUGINS.items() if "fp8" not in plugin.refuses)
+        if self.fp8 and "fp8" in PLUGINS[self.plugin].rejects:
+            other = next(name for name, plugin in PLUGINS.items() if "fp8" not in plugin.rejects)
             raise ValueError(
                 f"--fp8: does not work with --plugin {self.plugin}; use --plugin {other}, or leave --fp8 out"
             )
@@ -202,7 +207,7 @@ class TrainConfig(
             self.evaluating().check_what()
         except (ValueError, OSError) as error:
             if self.dry_run is None or not isinstance(error, OnThisMachine):
-                raise type(error)(of_training(str(error))) from error
+                raise type(error)(rename_for_training(str(error))) from error
         if self.data_path == "mock":
             raise ValueError("--evaluate_every: --data_path mock has no samples to learn from; leave it out")
 
@@ -236,17 +241,17 @@ class TrainConfig(
                 check_data(getattr(self, name), f"--{name}")
             check_writable(self.outputs, "--outputs")
 
-    def _idle(self) -> dict[str, str]:
-        """The flags that would change nothing with the others as they are, and why."""
+    def _unused(self) -> dict[str, str]:
+        """Return the flags that change nothing in combination with the others, and why."""
         kind, mock = self.model.rpartition("-")[0], self.data_path == "mock"
-        idle = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
-        idle |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
+        unused = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
+        unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.tokens is None:
-            idle["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
+            unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
         if self.lora is None:
-            idle["lora_alpha"] = "does nothing without --lora"
+            unused["lora_alpha"] = "does nothing without --lora"
         if self.parallel != "auto" and self.dry_run is None:
-            idle["hardware"] = "does nothing without --parallel auto or --dry_run"
+            unused["hardware"] = "does nothing without --parallel auto or --dry_run"
         if self.plugin != "fsdp" and self.parallel != "auto":
             of_fsdp = (
                 "expert_parallel_size",
@@ -256,35 +261,35 @@ class TrainConfig(
                 "offload",
                 "gather_fp8",
             )
-            idle |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
+            unused |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:
-            idle["gather_fp8"] = "does nothing without --fp8"
+            unused["gather_fp8"] = "does nothing without --fp8"
         if self.pipeline_parallel_size == 1:
-            idle["pipeline_schedule"] = "does nothing without --pipeline_parallel_size above 1"
+            unused["pipeline_schedule"] = "does nothing without --pipeline_parallel_size above 1"
         if not self.evaluate_every:
             of_it = (item.name for item in fields(EvaluationFlags) if item.name != "evaluate_every")
-            idle |= dict.fromkeys(of_it, "does nothing without --evaluate_every")
+            unused |= dict.fromkeys(of_it, "does nothing without --evaluate_every")
         if not self.use_video:
             of_clips = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader", "given_frames")
-            idle |= dict.fromkeys(of_clips, "does nothing without --use_video")
+            unused |= dict.fromkeys(of_clips, "does nothing without --use_video")
         if not self.save:
-            idle |= dict.fromkeys(("ckpt_keep", "checkpoint_format"), "does nothing with --no_save")
-            if mock or self.sample_every is not None:  # otherwise grids follow it
+            unused |= dict.fromkeys(("ckpt_keep", "checkpoint_format"), "does nothing with --no_save")
+            if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
-                idle["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # (--sample_every 0 switches the grids off, in a command line that may go on saying how they are drawn.)
+                unused["ckpt_every"] = f"does nothing with --no_save and {other}"
+        # --sample_every 0 disables grids; the other flags of grids may stay.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
-            idle |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
+            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
             if self.sample_every != 0:
-                idle["sample_every"] = why
+                unused["sample_every"] = why
             of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")
-            idle |= dict.fromkeys(of_files, "does nothing with --data_path mock")
+            unused |= dict.fromkeys(of_files, "does nothing with --data_path mock")
         if self.data_path in named_sources():
-            idle["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
+            unused["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
         if self.pretrained and self.lora is None and self.load not in (None, "latest"):
-            idle["pretrained"] = "does nothing with --load, which brings its own weights"
-        return idle
+            unused["pretrained"] = "does nothing with --load, which brings its own weights"
+        return unused
 
     def _check_steps(self) -> list[str]:
         if self.max_steps is None or self.warmup_steps <= self.max_steps:
@@ -294,11 +299,11 @@ class TrainConfig(
             raise ValueError(f"{found}; lower it, or raise --max_steps")
         return [f"{found}, so that --lr {self.lr:g} is never reached"]
 
-    def _settle_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
-        """Divide --global_batch_size into micro-batches, the largest of at most --batch_size samples."""
+    def _resolve_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
+        """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples."""
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
-        if self.global_batch_size is None or "grad_accumulation" in self.given:  # rather than a recipe's global batch
+        if self.global_batch_size is None or "grad_accumulation" in self.given:  # which overrides a recipe's batch
             return self, []
         asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
         if fits != asked and "global_batch_size" in self.given:
@@ -311,8 +316,8 @@ class TrainConfig(
         same = fits == asked
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
-    def _settle_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """With --bucket_tokens or --pack_tokens a rank has one unit at a time, unless it is told of more."""
+    def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
+        """Set --batch_size to 1 with --bucket_tokens or --pack_tokens, which it then counts, unless it was given."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -326,7 +331,7 @@ class TrainConfig(
         return replace(self, batch_size=1), [f"batch size: 1; it counts {what} of {self.tokens:,} tokens"]
 
     def _check_packs(self) -> None:
-        """Raises ValueError that names the flags and why they don't go together."""
+        """Raise ValueError, with the reason, for flags that can't be combined with --pack_tokens."""
         if self.pack_tokens is None:
             return
         kind, ranks, tokens = self.sequence_parallel_type, self.sequence_parallel_size, self.pack_tokens
@@ -350,7 +355,7 @@ class TrainConfig(
         if self.pretrained is None:
             raise ValueError("--lora: adds to trained weights; say which with --pretrained")
         clashes = {
-            f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].refuses,
+            f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].rejects,
             "--fp8": self.fp8,
             "--recompute": self.recompute != "none",
             "--sequence_parallel_type fastseq, which reads whole projections": self.sequence_parallel_type == "fastseq",
@@ -363,30 +368,30 @@ class TrainConfig(
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
         if self.tensor_parallel_size == 1:
             return
-        refused = "tensor_parallel_size" in PLUGINS[self.plugin].refuses
+        rejected = "tensor_parallel_size" in PLUGINS[self.plugin].rejects
         clashes = {
-            f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": refused,
+            f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": rejected,
             "--fp8, whose operations read a projection's whole weight": self.fp8,
             "--compile, which can't follow the exchange inside of a layer": self.compile,
             "--lora, whose products go beside those of whole layers": self.lora is not None,
         }
-        self._refuse("tensor_parallel_size", clashes)
+        self._reject("tensor_parallel_size", clashes)
 
     def _check_pipeline_parallel(self, world_size: int) -> None:
         sizes = self.pipeline_parallel_size, self.sequence_parallel_size, self.tensor_parallel_size
         check_pipeline_parallel_size(*sizes, world_size)
         if self.pipeline_parallel_size == 1:
             return
-        refused = "pipeline_parallel_size" in PLUGINS[self.plugin].refuses
+        rejected = "pipeline_parallel_size" in PLUGINS[self.plugin].rejects
         clashes = {
-            f"--plugin {self.plugin}, whose chunks are of all processes together": refused,
+            f"--plugin {self.plugin}, whose chunks are of all processes together": rejected,
             "--lora, which adds little that stages could share": self.lora is not None,
             "--checkpoint_format whole, for no process gathers the stages": self.checkpoint_format == "whole",
         }
-        self._refuse("pipeline_parallel_size", clashes)
+        self._reject("pipeline_parallel_size", clashes)
 
-    def _refuse(self, flag: str, clashes: dict[str, bool]) -> None:
-        """Raises ValueError that names the first of ``clashes``, flag and reason -> whether it is there."""
+    def _reject(self, flag: str, clashes: dict[str, bool]) -> None:
+        """Raise ValueError for the first true one of ``clashes``, "--other, reason" -> whether it applies."""
         for what, clash in clashes.items():
             if clash:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
@@ -401,9 +406,10 @@ class TrainConfig(
             "--lora, which trains no experts": self.lora is not None,
         }
         if size > 1:
-            self._refuse("expert_parallel_size", clashes)
+            self._reject("expert_parallel_size", clashes)
 
-    def _settle_recompute(self) -> tuple["TrainConfig", list[str]]:
+    def _resolve_recompute(self) -> tuple["TrainConfig", list[str]]:
+        """Turn --recompute off where the plugin or --fp8 makes it useless."""
         if self.recompute == "none":
             return self, []
         for name, why in (

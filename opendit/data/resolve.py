@@ -12,10 +12,10 @@ from opendit.config.data_sources import (
     SOURCES,
     check_address,
     check_inline,
+    data_path_help,
     inline_sources,
     is_address,
     named_sources,
-    taken,
 )
 from opendit.data.base import MediaDataset
 from opendit.data.files import kind_of, printable
@@ -67,24 +67,24 @@ def _locate(data_path: str) -> Path:
     Raises ValueError or FileNotFoundError, naming the flag and what to do."""
     shown = f"--data_path {printable(data_path)}"
     if not data_path.strip():
-        raise ValueError(f"--data_path: empty; give {taken()}")
+        raise ValueError(f"--data_path: empty; give {data_path_help()}")
     try:
         path = Path(data_path).expanduser() if data_path[0] == "~" else Path(data_path)
         kind = kind_of(os.stat(path).st_mode)
         if kind == "a folder":
             os.scandir(path).close()
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{shown}: doesn't exist{_name_advice(data_path)}; give {taken()}") from error
+        raise FileNotFoundError(f"{shown}: doesn't exist{_name_advice(data_path)}; give {data_path_help()}") from error
     except PermissionError as error:
         raise ValueError(f"{shown}: can't be read ({error.strerror}); allow it (chmod -R u+rX)") from error
     except RuntimeError as error:
         raise ValueError(f"{shown}: the home folder of that user is not known; write the path out") from error
     except (OSError, ValueError) as error:  # too long, a circle of links, a NUL
         raise ValueError(
-            f"{shown}: can't be read ({getattr(error, 'strerror', None) or error}); give {taken()}"
+            f"{shown}: can't be read ({getattr(error, 'strerror', None) or error}); give {data_path_help()}"
         ) from error
     if kind not in (None, "a folder"):
-        raise ValueError(f"{shown}: {kind}; give {taken()}")
+        raise ValueError(f"{shown}: {kind}; give {data_path_help()}")
     return path
 
 
@@ -110,4 +110,4 @@ def _file_advice(path: Path) -> str:
         return "an archive; unpack it and give its folder"
     if suffix in (".tsv", ".txt", ".json", ".jsonl", ".parquet", ".xlsx"):
         return "a file; captions come as a .csv of path,text"
-    return f"a file; give {taken()}"
+    return f"a file; give {data_path_help()}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from opendit.common.utils import import_when_used
 
 if TYPE_CHECKING:
-    from opendit.config.objectives import ALL_SAMPLERS as ALL_SAMPLERS
+    from opendit.config.names import ALL_SAMPLERS as ALL_SAMPLERS
     from opendit.diffusion.ddpm import DDPM as DDPM
     from opendit.diffusion.ddpm import PREDICTIONS as PREDICTIONS
     from opendit.diffusion.ddpm import DiffusionLoss as DiffusionLoss
@@ -40,7 +40,7 @@ __getattr__, __all__ = import_when_used(
         "opendit.diffusion.objectives.edm": "EDMTrajectory",
         "opendit.diffusion.objectives.flow": "FlowTrajectory",
         "opendit.diffusion.guidance": "cfg_model guided_within",
-        "opendit.config.objectives": "ALL_SAMPLERS",
+        "opendit.config.names": "ALL_SAMPLERS",
         "opendit.diffusion.objectives": "OBJECTIVES DDPMObjective EDMObjective FlowObjective Objective "
         "objective_from_dict objective_from_flags",
         "opendit.diffusion.prepared": "Prepared",

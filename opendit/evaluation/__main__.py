@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opendit.config.checks import check_exists, check_no_folder, check_output_file
+from opendit.config.command_line import CommandLine, read_flags
 from opendit.config.console import name_of, prepare_console
 from opendit.config.evaluate import EvaluateConfig
-from opendit.config.flags import read_flags
-from opendit.config.parser import CommandLine
-from opendit.config.values import Value
+from opendit.config.flags import Value
 
 PLOT = """Draws runs over each other: figures over training, steps and guidance, precision against recall, the losses of
 their logs; and writes a PNG.

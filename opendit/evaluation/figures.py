@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opendit.config.metrics import METRICS
+from opendit.config.names import METRICS
 from opendit.evaluation.digits import COPY_QUANTILE, AskedDigits, named_right, share_of_copies
 from opendit.evaluation.extract import Layout
 from opendit.evaluation.frechet import GROUPS, NORMAL_95, Moments, frechet_distance, jackknife_error

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.config.metrics import DIGITS, of_training
+from opendit.config.evaluate import rename_for_training
+from opendit.config.names import DIGITS
 from opendit.data.moving_digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
@@ -68,7 +69,7 @@ class RunEvaluation:
         try:
             self._measuring = Measuring(flags, self._samples, folder, spec.mesh, self._note)
         except (ValueError, OSError) as error:
-            raise type(error)(of_training(str(error))) from error
+            raise type(error)(rename_for_training(str(error))) from error
         if not self._measuring.metrics:
             raise ValueError(f"--evaluate_every: {self._measuring.nothing}")
         self._layout = self._measuring.extractor.layout(shape)

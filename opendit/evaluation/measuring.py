@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.console import print_block
-from opendit.config.metrics import DIGITS, METRICS
+from opendit.config.names import DIGITS, METRICS
 from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.extract import Extractor, Layout
 from opendit.evaluation.figures import Figure, MetricInputs, RealSamples, check_features, figure_names, figures, plan

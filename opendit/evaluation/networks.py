@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.utils import sha256_of
-from opendit.config.metrics import DIGITS, PRECISIONS
+from opendit.config.names import DIGITS, FEATURE_PRECISIONS
 from opendit.evaluation.digits import SIZE, digits_sha256, picture_features
 from opendit.evaluation.inception_pixels import SIDE, ScriptedInception, resize
 from opendit.evaluation.known_files import check_known, is_known, shown
@@ -92,8 +92,8 @@ def load_network(
         ValueError: it is no such network, or a known file with other contents.
     """
     path = Path(path).expanduser()
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision {precision}: must be one of {', '.join(PRECISIONS)}")
+    if precision not in FEATURE_PRECISIONS:
+        raise ValueError(f"precision {precision}: must be one of {', '.join(FEATURE_PRECISIONS)}")
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: a network of features is a file or a folder of transformers")
     if path.is_dir():

@@ -62,7 +62,7 @@ def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = l
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
-    flags.settled(mesh.world_size, mesh.device.type == "cuda")  # all of them, before the first
+    flags.resolve(mesh.world_size, mesh.device.type == "cuda")  # all of them, before the first
     found: list[Measurement] = []
     for number, point in enumerate(points, 1):
         if mesh.is_main:
@@ -76,7 +76,7 @@ def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = l
 
 
 def _measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None]) -> list[Measurement]:
-    flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
+    flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
 
     def say(text: str) -> None:
         if mesh.is_main:

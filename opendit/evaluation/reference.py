@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opendit.common.safe_files import replacing
 from opendit.common.utils import sha256_of
-from opendit.config.metrics import DIGITS
+from opendit.config.names import DIGITS
 from opendit.data.files import printable
 from opendit.evaluation.digits import RealDigits, real_pictures
 from opendit.evaluation.extract import Extractor, Features, extract_media

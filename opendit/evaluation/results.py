@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.safe_files import open_to_append, refuse_links
-from opendit.config.metrics import DIGITS
+from opendit.config.names import DIGITS
 
 FILE = "results.jsonl"
 # Fields that two figures of one metric must share before their difference says anything of the samples -> their names.

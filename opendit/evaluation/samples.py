@@ -12,7 +12,7 @@ import torch
 
 from opendit.checkpoint.lock import lock_folder
 from opendit.common.stages import Stages
-from opendit.config.metrics import DIGITS
+from opendit.config.names import DIGITS
 from opendit.data.moving_digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import FrameCodec

@@ -14,10 +14,9 @@ from pathlib import Path
 from opendit.common.utils import read_size
 from opendit.config.architectures import canonical_name
 from opendit.config.checks import check_can_be_made, check_output_file, check_vae, check_weights
+from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
-from opendit.config.flags import refuse_idle
-from opendit.config.parser import CommandLine
-from opendit.config.values import Value, one_of
+from opendit.config.flags import Value, one_of, reject_unused
 
 MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 
@@ -63,7 +62,7 @@ def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, g
             "vae": "does nothing with the format meta, which holds no VAE",
             "max_shard_size": "does nothing with the format meta, which is one file",
         }
-        refuse_idle(given, idle)
+        reject_unused(given, idle)
     if model is not None:
         canonical_name(model)
     if vae is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.backends import cuda as cuda_backends
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opendit.config.kernels import ATTENTION, PACKAGE
+from opendit.config.names import ATTENTION, PACKAGE
 from opendit.kernels import flash_attention_4
 from opendit.kernels.capability import FEATURES, compute_capability
 from opendit.kernels.filled_heads import with_filled_heads

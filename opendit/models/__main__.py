@@ -7,11 +7,10 @@ opendit models --image_size 512 --batch_size 8 --world 8
 import sys
 
 from opendit.config.architectures import NAMES, VIDEO_NAMES, is_video
+from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
-from opendit.config.flags import refuse_idle
-from opendit.config.parser import CommandLine
-from opendit.config.plugins import PLUGINS, PRECISIONS
-from opendit.config.values import BATCH, FRAMES, SIDE, Value, one_of, whole
+from opendit.config.flags import BATCH, FRAMES, SIDE, Value, one_of, reject_unused, whole
+from opendit.config.names import PLUGINS, PRECISIONS
 
 
 def table(names: list[str], image_size: int, frames: int, batch: int, world: int, precision: str) -> list[list[str]]:
@@ -57,7 +56,7 @@ def main(argv: list[str]) -> None:
     names = options.pop("names") or [*NAMES, *VIDEO_NAMES]
     try:
         if not any(map(is_video, names)):
-            refuse_idle(given, {"num_frames": "does nothing without a model of clips"})
+            reject_unused(given, {"num_frames": "does nothing without a model of clips"})
         rows = table(names, *options.values())
     except ValueError as error:
         parser.fail(error)

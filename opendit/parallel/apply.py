@@ -1,4 +1,4 @@
-"""A model becomes the parallel model, in the one order in which its changes may come."""
+"""Turn a model into the parallel model, in the only order in which its changes work."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
 from opendit.models.parameter_names import fits
 from opendit.models.segment_attention import Varlen
-from opendit.parallel.expert import divide_among, shard_experts
+from opendit.parallel.collectives import Group
+from opendit.parallel.experts import divide_among, shard_experts
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.pipeline.stages import PipelineStages, keep_stages
+from opendit.parallel.pipeline import PipelineStages, keep_stages
 from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
-from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.tensor import divide
 
 
@@ -35,28 +35,28 @@ def apply_parallel(
     compiled: bool = False,
     **compile_options: Any,
 ) -> DiT:
-    """``model`` with everything that a run puts into it, in place; returns it. What the engine then does to its
-    parameters (shards: for --plugin fsdp :func:`apply_shards`) comes last.
+    """Prepare ``model`` for a run, in place, and return it. What the engine then does to its parameters (shards, for
+    --plugin fsdp by :func:`apply_shards`) comes last.
 
     stages -> tensor -> expert -> sequence -> recompute -> compile -> shards:
 
-    1. the blocks that are other ranks', which are left out; the layers that ranks divide, experts among them: all that
-       follows is done to a rank's part of the model;
-    2. operations, attention and how ranks share sequences (``model.use``), which sets all operations anew, and so would
-       undo 3;
+    1. other ranks' blocks are left out, and the layers that ranks divide are replaced, experts among them: everything
+       that follows works on a rank's part of the model;
+    2. operations, attention and how ranks share sequences (``model.use``): sets all operations anew, and would undo 3;
     3. the rematerialization policy, which wraps those operations; or whole blocks that are recomputed;
-    4. compile, which traces what is there by then, policy included; it begins with the first call;
-    5. shards: they hang hooks on the blocks, and cut the stack as compile does (``opendit.models.blocks``).
+    4. compile, which traces what exists by then, policy included, at the first call;
+    5. shards, which hang hooks on the blocks, and cut the stack as compile does (``opendit.models.blocks``).
 
     Args:
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.
-        sequence: how ranks share every sample, None: they do not.
-        tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None: they do not.
-        experts: ranks that have different experts, see ``opendit.parallel.expert``; None: they do not.
-        stages: of a pipeline, those that this rank has, see ``opendit.parallel.pipeline``; None: the whole model.
+        sequence: how ranks share every sample; None if they do not.
+        tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None if none do.
+        experts: ranks that have different experts, see ``opendit.parallel.experts``; None if none do.
+        stages: this rank's stages of a pipeline, see ``opendit.parallel.pipeline``; None for the full model.
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``.
         grad_checkpoint: recompute blocks in the backward pass.
-        compiled: torch.compile for blocks and final layer; ``compile_options`` are its.
+        compiled: torch.compile for blocks and final layer.
+        compile_options: of torch.compile.
     """
     if stages is not None:
         keep_stages(model, stages)
@@ -78,15 +78,17 @@ PREFETCHED = 1  # units that are gathered ahead of the one that computes
 
 @dataclass(frozen=True)
 class Sharding:
-    """The settings by which ``fully_shard`` divides a model.
+    """Settings by which ``fully_shard`` divides a model.
 
-    dtype: of the gathered weights; the shards stay as they are. reduce_dtype: in which gradients are summed over ranks.
-    keep_gathered: weights stay gathered from the forward to the backward pass (the traffic of ZeRO-2), else they are
-        freed in between and gathered anew.
-    keep_gradients: of several micro-batches' gradients whole sums are kept, and only the last one's backward pass
-        reduces them; else every backward pass does.
-    gather_float8: :func:`float8_weights` are gathered in float8 (opendit/parallel/float8_gather.py), else in ``dtype``,
-        for the operations to cast. The values are the same.
+    Attributes:
+        dtype: of the gathered weights; the shards stay as they are.
+        reduce_dtype: in which gradients are summed over ranks.
+        keep_gathered: weights stay gathered from the forward to the backward pass (the traffic of ZeRO-2); otherwise
+            they are freed in between and gathered again.
+        keep_gradients: of several micro-batches, unreduced gradient sums are kept, and only the last backward pass
+            reduces them; otherwise every backward pass does.
+        gather_float8: :func:`float8_weights` are gathered in float8 (opendit/parallel/float8_gather.py); otherwise in
+            ``dtype``, and operations cast them. The values are the same.
     """
 
     dtype: torch.dtype = torch.float32
@@ -97,13 +99,13 @@ class Sharding:
 
 
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
-    """Cuts the parameters of ``model``, in place, by the units of its plan: along dimension 0 among the ranks of the
-    group ``fsdp``, each of ``dp_replicate`` having a copy. They become DTensors, and the calls of a unit gather and
-    free its weights; experts that ranks divide are gathered apart (``opendit.parallel.expert``). Frozen weights, which
-    no optimizer needs exactly, are stored in ``sharding.dtype``.
+    """Shard the parameters of ``model``, in place, by the units of its plan: along dimension 0 among the ranks of the
+    group ``fsdp``; each of ``dp_replicate`` has a copy. They become DTensors, and calls of a unit gather and free its
+    weights. Experts that ranks divide are gathered apart (``opendit.parallel.experts``). Frozen weights, which no
+    optimizer needs exactly, are stored in ``sharding.dtype``.
 
-    While a unit computes, the next one's weights are on their way. Blocks make their modulation themselves from then
-    on, for weights are there only while their unit is called.
+    While a unit computes, the next one's weights are gathered. Blocks compute their modulation themselves from then on,
+    because weights exist only while their unit is called.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, which sampling need not wait
 
@@ -126,7 +128,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     for module in called:
         fully_shard(module, **settings)
     model.modulate_in_blocks = True
-    # What is outside of all units is used at the beginning and at the end of both passes: it stays gathered.
+    # Parameters outside of all units are used at the beginning and at the end of both passes: they stay gathered.
     settings["reshard_after_forward"] = False
     fully_shard(model, **settings)
     for place, module in enumerate(called):
@@ -135,10 +137,8 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
 
 
 def float8_weights(model: DiT) -> list[str]:
-    """Names of the weights that are read by operations in float8, and by nothing else.
-
-    There are none if blocks are compiled: torch's compiler does not know weights that exist in float8 only.
-    """
+    """Return the names of the weights that only operations in float8 read. None if blocks are compiled: torch's
+    compiler can't handle weights that exist in float8 alone."""
 
     def in_float8(operation: str) -> bool:
         kernel = model.ops.kernel(operation)

@@ -1,14 +1,14 @@
-"""Weights that operations read in float8 alone, gathered by FSDP2 in float8: half the bytes of bf16, and no operation
-has to find a scale and cast.
+"""Gather weights that only float8 operations read by FSDP2 in float8: half the bytes of bf16, and no operation has to
+compute a scale and cast.
 
-FSDP2 asks the shard of a parameter what to gather, and what to make of it, if that has ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``. They are meant to be methods of a subclass of Tensor. Here they are attributes of the shard
-itself, which stays an ordinary fp32 tensor: whoever keeps state by parameter (masters, moments, averages, the kernels
-of the optimizer, DTensor) works on it as on any other, where a subclass would have to answer for every operation that
-any of them calls.
+FSDP2 asks the shard of a parameter what to gather, and what to make of the result, if the shard has
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. They are meant to be methods of a subclass of Tensor. Here they
+are attributes of the shard itself, which stays an ordinary fp32 tensor: all code that keeps state by parameter
+(masters, moments, averages, the optimizer's kernels, DTensor) works on it as on any other, whereas a subclass would
+have to implement every operation that any of them calls.
 
-What is gathered lies beside the shard: this rank's rows in e4m3, a byte a weight, made anew whenever the shards have
-changed (:meth:`Float8Shards.refresh`). So a step quantises once, however often its passes gather.
+The gathered data lies beside the shard: this rank's rows in e4m3, one byte per weight, computed again whenever the
+shards have changed (:meth:`Float8Shards.refresh`). So a step quantises once, however often its passes gather.
 """
 
 from collections.abc import Collection, Sequence
@@ -31,7 +31,7 @@ class Float8Shards:
         model: cut by ``fully_shard``, its shards in memory.
         names: of the weights.
         dtype: of the forward pass. Weights are rounded to it before they are quantised, as if it had been gathered.
-        group: of the ranks that hold the shards of one copy of the model; None: this rank alone does.
+        group: ranks that hold the shards of one copy of the model; None if this rank alone does.
     """
 
     @torch.no_grad()
@@ -54,7 +54,7 @@ class Float8Shards:
             weight._init_extensions()  # which it did when it made the shard, and found none
 
     def refresh(self) -> None:
-        """Quantises the shards, which have changed, with one scale for each whole weight; collective over the group."""
+        """Quantise the shards, which have changed, with one scale for each full weight; collective over the group."""
         amax = self._quantizer.amax()
         if self._group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
@@ -62,10 +62,12 @@ class Float8Shards:
 
 
 class _Gathered:
-    """The form in which FSDP2 gathers a weight, and its way back to a weight.
+    """The form in which FSDP2 gathers a weight, and the conversion back to a weight.
 
-    sent: (rows, in) uint8, this rank's rows, padded to the first rank's number. descale: (1,) fp32. length: rows of the
-    whole weight.
+    Attributes:
+        sent: (rows, in) uint8, this rank's rows, padded to the first rank's number.
+        descale: (1,) fp32.
+        length: rows of the full weight.
     """
 
     def __init__(self, sent: Tensor, descale: Tensor, length: int):
@@ -85,7 +87,7 @@ class _Gathered:
 
 
 def _managed(model: nn.Module) -> list[Any]:
-    """FSDP2's own objects for the parameters of the model, one for each."""
+    """Return FSDP2's own objects for the parameters of the model, one for each."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return [managed for group in groups if group is not None for managed in group.fsdp_params]

@@ -1,7 +1,7 @@
 """Sampling on several ranks: data parallel x the halves of guidance x sequence parallel x tensor parallel.
 
-Ranks are numbered in this order. Those that share a sample's tokens or divide its layers are next to each other; with
-``--cfg_parallel`` two such groups, one for the conditional half and one for the other, make a replica; replicas draw
+Ranks are numbered in this order. Ranks that share a sample's tokens or divide its layers are neighbours. With
+``--cfg_parallel`` two such groups, one for the conditional half and one for the other, form a replica. Replicas draw
 different samples.
 """
 
@@ -15,18 +15,21 @@ from torch import Tensor
 
 from opendit.config.parallel_sizes import check_cfg_parallel
 from opendit.models import Condition
+from opendit.parallel.collectives import Group, start_gather
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence.collectives import Group, start_gather
 
 
 @dataclass(frozen=True)
 class Replica:
     """The ranks that draw the same samples: replica ``number`` of ``count``.
 
-    All of its ranks get the same latents and decode a share of them each; the one that ``leads`` writes the files.
-    halves: this rank and the one that has the same tokens and parts of layers in the other half of guidance; None if no
-    rank has.
-    ranks: all of the replica; None for one alone.
+    All of its ranks get the same latents, and each decodes a share of them.
+
+    Attributes:
+        leads: True on the rank that writes the files.
+        halves: this rank and the one that has the same tokens and parts of layers in the other half of guidance; None
+            without cfg_parallel.
+        ranks: all ranks of the replica; None for a single one.
     """
 
     number: int
@@ -37,7 +40,7 @@ class Replica:
 
 
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
-    """This rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel`."""
+    """Return this rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel` does."""
     ranks, halves = mesh.sharing, None
     same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # the group that all of them are in already
     group = Group.of(mesh.group(same)) if same and ranks > 1 else None
@@ -55,18 +58,27 @@ def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """``model(x, t, y)`` with its batch shared out over the ranks of ``group``; every rank gets the whole result.
+    """``model(x, t, y)`` whose batch the ranks of ``group`` share; every rank gets the full result.
 
-    Guidance calls the model on one batch, the conditional half and then the unconditional one. Of two ranks each
-    computes a half, and guidance knows nothing of it: the exchange is one all-gather of the predictions a call.
-    Any other batch works too; where it does not divide, the last sample is computed more than once.
+    Guidance calls the model on one batch, the conditional half followed by the unconditional one. Of two ranks each
+    computes a half, without guidance knowing: the exchange is one all-gather of the predictions per call. Any other
+    batch works too; if it does not divide evenly, the last sample is computed more than once.
     """
 
     model: Callable[[Tensor, Tensor, Condition], Tensor]
     group: Group
 
     def __call__(self, x: Tensor, t: Tensor, y: Condition) -> Tensor:
-        """x: (B, C, ...), t: (B,), y: B rows, the same on all ranks; returns (B, C or 2C, ...)."""
+        """Compute this rank's rows of the batch and gather the rest.
+
+        Args:
+            x: (B, C, ...), the same on all ranks.
+            t: (B,).
+            y: B rows.
+
+        Returns:
+            (B, C or 2C, ...).
+        """
         rows = -(-len(x) // self.group.size)
         first = self.group.rank * rows
         mine = torch.arange(first, first + rows, device=x.device).clamp(max=len(x) - 1)

@@ -1,18 +1,29 @@
-"""The hardware of the cost models: rates of a card, and of the links between cards and between machines.
+"""Hardware of the cost models: rates of a card, and of the links between cards and between machines.
 
-:data:`H200` holds what was measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). Other cards of
-:data:`CARDS` have its measurements scaled by what their data sheets say against an H200's: expected, not measured.
-``python -m opendit.cli.links`` measures rates and links of the machines at hand and keeps them in a file, which takes
-the place of either. Needs no torch.
+:data:`H200` holds measurements on H200s (benchmarks/results.csv, docs/sequence_parallel.md). Other cards of
+:data:`CARDS` have these figures scaled by the ratio of the data sheets: expected, not measured. ``python -m
+opendit.cli.links`` measures the machines at hand (:func:`measure_hardware`: on GPUs over NCCL, on CPUs over gloo; every
+figure is that of the slowest rank) and keeps the figures in a file, which replaces either.
 """
 
 import json
 import math
 import os
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from opendit.common.safe_files import write_whole
+from opendit.config.parallel_sizes import ParallelDims
+from opendit.parallel.mesh import Mesh
 
 GIB = 2**30
 FORMAT = "opendit-hardware-1"  # of the file
@@ -20,10 +31,10 @@ FORMAT = "opendit-hardware-1"  # of the file
 
 @dataclass(frozen=True)
 class HardwareModel:
-    """Rates of a card, in half precision, and of its links. The defaults are an H200's, joined by NVLink.
+    """Rates of a card, in half precision, and of its links. The defaults are those of an H200, joined by NVLink.
 
-    FLOP rates are those of operations alone; in a whole training step, at its power limit, a card does ``sustained`` of
-    that of products. ``direct`` is no property of a card, but of the ranks that a cost is asked for.
+    FLOP rates are those of single operations; in a whole training step, at its power limit, a card reaches the share
+    ``sustained`` of the rate of products. ``direct`` describes not a card but the ranks whose cost is computed.
     """
 
     name: str = "H200"
@@ -41,7 +52,7 @@ class HardwareModel:
     small: float = 0.69
     attention_half: int = 115  # keys with which attention reaches half of these rates
     attention_half_backward: int = 256
-    partial: float = 2.9e12  # of the kernel that attends to a part of the keys and says their log-sum-exp
+    partial: float = 2.9e12  # of the kernel that attends to a part of the keys and returns their log-sum-exp
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96
@@ -50,7 +61,7 @@ class HardwareModel:
     tile: int = 128  # queries that one multiprocessor attends from at a time
     # ------------------------------------------------------------------------------------------- links of a machine
     link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or a hop of a ring
-    # (ranks, bytes/s that each receives in an all-gather among so many ranks of a machine)
+    # (ranks of a machine, bytes/s that each receives in an all-gather among them)
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
     copies: float = 270 * GIB  # bytes/s that copy engines bring beside matrix products
     latency: float = 20e-6  # s, of a collective or a hop
@@ -66,12 +77,14 @@ class HardwareModel:
     node_overlap: float = 0.8  # as overlap, of transfers that the network and not the cards bound, assumed
 
     def gather_rate(self, ranks: int) -> float:
-        """Bytes/s that each of so many ranks of a machine receives in an all-gather or reduce-scatter."""
+        """Return the bytes/s that each of this number of ranks of a machine receives in an all-gather or
+        reduce-scatter."""
         below = [rate for size, rate in self.gather if size <= ranks]
         return below[-1] if below else self.gather[0][1]
 
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
-        """FLOP/s of attention forward and backward, of heads of this size in which each query attends to ``keys``."""
+        """Return the FLOP/s of attention, forward and backward, for this size of a head, if each query attends to
+        ``keys``."""
         elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)  # whole tiles
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)
@@ -83,7 +96,14 @@ H200 = HardwareModel()
 
 @dataclass(frozen=True)
 class Card:
-    """A data sheet: TFLOP/s of dense products in bf16 and fp8, TB/s of memory, GB/s to other cards, each direction."""
+    """Figures of a data sheet.
+
+    Attributes:
+        capacity: GiB, as torch counts them.
+        bf16, fp8: TFLOP/s of dense products.
+        memory: TB/s.
+        link: GB/s to other cards, each direction.
+    """
 
     capacity: float  # GiB, as torch counts them
     bf16: float
@@ -102,7 +122,7 @@ CARDS = {
 
 
 def of_card(name: str) -> HardwareModel | None:
-    """The model of the card of :data:`CARDS` that ``name`` has in it ("NVIDIA A100-SXM4-80GB"); None: it has none."""
+    """Return the model of a card whose name contains one of :data:`CARDS` ("NVIDIA A100-SXM4-80GB"), or None."""
     found = next((card for card in CARDS if card.lower() in name.lower()), None)
     if found is None or found == "H200":
         return H200 if found else None
@@ -125,13 +145,13 @@ def default_path() -> Path:
 
 
 def save(model: HardwareModel, path: Path) -> None:
-    """Writes the file; its folder is made. Raises OSError if it can't."""
+    """Write a file, and make its folder. Raises OSError if it can't."""
     text = json.dumps({"format": FORMAT, **asdict(model)}, indent=1) + "\n"
     write_whole(path, text.encode(), make=True)
 
 
 def load(path: Path) -> HardwareModel:
-    """The model in a file of :func:`save`. Raises ValueError, naming the file and what is wrong, for any other."""
+    """Read a file of :func:`save`. Raises ValueError, naming the file and what is wrong, for any other."""
 
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} is no file of python -m opendit.cli.links ({what}); measure again")
@@ -166,14 +186,14 @@ def _positive(*values) -> bool:
 
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
-    """(the model to count with, whose figures they are, in words).
+    """Return (the model to count with, the origin of its figures in words).
 
     Args:
-        asked: of --hardware: a card of :data:`CARDS`, a file, or None.
-        card: the name of the card of this process; None: there is none.
+        asked: value of --hardware: a card of :data:`CARDS`, a file, or None.
+        card: name of this process's card; None if it has none.
 
     Raises:
-        ValueError: ``asked`` is no such card and no such file.
+        ValueError: ``asked`` is neither a known card nor a file.
     """
     if asked is not None:
         model = load(Path(asked)) if Path(asked).is_file() else of_card(asked)
@@ -192,3 +212,148 @@ def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, s
     if model is None:
         return H200, f"an H200's, because {card} is unknown; python -m opendit.cli.links measures it"
     return model, f"{model.name}: {model.origin}"
+
+
+TRIALS = 5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the operations that are timed. shard: bytes that a rank brings to an all-gather."""
+
+    product: int = 8192
+    copied: int = 1 << 30
+    shard: int = 256 << 20
+    tokens: int = 8192
+    heads: int = 24
+
+
+ON_GPUS, ON_CPUS = Sizes(), Sizes(product=512, copied=16 << 20, shard=1 << 20, tokens=256, heads=2)
+
+
+class _Timer:
+    """Measures the seconds of a call on the slowest rank of a mesh."""
+
+    def __init__(self, mesh: Mesh, trials: int):
+        self.mesh, self.trials = mesh, trials
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        call()  # libraries set up, communicators made
+        times = []
+        for _ in range(self.trials):
+            self._wait()
+            self.mesh.barrier()
+            start = time.perf_counter()
+            call()
+            self._wait()
+            times.append(-self.mesh.least(-(time.perf_counter() - start)))
+        return statistics.median(times)
+
+    def _wait(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+
+
+def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
+    """Measure the hardware of the ranks of ``mesh``, of which ``node`` are on each machine. Collective.
+
+    Figures that need more ranks than there are, and those that are not measured (launches, exchanges through symmetric
+    memory, how far computation hides communication), are the card's in :data:`CARDS`, or an H200's.
+
+    Raises:
+        ValueError: machines with unequal numbers of ranks.
+    """
+    world, cuda = mesh.world_size, mesh.device.type == "cuda"
+    if world % node:
+        raise ValueError(f"{world} processes are no whole number of machines of {node}")
+    sizes = sizes or (ON_GPUS if cuda else ON_CPUS)
+    name = torch.cuda.get_device_name(mesh.device) if cuda else "CPU"
+    base, timer = of_card(name) or H200, _Timer(mesh, trials)
+    found = _card(mesh, sizes, timer)
+    found["matmul_fp8"] = base.matmul_fp8 / base.matmul * found["matmul"]
+    found |= _links(mesh, node, sizes, timer)
+    if world > node:
+        found |= _across(mesh, node, sizes, timer)
+    if cuda:
+        found["capacity"] = mesh.least(torch.cuda.get_device_properties(mesh.device).total_memory)
+    measured = ", ".join(sorted(found))
+    return replace(base, name=name, origin=f"measured here by {world} ranks, {node} a machine: {measured}", **found)
+
+
+def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
+    """Measure the rates of products, attention and copies."""
+    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(mesh.device, dtype)
+
+    a, b = random(sizes.product, sizes.product), random(sizes.product, sizes.product)
+    source = torch.empty(sizes.copied, dtype=torch.uint8, device=mesh.device).fill_(1)
+    target = torch.empty_like(source)
+    q, k, v, grad = (random(1, sizes.heads, sizes.tokens, 128) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
+    both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
+    flops = 4 * sizes.heads * sizes.tokens**2  # for each element of a head
+    # Rates at the length that was timed; the model's are those of long sequences.
+    there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
+    return {
+        "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),
+        "memory": 2 * sizes.copied / timer(lambda: target.copy_(source)),
+        "attention": there * flops / forward,
+        "attention_backward": back * 2.5 * flops / max(both - forward, 0.1 * both),
+    }
+
+
+def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
+    """Time a machine's links: all-gathers among neighbours, and all-to-alls and single shards among all its ranks."""
+    world, gathers = mesh.world_size, []
+    groups = [size for size in (2, 4, 8, 16) if node % size == 0]
+    if node > 1 and node not in groups:
+        groups.append(node)
+    group = None
+    for size in groups:
+        group = mesh.divided(ParallelDims(dp_shard=world // size, sp=size)).group("sp")
+        gathers.append((size, _gathered(mesh, group, size, sizes.shard, timer)))
+    if not gathers:
+        return {}
+    size = gathers[-1][0]
+    sent = torch.empty(sizes.shard // size * size, dtype=torch.uint8, device=mesh.device)
+    received = torch.empty_like(sent)
+    exchange = timer(lambda: dist.all_to_all_single(received, sent, group=group))
+    after, before = ((dist.get_rank(group) + step) % size for step in (1, -1))
+    hop = timer(lambda: _pass_on(sent, received, after, before, group))
+    small = torch.empty(size, dtype=torch.uint8, device=mesh.device)
+    latency = timer(lambda: dist.all_gather_into_tensor(small, small[:1].clone(), group=group))
+    link = sizes.shard * (size - 1) / size / exchange
+    return {"gather": tuple(sorted(gathers)), "link": link, "copies": sizes.shard / hop, "latency": latency}
+
+
+def _across(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, float]:
+    """Measure the links between machines, used by all their ranks at the same time."""
+    nodes = mesh.world_size // node
+    group = mesh.divided(ParallelDims(dp_replicate=nodes, dp_shard=node)).group("dp_replicate")
+    small = torch.empty(nodes, dtype=torch.uint8, device=mesh.device)
+    latency = timer(lambda: dist.all_gather_into_tensor(small, small[:1].clone(), group=group))
+    rate = _gathered(mesh, group, nodes, sizes.shard, timer)
+    return {"node_link": rate, "node_latency": latency / (nodes - 1)}
+
+
+def _gathered(mesh: Mesh, group: dist.ProcessGroup | None, size: int, shard: int, timer: _Timer) -> float:
+    """Measure the bytes/s that each rank receives in an all-gather."""
+    mine = torch.empty(shard, dtype=torch.uint8, device=mesh.device)
+    whole = torch.empty(size * shard, dtype=torch.uint8, device=mesh.device)
+    return (size - 1) * shard / timer(lambda: dist.all_gather_into_tensor(whole, mine, group=group))
+
+
+def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup | None) -> None:
+    """Send to the next rank of a group, and receive from the one before."""
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, sent, group=group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=before),
+        ]
+    )
+    for work in works:
+        work.wait()

@@ -1,4 +1,4 @@
-"""State in host memory that a GPU reads and writes in place, and work beside the device's own."""
+"""State in host memory that a GPU reads and writes in place, and work on a side stream."""
 
 import contextlib
 import mmap
@@ -14,13 +14,13 @@ PORTABLE_AND_MAPPED = 3
 
 
 class HostMemory:
-    """fp32 numbers in host memory, zeros at first; page-locked if ``device`` is a GPU.
+    """fp32 numbers in host memory, initially zero; page-locked if ``device`` is a GPU.
 
-    The memory goes with the last tensor that lies in it.
+    The memory is freed with the last tensor in it.
 
     Attributes:
         numbers: all of them, (numel,).
-        pages: that they lie in.
+        pages: that contain them.
     """
 
     def __init__(self, numel: int, device: torch.device):
@@ -35,12 +35,12 @@ class HostMemory:
             self.pages.lock(self.numbers.data_ptr())
 
     def unlock(self) -> None:
-        """Unlocks the pages now, however many tensors still lie in them: no GPU may use them from here on."""
+        """Unlock the pages now, even if tensors still lie in them: no GPU may use them from here on."""
         self.pages.unlock()
 
     def take(self, like: Sequence[Tensor], start: int, multiple: int = 1) -> tuple[list[Tensor], int]:
-        """Tensors of the shapes of ``like``, one after the other from number ``start`` on, each beginning a multiple of
-        ``multiple`` after it; and where the last one ends."""
+        """Return tensors of the shapes of ``like``, one after the other from number ``start`` on, each beginning a
+        multiple of ``multiple`` after it; and the end of the last one."""
         ends = list(accumulate((padded(tensor.numel(), multiple) for tensor in like), initial=start))
         parts = [
             self.numbers[first : first + tensor.numel()].view(tensor.shape)
@@ -50,13 +50,13 @@ class HostMemory:
 
 
 def padded(size: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is at least ``size``."""
+    """Return the least multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
 class Pages(mmap.mmap):
-    """Unlocks its pages before it gives them back: the driver would take them for locked for ever, and the next memory
-    at this address could not be."""
+    """Memory that unlocks its pages before it frees them. Otherwise the driver would consider them locked for ever, and
+    memory later mapped at this address could not be locked."""
 
     _address = 0
 
@@ -73,14 +73,14 @@ class Pages(mmap.mmap):
             self._address = 0
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at the interpreter's end there may be no CUDA any more
+        with contextlib.suppress(Exception):  # CUDA may be gone when the interpreter exits
             self.unlock()
 
 
 class SideStream:
-    """Work that the device does beside what its current stream is given, without the host waiting for either.
+    """Work that the device does beside its current stream, without the host waiting for either.
 
-    On a CPU the work is held back until it is waited for: a wait that is missing shows there, too.
+    On a CPU the work is deferred until it is waited for, so that a missing wait shows there, too.
     """
 
     def __init__(self, device: torch.device):
@@ -88,7 +88,7 @@ class SideStream:
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """``work`` enqueues what is to be done when all is done that the current stream has been given."""
+        """Call ``work`` to enqueue kernels that start when everything given to the current stream so far is done."""
         if self._stream is None:
             self._held.append(work)
             return
@@ -97,14 +97,14 @@ class SideStream:
             work()
 
     def join(self) -> None:
-        """The current stream goes on when the work is done; the host does not wait."""
+        """Make the current stream wait for the work; the host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         while self._held:
             self._held.pop(0)()
 
     def finish(self) -> None:
-        """The host waits until the work is done."""
+        """Make the host wait for the work."""
         self.join()
         if self._stream is not None:
             self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""Initial values shard by shard, without the canonical tensors."""
+"""Initial values shard by shard, without the full tensors."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +9,7 @@ from torch import Tensor
 from opendit.models import DiT
 from opendit.models.initialization import Distribution, distribution_of, draw
 from opendit.models.parameter_names import canonical_name
-from opendit.parallel.layout import Shard
-from opendit.parallel.runs import Runs, copy_overlap, runs_of
+from opendit.parallel.layout import Runs, Shard, copy_overlap, runs_of
 
 GAP = 1 << 15  # elements that are drawn in vain (0.1 ms) rather than to draw what is before and after by themselves
 SPAN = 1 << 24  # elements that are drawn at a time
@@ -19,8 +18,12 @@ SPAN = 1 << 24  # elements that are drawn at a time
 class InitialValues:
     """The values that ``opendit.models.initialization.initialize`` gives to a model's parameters, by shards.
 
-    model: knows names, shapes and distributions, and may be on the meta device; nothing of it is kept.
-    Raises ValueError unless exactly one pattern of its initial distributions fits the name of each parameter.
+    Args:
+        model: source of names, shapes and distributions; may be on the meta device, and is not kept.
+        seed: of the values.
+
+    Raises:
+        ValueError: not exactly one pattern of the initial distributions fits the name of a parameter.
     """
 
     def __init__(self, model: DiT, seed: int):
@@ -31,19 +34,19 @@ class InitialValues:
             self._drawn[name] = tuple(parameter.shape), distribution_of(model, name)
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
-        """A shard of the parameter with this canonical name: (shard.shape) fp32 in host memory."""
+        """Return a shard of the parameter with this canonical name: (shard.shape) fp32 in host memory."""
         shape, distribution = self._drawn[name]
         return initial_values(distribution, self.seed, name, shape, shard)
 
     def whole(self, name: str) -> Tensor:
-        """All of the parameter: for what is small."""
+        """Return the full parameter; for small ones."""
         shape, _ = self._drawn[name]
         return self(name, Shard(shape, ()))
 
 
 def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
-    """A shard of a parameter's initial values, (shard.shape) fp32 in host memory; the other arguments are those of
-    ``opendit.models.initialization.draw``."""
+    """Return a shard of a parameter's initial values, (shard.shape) fp32 in host memory. The other arguments are those
+    of ``opendit.models.initialization.draw``."""
     values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
     for start, stop in _covers(wanted):
         drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))
@@ -52,7 +55,7 @@ def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequ
 
 
 def _covers(runs: Runs) -> Iterator[tuple[int, int]]:
-    """Ranges of the canonical tensor, of at most SPAN elements, in which all runs lie."""
+    """Yield ranges of the canonical tensor, of at most SPAN elements each, that together contain all runs."""
     order = np.argsort(runs.start)
     start, stop = runs.start[order], runs.stop[order]
     apart = np.flatnonzero(start[1:] - stop[:-1] > GAP) + 1

@@ -1,16 +1,21 @@
 """Map every parameter's canonical full tensor to this rank's shard, and back.
 
-The canonical tensor of a parameter is the one that a checkpoint holds: full, in the model's own shape. From it a chain
-of cuts leads to the shard of a rank, outer to inner: say the rows of its heads (``tp``), and of these its part of
-``fsdp``. What no cut divides is replicated. Whoever keeps state by parameter (masters, moments, averages) keeps shards,
-and comes and goes between them and canonical tensors by :class:`Layout` alone.
+The canonical tensor of a parameter is the one in a checkpoint: full, in the model's own shape. A chain of cuts leads
+from it to the shard of a rank, outer to inner: first the rows of its heads (``tp``), for example, and of these its part
+of ``fsdp``. What no cut divides is replicated. State that is kept by parameter (masters, moments, averages) is kept as
+shards, and converted from and to canonical tensors only by :class:`Layout`.
+
+:class:`Runs` describes a shard by the elements of the canonical tensor that it holds, as flat runs in the order of the
+shard. Any nest of cuts becomes a list of runs, so shards of different layouts can be compared and copied into each
+other: rows that one rank has written are found in a flat range that another one needs.
 """
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,9 +29,11 @@ Range = tuple[int, int]
 class Cut:
     """One division of a tensor among the ranks of a group.
 
-    group: its name in the mesh. dim: the dimension divided, None for the flattened tensor. ranges: for every rank of
-    the group, in order, the shard ranges [start, stop) that it holds of it, one after the other; the ranks together
-    hold every index once.
+    Attributes:
+        group: its name in the mesh.
+        dim: the dimension divided; None for the flattened tensor.
+        ranges: for every rank of the group, in order, the ranges [start, stop) that it holds, one after the other. The
+            ranks together hold every index once.
     """
 
     group: str
@@ -34,11 +41,12 @@ class Cut:
     ranges: tuple[tuple[Range, ...], ...]
 
     def lengths(self) -> list[int]:
-        """Indices that every rank holds."""
+        """Return the number of indices that every rank holds."""
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
 
     def check(self, shape: tuple[int, ...], ranks: int) -> None:
-        """Raises ValueError unless it divides a tensor of this shape among so many ranks, every index once."""
+        """Raise ValueError unless the cut divides a tensor of this shape among this number of ranks, every index
+        once."""
         if self.dim is not None and not 0 <= self.dim < len(shape):
             raise ValueError(f"{self.group}: a tensor of {len(shape)} dimensions can't be divided along {self.dim}")
         if len(self.ranges) != ranks:
@@ -50,25 +58,29 @@ class Cut:
             raise ValueError(f"{self.group}: the shard ranges {self.ranges} do not hold each of {size} indices once")
 
     def shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-        """The shape of a rank's shard of a tensor of ``shape``."""
+        """Return the shape of a rank's shard of a tensor of ``shape``."""
         length = self.lengths()[rank]
         return (length,) if self.dim is None else (*shape[: self.dim], length, *shape[self.dim + 1 :])
 
 
 def flat_cut(group: str, numel: int, ranks: int) -> Cut:
-    """The flattened tensor in ranges of equal width, the last ones shorter or empty where that does not divide."""
+    """Cut the flattened tensor into ranges of equal width; the last ones are shorter or empty if that does not
+    divide."""
     return Cut(group, None, _even(numel, ranks))
 
 
 def dim_cut(group: str, dim: int, size: int, ranks: int) -> Cut:
-    """A dimension in ranges of equal width, the last ones shorter or empty, as ``torch.chunk`` and ``fully_shard``."""
+    """Cut a dimension into ranges of equal width, the last ones shorter or empty, as ``torch.chunk`` and
+    ``fully_shard`` do."""
     return Cut(group, dim, _even(size, ranks))
 
 
 def block_cut(group: str, dim: int, blocks: Sequence[int], ranks: int, unit: int = 1) -> Cut:
-    """A dimension made of ``blocks``, of each of which every rank holds an equal share: the rows of q, of k and of v,
-    say, by heads. ``unit``: rows that stay together, the size of a head. Raises ValueError if ranks can't share a block
-    evenly."""
+    """Cut a dimension made of ``blocks``, of each of which every rank holds an equal share: the rows of q, of k and of
+    v by heads, for example.
+
+    unit: number of rows that stay together, the size of a head. Raises ValueError if ranks can't share a block evenly.
+    """
     ranges: list[list[Range]] = [[] for _ in range(ranks)]
     start = 0
     for block in blocks:
@@ -88,10 +100,12 @@ def _even(size: int, ranks: int) -> tuple[tuple[Range, ...], ...]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a canonical tensor that a rank holds.
+    """Part of a canonical tensor that a rank holds.
 
-    shape: of the shard. slices: (dim, ranges) of every cut, outer to inner: of what the cuts before have left, these
-    ranges along dim (None: of the flattened tensor), one after the other.
+    Attributes:
+        shape: of the shard.
+        slices: (dim, ranges) of every cut, outer to inner: of what the previous cuts have left, these ranges along dim
+            (None: of the flattened tensor), one after the other.
     """
 
     shape: tuple[int, ...]
@@ -99,11 +113,11 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of the shard."""
+        """Number of elements of the shard."""
         return math.prod(self.shape)
 
     def take(self, full: Tensor) -> Tensor:
-        """The shard of a full tensor: a view of it if every cut leaves one range, otherwise a copy."""
+        """Return the shard of a full tensor: a view of it if every cut leaves one range, otherwise a copy."""
         shard = full
         for dim, ranges in self.slices:
             shard = shard.reshape(-1) if dim is None else shard
@@ -112,7 +126,7 @@ class Shard:
         return shard
 
     def flat_part(self, part: int, parts: int) -> "Shard":
-        """One of ``parts`` even flat parts of the shard; the whole for one."""
+        """Return one of ``parts`` even flat parts of the shard; the shard itself for one."""
         if parts == 1:
             return self
         ranges = _even(self.numel, parts)[part]
@@ -120,14 +134,14 @@ class Shard:
 
 
 class Layout:
-    """The shards of a set of parameters on this rank of a mesh.
+    """Shards of a set of parameters on this rank of a mesh.
 
     Args:
-        mesh: names the groups. Those of the cuts are made here: build layouts on all ranks alike.
+        mesh: names the groups. The groups of the cuts are made here: build layouts on all ranks in the same order.
         shapes: the canonical shape of every parameter.
-        cuts: the cuts of every parameter, outer to inner; a cut divides what those before it have left on this rank.
-        on_every_stage: those that all ranks of a pipeline have; of the others ``shapes`` has those of this rank's
-            stages.
+        cuts: the cuts of every parameter, outer to inner; a cut divides what the previous ones have left on this rank.
+        on_every_stage: parameters that all ranks of a pipeline have. The others in ``shapes`` are on this rank's stages
+            only.
 
     Raises:
         ValueError: a cut that does not hold every index once, or not on the ranks of its group.
@@ -164,12 +178,12 @@ class Layout:
         return self._local[name]
 
     def take(self, name: str, full: Tensor) -> Tensor:
-        """This rank's shard of a full tensor, as :meth:`Shard.take`."""
+        """Return this rank's shard of a full tensor; see :meth:`Shard.take`."""
         return self._local[name].take(full)
 
     def replicas(self, name: str) -> list[int]:
-        """The ranks that hold what this one holds of a parameter, this one among them, in order: those that differ
-        from it in no group of its cuts, nor in their stages if it is not on every one."""
+        """Return the ranks, in order and including this one, that hold the same shard of a parameter: those that differ
+        from it in no group of its cuts, nor in their stages if the parameter is not on every one."""
         dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
         groups |= set() if name in self._on_every_stage else {"pp"}
         mine = [dims.coordinate(group, self.mesh.rank) for group in groups]
@@ -177,8 +191,9 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """The full tensor, new memory, from the shards of all ranks; collective over the groups of the cuts, the same
-        on each of their ranks. It lies on the device, if the shard does or other ranks' are needed."""
+        """Return the full tensor, in new memory, from the shards of all ranks. Collective over the groups of the cuts,
+        in the same order on each of their ranks. The result is on the device if the shard is, or if other ranks' shards
+        are needed."""
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
@@ -186,7 +201,7 @@ class Layout:
         return full.clone() if alone else full
 
     def _join(self, cut: Cut, shape: tuple[int, ...], shard: Tensor) -> Tensor:
-        """The tensor of ``shape`` that ``cut`` has divided, from this rank's shard of it and the others'."""
+        """Return the tensor of ``shape`` that ``cut`` has divided, from this rank's shard of it and the others'."""
         group, flat = self.mesh.group(cut.group), shard.reshape(-1)
         across = math.prod(shape) // shape[cut.dim] if cut.dim is not None and shape[cut.dim] else 1
         sizes = [length * across for length in cut.lengths()]
@@ -217,3 +232,125 @@ def _in_order(cut: Cut) -> bool:
     return cut.dim in (None, 0) and all(
         start == rank * width for rank, ranges in enumerate(cut.ranges) for start, stop in ranges if start != stop
     )
+
+
+Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]  # as opendit.parallel.layout.Shard has them
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of the flattened canonical tensor, which form a flattened shard when concatenated.
+
+    Attributes:
+        start, length: (n,) int64, in the canonical tensor.
+        offset: (n,) int64, where each run begins in the shard.
+    """
+
+    start: np.ndarray
+    length: np.ndarray
+
+    @property
+    def offset(self) -> np.ndarray:
+        return np.cumsum(self.length) - self.length
+
+    @property
+    def stop(self) -> np.ndarray:
+        return self.start + self.length
+
+    def select(self, start: np.ndarray, length: np.ndarray) -> "Runs":
+        """Return the runs of a part of the shard: of these ranges of it, one after the other."""
+        edges = np.append(self.offset, self.length.sum())
+        first = np.searchsorted(edges, start, "right") - 1
+        number = np.searchsorted(edges, start + length, "left") - first
+        which = _expand(first, number)
+        begin = np.maximum(np.repeat(start, number), edges[which])
+        end = np.minimum(np.repeat(start + length, number), edges[which + 1])
+        return Runs(self.start[which] + begin - edges[which], end - begin)
+
+
+def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
+    """Return the runs of the shard that these cuts, outer to inner, leave of a tensor of ``shape``. Neighbouring runs
+    are joined, and none is empty."""
+    runs, shape = Runs(*np.array([[0], [math.prod(shape)]], dtype=np.int64)), tuple(shape)
+    for dim, ranges in slices:
+        edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        edges = edges[edges[:, 0] < edges[:, 1]]
+        if not len(edges):  # whatever the other dimensions are, which need not be counted through
+            return Runs(*np.zeros((2, 0), dtype=np.int64))
+        if dim is None:
+            start, length, shape = edges[:, 0], edges[:, 1] - edges[:, 0], (int((edges[:, 1] - edges[:, 0]).sum()),)
+        else:
+            outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+            rows = np.arange(outer, dtype=np.int64)[:, None] * (shape[dim] * inner)
+            start = (rows + edges[:, 0] * inner).reshape(-1)
+            length = np.tile((edges[:, 1] - edges[:, 0]) * inner, outer)
+            shape = (*shape[:dim], int((edges[:, 1] - edges[:, 0]).sum()), *shape[dim + 1 :])
+        runs = _joined(runs.select(*_joined_ranges(start, length)))
+    return _joined(runs)
+
+
+def overlap(target: Runs, source: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Find the elements that two shards share. Return (offset in ``target``, offset in ``source``, length) of every run
+    of them. ``source`` holds no element twice."""
+    order = np.argsort(source.start, kind="stable")
+    start, stop, offset = source.start[order], source.stop[order], source.offset[order]
+    first = np.searchsorted(stop, target.start, "right")
+    number = np.maximum(0, np.searchsorted(start, target.stop, "left") - first)
+    which, mine = _expand(first, number), np.repeat(np.arange(len(number)), number)
+    begin = np.maximum(target.start[mine], start[which])
+    end = np.minimum(target.stop[mine], stop[which])
+    return target.offset[mine] + begin - target.start[mine], offset[which] + begin - start[which], end - begin
+
+
+def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs: Runs) -> int:
+    """Copy what two shards share from the flattened ``source`` into the flattened ``target``. Return the number of
+    elements copied. Nothing else of ``source`` is read."""
+    into, out_of, length = overlap(target_runs, source_runs)
+    steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
+    if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
+        # One run per row, as for columns. One copy per row would take longer than the disk.
+        size = (len(length) - 2, int(length[1]))
+        views = [
+            flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))
+            for flat, at in ((target, into), (source, out_of))
+        ]
+        views[0].copy_(views[1])
+        ends = [0, len(length) - 1]
+    else:
+        ends = range(len(length))
+    for i in ends:
+        begin, where, count = int(into[i]), int(out_of[i]), int(length[i])
+        target[begin : begin + count].copy_(source[where : where + count])
+    return int(length.sum())
+
+
+def hold_each_once(numel: int, shards: Iterable[Runs]) -> bool:
+    """Return True if the shards together hold every element of a tensor of ``numel`` elements exactly once."""
+    shards = list(shards)
+    start = np.concatenate([runs.start for runs in shards] or [np.zeros(0, np.int64)])
+    stop = np.concatenate([runs.stop for runs in shards] or [np.zeros(0, np.int64)])
+    order = np.argsort(start, kind="stable")
+    edges = np.concatenate([[0], stop[order]]), np.concatenate([start[order], [numel]])
+    return bool((edges[0] == edges[1]).all())
+
+
+def _joined(runs: Runs) -> Runs:
+    return Runs(*_joined_ranges(runs.start, runs.length))
+
+
+def _joined_ranges(start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Drop empty ranges, and join those that begin where the previous one ends."""
+    start, length = start[length > 0], length[length > 0]
+    if len(start) < 2:
+        return start, length
+    first = np.append(True, start[1:] != start[:-1] + length[:-1])
+    return start[first], np.add.reduceat(length, np.flatnonzero(first))
+
+
+def _expand(first: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """Return first[0], first[0] + 1, ..., number[0] values in total, then first[1], ..."""
+    return np.repeat(first - (np.cumsum(number) - number), number) + np.arange(number.sum())
+
+
+def _constant(values: np.ndarray) -> bool:
+    return bool((values == values[0]).all())

@@ -1,12 +1,13 @@
-"""Describe this process: the device it drives and its place among the others.
+"""Groups of processes: the mesh of a run, torch.distributed, and small messages beside training.
 
 Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and without it (one process).
 """
 
 import datetime
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ from opendit.config.parallel_sizes import (
 from opendit.kernels.recording import end_recordings
 from opendit.parallel.rendezvous import meet, part
 
-# Their communication lies in the way of computation, and must not queue behind that of the gradients: they have groups
-# of their own even where those are all ranks, and on a GPU streams of high priority.
+# Computation waits for the communication of these groups, which must not queue behind that of gradients: they have
+# separate groups even if those contain all ranks, and on a GPU streams of high priority.
 PRIORITY = ("sp", "tp", "ep")
 
 
@@ -36,14 +37,19 @@ PRIORITY = ("sp", "tp", "ep")
 class Mesh:
     """A process and the named groups it talks to (their names: :class:`opendit.config.parallel_sizes.ParallelDims`).
 
-    Ranks that differ in ``pp``, ``sp`` or ``tp`` alone share their samples: those of a pipeline (``pp``) have different
+    Ranks that differ only in ``pp``, ``sp`` or ``tp`` share their samples: those of a pipeline (``pp``) have different
     blocks of the model, those of a sequence group (``sp``) different tokens, those of a tensor-parallel group (``tp``)
     different parts of every layer. Data-parallel ranks see different samples.
 
-    A group is made when it is first asked for, by all ranks alike: on GPUs a communicator takes start-up time and
-    memory, and a run uses few of the names.
+    A group is made when it is first asked for, by all ranks: on GPUs a communicator takes start-up time and memory, and
+    a run uses few of the names.
 
-    dims: sizes of the mesh; without them all ranks are data parallel. groups: those made so far.
+    Attributes:
+        rank: of ``world_size`` processes.
+        local_rank: among the processes of this machine.
+        device: of this process.
+        dims: sizes of the mesh; without them all ranks are data parallel.
+        groups: those made so far.
     """
 
     rank: int
@@ -60,7 +66,7 @@ class Mesh:
 
     @property
     def sp_size(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.dims.sp
 
     @property
@@ -70,32 +76,32 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Ranks of one number see the same samples."""
+        """Index of this rank's samples: ranks with the same number see the same samples."""
         return self.coordinate("dp")
 
     @property
     def dp_size(self) -> int:
-        """The number of ranks, or groups of ranks, that see different samples."""
+        """Number of ranks, or groups of ranks, that see different samples."""
         return self.dims.size("dp")
 
     @property
     def tp_size(self) -> int:
-        """Ranks that divide every layer."""
+        """Number of ranks that divide every layer."""
         return self.dims.tp
 
     @property
     def pp_size(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks of a pipeline."""
         return self.dims.pp
 
     @property
     def pp_rank(self) -> int:
-        """This rank's place in its pipeline."""
+        """Index of this rank in its pipeline."""
         return self.coordinate("pp")
 
     @property
     def sharing(self) -> int:
-        """Ranks that see the same samples, this one among them."""
+        """Number of ranks that see the same samples, including this one."""
         return self.dims.pp * self.dims.sp * self.dims.tp
 
     @property
@@ -105,17 +111,19 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """True if this rank prints, and writes what is written once."""
+        """True on the rank that prints, and writes what is written once."""
         return self.rank == 0
 
     def coordinate(self, name: str) -> int:
-        """This rank's place in its group of this name."""
+        """Return the index of this rank in its group of this name."""
         return self.dims.coordinate(name, self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """This rank's group of this name; None for groups of one. The first call makes it: collective over all ranks.
+        """Return this rank's group of this name; None for groups of one. The first call makes it: collective over all
+        ranks.
 
-        Groups of all ranks are the default group, but those of PRIORITY."""
+        Groups of all ranks are the default group, except those of PRIORITY.
+        """
         size = self.dims.size(name)
         if size == 1:
             return None
@@ -126,8 +134,8 @@ class Mesh:
         return self.groups[name]
 
     def own_group(self, name: str) -> dist.ProcessGroup:
-        """:meth:`group`, and where that has no other rank in it a group of this one, for libraries that take none to
-        mean all ranks."""
+        """Return :meth:`group`, or a group of this rank alone instead of None, for libraries that take None to mean all
+        ranks."""
         if (group := self.group(name)) is not None:
             return group
         if name not in self.groups:
@@ -135,10 +143,10 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """torch's mesh of all ranks along these groups, outer to inner; without names along the axes above 1. What it
-        communicates goes over the groups of :meth:`group`. Collective over all ranks.
+        """Make torch's mesh of all ranks along these groups, outer to inner; without names along the axes above 1. It
+        communicates over the groups of :meth:`group`. Collective over all ranks.
 
-        ``("dp_replicate", "fsdp", "tp")``, say, has what ``fully_shard`` and tensor parallelism slice.
+        ``("dp_replicate", "fsdp", "tp")``, for example, has what ``fully_shard`` and tensor parallelism slice.
 
         Raises:
             ValueError: the groups are not a grid of all ranks in this order.
@@ -155,19 +163,19 @@ class Mesh:
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         if self.world_size > 1:
             devices = [self.local_rank] if self.device.type == "cuda" else None
             dist.barrier(group=self.group("world"), device_ids=devices)
 
     def sum(self, value: Tensor, over: str = "world") -> Tensor:
-        """Sum over the ranks of a group, in place; every one of them gets the result."""
+        """Sum ``value`` over the ranks of a group, in place on all of them."""
         if (group := self.group(over)) is not None:
             dist.all_reduce(value, group=group)
         return value
 
     def least(self, value: float) -> float:
-        """The smallest of all ranks' values; every one of them gets it."""
+        """Return the smallest value of all ranks, on every rank."""
         if self.world_size == 1:
             return value
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -175,15 +183,15 @@ class Mesh:
         return found.item()
 
     def divided(self, dims: ParallelDims) -> "Mesh":
-        """The same ranks with other groups. Collective."""
+        """Return a mesh of the same ranks with other groups. Collective."""
         mesh = replace(self, dims=dims, groups={})
         for name in PRIORITY:
             mesh.group(name)  # now, when no rank can be late
         return mesh
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """This rank's sequence group as a grid: the ``inner`` ranks next to each other, and those ``inner`` apart.
-        Collective over all ranks."""
+        """Divide this rank's sequence group as a grid. Return the group of ``inner`` neighbouring ranks, and the group
+        of ranks that are ``inner`` apart. Collective over all ranks."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -192,9 +200,16 @@ class Mesh:
         return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
-        """The groups in which neighbours of a pipeline send to each other, by the place of the first of the two and by
-        direction: (place, True) from it to the next, (place, False) back. ``around``: between the last and the first
-        rank, too. (Of links that this rank has no part in there is None.) Collective over all ranks."""
+        """Make the groups in which neighbours of a pipeline send to each other. Collective over all ranks.
+
+        Args:
+            around: whether the last and the first rank are neighbours, too.
+
+        Returns:
+            (index of the first of two neighbours, True from it to the next or False back) -> group; None for pairs
+                without
+            this rank.
+        """
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
             pairs = [[ranks[place], ranks[(place + 1) % self.pp_size]] for ranks in pipelines]
@@ -206,7 +221,7 @@ class Mesh:
         return found
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's ``value`` on every rank (any picklable object)."""
+        """Return rank 0's ``value`` (any picklable object) on every rank."""
         box = [value]
         if self.world_size > 1:
             dist.broadcast_object_list(box, src=0, group=self.group("world"), device=self.device)
@@ -224,20 +239,22 @@ def init_mesh(
     dims: ParallelDims | None = None,
     group_of_one: bool = True,
 ) -> Mesh:
-    """Starts torch.distributed (nccl on GPUs, gloo on CPUs) and returns this process's mesh.
+    """Start torch.distributed (nccl on GPUs, gloo on CPUs) and return this process's mesh.
 
     Args:
-        sequence_parallel: ranks that share a sequence. tensor_parallel: ranks that divide every layer.
-            pipeline_parallel: ranks among which the blocks are divided. The others are data parallel.
+        timeout_minutes: of collectives.
+        sequence_parallel: ranks that share a sequence.
+        tensor_parallel: ranks that divide every layer.
         expert_parallel: ranks, of any of these, that have different experts.
+        pipeline_parallel: ranks among which the blocks are divided. All further ranks are data parallel.
         replicate: copies of the sharded model.
         dims: sizes of the mesh, instead of these.
-        group_of_one: whether a process that is alone has a process group, too. Engines want one; a run that never
-            communicates starts sooner without.
+        group_of_one: whether a single process has a process group, too. Engines want one; a run that never communicates
+            starts sooner without.
 
     Raises:
-        ValueError: more processes on this machine than GPUs, a number of them that these sizes do not divide or that is
-            not that of dims, or variables of the environment with which the processes can't meet.
+        ValueError: more processes on this machine than GPUs, a number of processes that these sizes do not divide or
+            that is not that of ``dims``, or environment variables with which the processes can't meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
@@ -275,9 +292,11 @@ def init_mesh(
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
-    """Makes these groups, which have every rank once, and returns this rank's; collective over all ranks. ``priority``:
-    on a GPU its kernels go before others that wait for multiprocessors, for a matrix product under way would let it
-    begin only when it ends itself."""
+    """Make these groups, which have every rank once, and return this rank's; collective over all ranks.
+
+    priority: on a GPU its kernels precede others that wait for multiprocessors. Otherwise a matrix product that runs
+    already would delay a collective until its own end.
+    """
     options = None
     if priority and device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -286,9 +305,62 @@ def _new_group(groups: list[list[int]], device: torch.device, priority: bool = F
 
 
 def close_mesh() -> None:
-    """Ends torch.distributed, and with it the CUDA graphs of this process; without it NCCL warns about leaked groups at
-    exit."""
+    """Shut torch.distributed down, and with it the CUDA graphs of this process; otherwise NCCL warns about leaked
+    groups at exit."""
     if dist.is_initialized():
         end_recordings()
         dist.destroy_process_group()
     part()
+
+
+Result = TypeVar("Result")
+
+
+class ControlGroup:
+    """A gloo group of all ranks for the use of one thread. Its messages neither wait for the GPU nor mix with the
+    collectives of training. Build it on every rank, in the same order.
+
+    Args:
+        patience_minutes: how long ranks may wait for each other.
+    """
+
+    def __init__(self, mesh: Mesh, patience_minutes: float = 60.0):
+        self.mesh = mesh
+        timeout = datetime.timedelta(minutes=patience_minutes)
+        group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
+        self._group = cast("dist.ProcessGroup | None", group)  # all ranks are in it
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (any picklable object), in rank order, on every rank."""
+        if self._group is None:
+            return [value]
+        values = [None] * self.mesh.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
+        """Return this rank's ``work()``. If it raises one of ``errors`` on any rank, raise the error of the first such
+        rank on all."""
+        result = problem = None
+        try:
+            result = work()
+        except errors as error:
+            problem = error
+        for found in self.gather(problem):
+            if found is not None:
+                raise found
+        return cast(Result, result)
+
+    def start_largest(self, number: int) -> Callable[[], int]:
+        """Start to find the largest ``number`` of all ranks. The function returned waits for it and returns it, on
+        every rank."""
+        if self._group is None:
+            return lambda: number
+        box = torch.tensor([number], dtype=torch.int32)
+        work: Any = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def answer() -> int:
+            work.wait()
+            return int(box.item())
+
+        return answer

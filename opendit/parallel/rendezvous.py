@@ -1,6 +1,7 @@
 """Connect the processes of a run: the store that they share, and the errors on the way to it."""
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -12,29 +13,32 @@ from torch.distributed.rendezvous import rendezvous
 
 from opendit.config.parallel_sizes import Place
 
+logger = logging.getLogger(__name__)
+
 PATIENCE = 300.0  # seconds that processes wait for each other to start
 UNREACHABLE = 60.0  # seconds after which a machine that does not answer at all is given up
-TELL = 15.0  # seconds after which it is told whom one waits for
+TELL = 15.0  # seconds after which a waiting process reports for whom it waits
 
 _met: tuple[Place, dist.Store] | None = None
 
 
 def meet(place: Place) -> dist.Store:
-    """The store that all processes of the run share, once all of them are there; the same at every call for a place.
+    """Return the store that all processes of the run share, once all of them have arrived. Further calls for the same
+    place return the same store; a single process needs no port for it, and gets a new store at every call.
 
-    A single process needs no port for it, and gets a new one at every call. Raises ValueError if rank 0 can't be
-    reached, its port is taken, or not all of the processes come.
+    Raises:
+        ValueError: rank 0 can't be reached, its port is taken, or not all of the processes arrive.
     """
     global _met
     if place.world_size == 1:
         return dist.HashStore()
-    if _met is None or _met[0] != place:  # another run in this process may not have come to its end
+    if _met is None or _met[0] != place:  # an earlier run in this process may have ended without part()
         _met = place, _meet_others(place)
     return _met[1]
 
 
 def part() -> None:
-    """Forgets the store, so that the next ``meet`` makes another."""
+    """Forget the store, so that the next ``meet`` makes another."""
     global _met
     _met = None
 
@@ -48,7 +52,7 @@ def _meet_others(place: Place) -> dist.Store:
             patience = timedelta(seconds=PATIENCE)
             if with_agent:
                 store, *_ = next(rendezvous("env://", timeout=patience))
-            else:  # rendezvous would wait for all processes, and not say for which
+            else:  # rendezvous would wait for all processes without naming the missing ones
                 where, serves = (place.address, place.port), place.rank == 0
                 store = dist.TCPStore(*where, None, serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
@@ -57,12 +61,12 @@ def _meet_others(place: Place) -> dist.Store:
     store.set(f"here/{place.rank}", f"{socket.gethostname()} {os.getpid()}")
     keys = [f"here/{rank}" for rank in range(place.world_size)]
     for patience in (TELL, PATIENCE - TELL):
-        with contextlib.suppress(RuntimeError):  # what a wait ends with that was too long
+        with contextlib.suppress(RuntimeError):  # timed out
             store.wait(keys, timedelta(seconds=patience))
             return store
         missing = ", ".join(key.removeprefix("here/") for key in keys if not store.check([key]))
         if place.rank == 0 and missing:
-            print(f"note: rank 0 waits for rank {missing} of {place.world_size} processes", file=sys.stderr, flush=True)
+            logger.warning(f"note: rank 0 waits for rank {missing} of {place.world_size} processes")
     raise ValueError(
         f"rank {missing} of the {place.world_size} processes did not come within {PATIENCE:.0f} s: start all of them "
         f"(RANK=0 to {place.world_size - 1}), or correct WORLD_SIZE"
@@ -70,9 +74,9 @@ def _meet_others(place: Place) -> dist.Store:
 
 
 def _reach(place: Place) -> None:
-    """Waits until rank 0's port answers, which may be started later. Raises ValueError if it never does."""
+    """Wait until rank 0's port answers; rank 0 may start later. Raises ValueError if it never does."""
     where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
-    begun, told = time.monotonic(), False
+    begun, reported = time.monotonic(), False
     while True:
         try:
             socket.create_connection((place.address, place.port), timeout=5).close()
@@ -88,9 +92,9 @@ def _reach(place: Place) -> None:
         waited = time.monotonic() - begun
         if waited >= patience:
             raise ValueError(f"rank {place.rank} looked for rank 0 at {where} for {waited:.0f} s: {reason}")
-        if not told and waited >= TELL:
-            told = True
-            print(f"note: rank {place.rank} waits for rank 0 at {where}: {reason}", file=sys.stderr, flush=True)
+        if not reported and waited >= TELL:
+            reported = True
+            logger.warning(f"note: rank {place.rank} waits for rank 0 at {where}: {reason}")
         time.sleep(0.2)
 
 
@@ -111,7 +115,7 @@ def _why(error: Exception, place: Place) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """torch writes why a port can't be had by itself, from C++ and with a stack trace."""
+    """Silence stderr: torch itself prints, from C++ and with a stack trace, why it can't have a port."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

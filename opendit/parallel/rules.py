@@ -1,6 +1,5 @@
 """Apply the rules of a plan (opendit.models.plans): slices of canonical tensors, shard units, stages, and checks that
-sizes divide. Pure functions of shapes, names and numbers: nothing here holds a tensor or a process group.
-"""
+sizes divide. Pure functions of shapes, names and numbers, without process groups."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,17 +19,18 @@ FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}
 
 
 def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
-    """The rule of a parameter. Raises ValueError unless exactly one pattern fits its name."""
+    """Return the rule of a parameter. Raises ValueError unless exactly one pattern fits its name."""
     return value_of(name, rules, "the plan")
 
 
 def group_of(rule: Rule) -> str | None:
-    """The dimension of the mesh whose ranks have different parts: tp or ep; None: all have the same."""
+    """Return the dimension of the mesh whose ranks have different parts ("tp" or "ep"), or None if the parameter is
+    replicated."""
     return None if isinstance(rule, Replicated) else "ep" if isinstance(rule, Expert) else "tp"
 
 
 def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
-    """The dimension of a tensor that the rule divides; None: none."""
+    """Return the dimension of a tensor that the rule divides, or None."""
     return None if isinstance(rule, Replicated) else 1 if isinstance(rule, Row) else 0
 
 
@@ -38,11 +38,11 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
     """Return the parts of a canonical tensor of ``shape`` that a rank of a group of ``size`` holds.
 
     Returns:
-        Slices of the canonical tensor, in the order in which they lie, one behind the other along the rule's dimension,
-        in the local one: of [q; k; v] three, of what is not divided one. Those of all ranks tile the tensor exactly.
+        Slices of the canonical tensor, in the order in which they are concatenated along the rule's dimension in the
+            local one: three for [q; k; v], one for what is not divided. Those of all ranks tile the tensor exactly.
 
     Raises:
-        ValueError: what the rule divides does not divide evenly, or the rank is not one of the group's.
+        ValueError: the dimension does not divide evenly, or the rank is not one of the group's.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
@@ -82,7 +82,8 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 
 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
-    """A rank's part of a canonical tensor: a view where it is one slice, else a copy. Raises as local_slices."""
+    """Return a rank's part of a canonical tensor: a view if it is one slice, otherwise a copy. Raises as local_slices
+    does."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
@@ -91,8 +92,8 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
 
 
 def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
-    """Module -> names of the parameters that are sharded, gathered and freed together. "" is the whole model: what is
-    outside of all other units."""
+    """Group parameters that are sharded, gathered and freed together. Return module -> names of its parameters; "" is
+    the whole model, with everything outside of all other units."""
     units = {}
     for name in parameters:
         parts = name.split(".")
@@ -105,8 +106,8 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Divide blocks over stages: neighbours, at least one each, so that the largest work of a stage is minimal.
 
-    first, last: the other work on these stages, in blocks. If several stages could have a block more, the later ones
-    get it, because they hold fewer micro-batches' activations.
+    first, last: further work on these stages, in units of a block. If several stages could take one more block, the
+    later ones get it, because they hold fewer micro-batches' activations.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
@@ -120,17 +121,19 @@ def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0)
 
 
 def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
-    """:func:`stage_blocks` of a model, by its plan's FLOP terms; what is on every stage does not count."""
+    """Divide a model's blocks by :func:`stage_blocks` and the FLOP terms of its plan. Modules on every stage do not
+    count."""
     plan = plan_of(config)
     block = plan.flops_at(config, "block")
     return stage_blocks(config.depth, stages, *(plan.flops_at(config, end) / block for end in ("first", "last")))
 
 
 def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
-    """The stages, which have these ``blocks``, that have a parameter or buffer: one, or, of what all need for the
-    condition, every one.
+    """Return the stages, which have these ``blocks``, that have a parameter or buffer: one of them, or all for modules
+    that make the condition.
 
-    Raises ValueError for a name that the plan's stage cuts do not have.
+    Raises:
+        ValueError: a name that the plan's stage cuts do not have.
     """
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:
@@ -147,8 +150,8 @@ def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
 
 
 def check_divisible(config: DiTConfig, group: str, size: int) -> None:
-    """Raises ValueError unless a model's heads, widths or experts can be divided evenly by the ranks of a ``group``
-    (tp, ep); the message names the flag, the number that is in the way, and sizes that work."""
+    """Raise ValueError unless the ranks of a ``group`` (tp, ep) can divide a model's heads, widths or experts evenly.
+    The message names the flag, the number in the way, and sizes that work."""
     if size == 1:
         return
     flag, numbers = FLAGS[group], plan_of(config).divisible(config).get(group)
@@ -163,7 +166,7 @@ def check_divisible(config: DiTConfig, group: str, size: int) -> None:
 
 
 def check_stages(config: DiTConfig, ranks: int, chunks: int = 1) -> None:
-    """Raises ValueError, which names the flag, unless every one of ``chunks`` stages of each rank of a pipeline has a
+    """Raise ValueError, which names the flag, unless each of ``chunks`` stages of every rank of a pipeline has a
     block."""
     most = config.depth // chunks
     if ranks > most:

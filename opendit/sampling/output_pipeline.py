@@ -21,7 +21,7 @@ from opendit.encoders.pictures import to_bytes
 from opendit.encoders.tiles import Tiles
 from opendit.encoders.vae import Codec, FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, frames_of
-from opendit.parallel.sequence.collectives import Group, start_gather
+from opendit.parallel.collectives import Group, start_gather
 
 
 class Writers:

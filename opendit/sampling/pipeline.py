@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from opendit.config.values import nearest
+from opendit.config.flags import nearest
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8

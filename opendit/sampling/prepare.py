@@ -116,7 +116,7 @@ class SamplingRun:
 
 def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
     """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
-    flags, notes = flags.settled(mesh.world_size, mesh.device.type == "cuda")
+    flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
     fix = "wait for its end, or give another --output"
     lock, more = lock_folder(Path(flags.output), mesh, "--output", fix, written=WRITTEN)
     try:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from opendit.config.kernels import RECOMPUTE
+from opendit.config.names import RECOMPUTE
 from opendit.config.parallel_sizes import ParallelDims, environment_node_size
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.models import DiTConfig, plan_of
-from opendit.parallel.expert import check_expert_parallel
+from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import sequence_shape
@@ -133,7 +133,7 @@ class Search:
 
     def __init__(self, flags: TrainConfig, dataset: MediaDataset, where: Circumstances):
         self.dataset, self.where = dataset, where
-        settled, _ = flags.settled(where.world, where.has_gpu)
+        settled, _ = flags.resolve(where.world, where.has_gpu)
         self.asked, _ = fit_captions(settled, dataset, text_before(settled))
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
@@ -227,7 +227,7 @@ class Search:
         """Return True if the run would accept these flags unchanged, except for those in ``open``; otherwise
         :attr:`refusal` may say why."""
         try:
-            settled, _ = candidate.on(self.flags).settled(self.where.world, self.where.has_gpu)
+            settled, _ = candidate.on(self.flags).resolve(self.where.world, self.where.has_gpu)
             plan_model(settled, self.dataset)
             check_expert_parallel(self.config, candidate.dims(self.where.world))
             tensor = candidate.tensor_parallel_size

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from opendit.data import Batch, BatchSchedule, MediaDataset
-from opendit.parallel.control_group import ControlGroup
 from opendit.parallel.engines import Engine
+from opendit.parallel.mesh import ControlGroup
 from opendit.training.inputs import Inputs
 from opendit.training.runners import MicroBatch, PackedMicroBatch, Runner
 

@@ -16,7 +16,7 @@ from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_gri
 from opendit.models import Condition, DiT, empty_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
-from opendit.parallel.pipeline.forward import PipelineForward
+from opendit.parallel.pipeline import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.sampling.engine import SamplingEngine
 from opendit.training import monitor as monitoring

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import torch
 
-from opendit.config.console import print_block
-from opendit.config.errors import say
-from opendit.config.flags import overridden
+from opendit.config.command_line import overridden
+from opendit.config.console import print_block, print_error
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.models import DiTConfig
 from opendit.parallel.hardware import find_hardware
-from opendit.parallel.pipeline.stages import stages_of
+from opendit.parallel.pipeline import stages_of
 from opendit.parallel.sequence import sequence_shape
 from opendit.training.auto_parallel import Circumstances, choose, report
 from opendit.training.from_flags import (
@@ -49,7 +48,7 @@ def dry_run(flags: TrainConfig) -> None:
     try:
         _dry_run(flags)
     except (ValueError, OSError, DataError) as error:
-        say(error)
+        print_error(error)
         sys.exit(2)
 
 
@@ -59,11 +58,11 @@ def _dry_run(flags: TrainConfig) -> None:
     hardware, origin = find_hardware(flags.hardware, card)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
     if flags.parallel == "auto":
-        settled, notes = flags.settled(world, has_gpu=True)
+        settled, notes = flags.resolve(world, has_gpu=True)
         chosen, config = choose(flags, _data(settled, notes), where)
         print("\n".join(report(chosen, config, where, origin)), flush=True)
         flags = chosen[0].candidate.on(flags)
-    flags, notes = flags.settled(world, has_gpu=True)
+    flags, notes = flags.resolve(world, has_gpu=True)
     dataset = _data(flags, notes)
     flags, of_captions = fit_captions(flags, dataset, text_before(flags))
     notes = notes + of_captions

@@ -8,7 +8,7 @@ from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, Values, build_engine
-from opendit.parallel.expert import expert_group
+from opendit.parallel.experts import expert_group
 from opendit.parallel.initial import InitialValues
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.training.specification import RunSpecification

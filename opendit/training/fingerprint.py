@@ -21,7 +21,7 @@ from opendit.checkpoint.ema import FIRST_WARMUP
 from opendit.checkpoint.tensor_set import files_of
 from opendit.common.utils import hash_parts
 from opendit.config.flags import flags_of
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.names import DESCRIPTIONS
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.contents import hash_files
 from opendit.diffusion import objective_from_dict

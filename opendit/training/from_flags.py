@@ -29,7 +29,7 @@ from opendit.models.lora import lora_parameters
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.pipeline.stages import check_pipeline, idle_stages
+from opendit.parallel.pipeline import check_pipeline, idle_stages
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.tensor import check_tensor_parallel
 from opendit.training.memory import Setup

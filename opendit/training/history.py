@@ -10,7 +10,8 @@ from typing import Any
 from opendit.checkpoint.schema import RUN_CONFIG
 from opendit.common.json_file import read_file
 from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
-from opendit.config.flags import overridden, to_dict, to_yaml
+from opendit.config.command_line import overridden, to_yaml
+from opendit.config.flags import to_dict
 from opendit.training.specification import RunSpecification
 
 CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"

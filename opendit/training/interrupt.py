@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 
 from opendit.common.utils import DataError
-from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.mesh import Mesh
+from opendit.parallel.mesh import ControlGroup, Mesh
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0

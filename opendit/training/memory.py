@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from opendit.config.names import BYTES
 from opendit.config.parallel_sizes import divide_grid
-from opendit.config.plugins import BYTES
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
-from opendit.parallel.expert import expert_parameters
-from opendit.parallel.tensor.layers import held_parameters
+from opendit.parallel.experts import expert_parameters
+from opendit.parallel.tensor import held_parameters
 from opendit.training.memory_stages import stage_setups
 
 GIB = 2**30

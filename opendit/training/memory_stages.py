@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from opendit.models import DiTConfig, plan_of
 from opendit.models.shapes import model_shapes
-from opendit.parallel.pipeline.schedule import in_flight, make_schedule
-from opendit.parallel.pipeline.stages import PipelineStages, stages_of
+from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
 from opendit.parallel.rules import rule_of
-from opendit.parallel.tensor.layers import DIVIDING
+from opendit.parallel.tensor import DIVIDING
 
 if TYPE_CHECKING:
     from opendit.training.memory import Setup

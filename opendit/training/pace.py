@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from opendit.parallel.control_group import ControlGroup
-from opendit.parallel.mesh import Mesh
+from opendit.parallel.mesh import ControlGroup, Mesh
 
 SLOW = 1.5  # times as long as the others' median
 LOSS = 0.1  # at least this share of a step is lost by it

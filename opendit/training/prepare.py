@@ -15,7 +15,7 @@ from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
-from opendit.config.plugins import OWN_ATTENTION, PLUGINS
+from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
@@ -35,9 +35,9 @@ from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import check_installed
 from opendit.parallel.engines import PRECISIONS
-from opendit.parallel.expert import check_expert_parallel
+from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.pipeline.stages import mesh_stages
+from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
 from opendit.training.fingerprint import changes, fingerprint, stored_fingerprint, warmup_of
 from opendit.training.from_flags import (
@@ -68,7 +68,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     """Checks everything that can be wrong with a run, and loads its data set and VAE.
 
     Args:
-        flags, notes: of ``TrainConfig.settled``.
+        flags, notes: of ``TrainConfig.resolve``.
 
     Raises:
         ValueError, OSError, DataError: with a message that names the flag and the fix.

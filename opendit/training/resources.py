@@ -9,7 +9,7 @@ from typing import cast
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
-from opendit.config.plugins import PLUGINS
+from opendit.config.names import PLUGINS
 from opendit.data import BatchIterator, build_loader
 from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine

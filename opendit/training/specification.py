@@ -21,7 +21,7 @@ from opendit.models.lora import Lora
 from opendit.models.weights import Weights
 from opendit.parallel.apply import Sharding
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.pipeline.stages import PipelineStages
+from opendit.parallel.pipeline import PipelineStages
 from opendit.parallel.sequence import SequenceParallel
 from opendit.training.inputs import Latents
 from opendit.training.memory import Setup

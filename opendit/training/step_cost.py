@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from opendit.config.plugins import AXIAL, BYTES
+from opendit.config.names import AXIAL, BYTES
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
-from opendit.parallel.expert import expert_parameters
+from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
-from opendit.parallel.pipeline.schedule import chunks_of
+from opendit.parallel.pipeline import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.training.memory import Setup, held_counts
 from opendit.training.memory_stages import stage_setups

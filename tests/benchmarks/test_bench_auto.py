@@ -7,7 +7,7 @@ import pytest
 from benchmarks import bench_auto
 from benchmarks.bench_auto import KNOWN, PAIRS, add_stacks, key_of, main, measured, predicted, products, typed
 from opendit.config.architectures import KINDS
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import H200
 
@@ -47,7 +47,7 @@ def test_six_products_of_every_pair_are_runs_that_can_be():
             assert len(found) >= 4 + gpus // 2 and len({one.candidate.product for one in found}) == len(found)
             for one in found:
                 flags = parse(TrainConfig, [*typed(words, one).split(), "--dry_run", str(gpus)])
-                settled, _ = flags.settled(gpus, has_gpu=True)
+                settled, _ = flags.resolve(gpus, has_gpu=True)
                 assert settled.batch_size == one.candidate.batch_size
                 assert settled.grad_checkpoint == one.candidate.grad_checkpoint
     assert len({key_of(pair, 4, one) for pair in PAIRS for one in products(pair, 4, H200)[1]}) >= 18

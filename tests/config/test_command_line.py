@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from opendit.config.flags import read_flags
+from opendit.config.command_line import read_flags
+from opendit.config.console import one_line
+from opendit.config.flags import Value
 from opendit.config.train import TrainConfig
-from opendit.config.values import Value, one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +63,7 @@ def test_of_all_ranks_the_first_speaks(capsys, monkeypatch):
 def test_under_torchrun_the_silent_rank_waits_for_the_one_that_speaks(rank, monkeypatch, capsys):
     """torchrun ends all processes once one has ended."""
     waits = []
-    monkeypatch.setattr("opendit.config.parser.time.sleep", waits.append)
+    monkeypatch.setattr("opendit.config.command_line.time.sleep", waits.append)
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", "2"), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:

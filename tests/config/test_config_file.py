@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from opendit.config.flags import NO_CHANGE, flags_of, parse, to_dict, to_yaml, value_of
+from opendit.config.command_line import NO_CHANGE, parse, to_yaml
+from opendit.config.flags import flags_of, to_dict, value_of
 from opendit.config.train import TrainConfig
 
 TINY = "--model DiT-Ti/4 --data_path mock --image_size 32 --vae none --num_classes 3 --batch_size 2 --num_workers 0"
@@ -60,7 +61,7 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
 def test_values_are_checked_as_those_of_the_command_line_are(tmp_path):
     flags = parse(TrainConfig, ["--config", write(tmp_path, "batch_size: 0")])
     with pytest.raises(ValueError, match="--batch_size 0: out of range"):
-        flags.settled(1, has_gpu=True)
+        flags.resolve(1, has_gpu=True)
 
 
 def test_a_run_writes_a_file_that_repeats_it(tmp_path):

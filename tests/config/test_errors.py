@@ -203,4 +203,4 @@ def test_errors_are_said_through_one_door():
         for path in SOURCES
         if re.search(r"""f?["'](\\n)?(\{[^"']*\})?error: """, Path(path).read_text(encoding="utf-8"))
     }
-    assert others == {"opendit/config/errors.py", "opendit/parallel/supervisor.py"}
+    assert others == {"opendit/config/console.py", "opendit/parallel/supervisor.py"}

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.config.flags import flags_of, groups_of, parse, to_dict
+from opendit.config.command_line import parse
+from opendit.config.flags import flags_of, headings_of, to_dict
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 
@@ -95,7 +96,7 @@ def test_unknown_flags_are_refused(capsys):
 )
 def test_mistakes_name_the_flag(argv, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).settled(world_size=4, has_gpu=False)
+        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).resolve(world_size=4, has_gpu=False)
 
 
 @pytest.mark.parametrize("flag", ("data_path", "validate_path"))
@@ -118,25 +119,25 @@ def test_mistakes_name_the_flag(argv, message, tmp_path):
 )
 def test_mistakes_in_a_blend_of_one_line_are_found_with_the_flags(flag, sources, message, tmp_path):
     with pytest.raises(ValueError, match=f"--{flag} .*{message}"):
-        parse(TrainConfig, [f"--{flag}", sources, "--outputs", str(tmp_path)]).settled(world_size=1, has_gpu=False)
+        parse(TrainConfig, [f"--{flag}", sources, "--outputs", str(tmp_path)]).resolve(world_size=1, has_gpu=False)
 
 
 @pytest.mark.parametrize("path", ["http://host:8080/x-{0..3}.tar", "s3://a/b:1,s3://c/d:2", "digits"])
 def test_addresses_and_names_are_no_blends_with_mistakes(path, tmp_path):
-    parse(TrainConfig, ["--data_path", path, "--outputs", str(tmp_path)]).settled(world_size=1, has_gpu=False)
+    parse(TrainConfig, ["--data_path", path, "--outputs", str(tmp_path)]).resolve(world_size=1, has_gpu=False)
 
 
 def test_an_output_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--outputs .*name another folder"):
-        parse(TrainConfig, ["--outputs", str(tmp_path / "file" / "below")]).settled(1, False)
+        parse(TrainConfig, ["--outputs", str(tmp_path / "file" / "below")]).resolve(1, False)
 
 
 def test_default_precision_falls_back_with_a_note(tmp_path):
     flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
-    settled, notes = flags.settled(world_size=1, has_gpu=False)
+    settled, notes = flags.resolve(world_size=1, has_gpu=False)
     assert settled.mixed_precision == "fp32" and "no GPU" in notes[0]
-    settled, notes = flags.settled(world_size=1, has_gpu=True)
+    settled, notes = flags.resolve(world_size=1, has_gpu=True)
     assert notes == [] and settled == flags and flags.mixed_precision == "fp16"
 
 
@@ -145,7 +146,7 @@ def test_nobody_changes_flags(kind):
     flags = parse(kind, [])
     with pytest.raises(dataclasses.FrozenInstanceError):
         flags.batch_size = 1
-    groups = groups_of(kind)
+    groups = headings_of(kind)
     names = [item.name for items in groups.values() for item in items]
     assert names == [item.name for item in flags_of(kind)] == list(to_dict(flags)) and len(set(names)) == len(names)
     assert all(groups) and max(map(len, groups.values())) <= 15  # a heading says what is below it
@@ -156,4 +157,4 @@ def test_nobody_changes_flags(kind):
 )
 def test_mistakes_in_sampling_name_the_flag(words, tmp_path):
     with pytest.raises(ValueError, match=f"--{words}"):
-        parse(SampleConfig, [*f"--{words}".split(), "--output", str(tmp_path)]).settled(world_size=1, has_gpu=False)
+        parse(SampleConfig, [*f"--{words}".split(), "--output", str(tmp_path)]).resolve(world_size=1, has_gpu=False)

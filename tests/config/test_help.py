@@ -12,10 +12,9 @@ from opendit.cli import completion
 from opendit.cli.command import COMMANDS
 from opendit.cli.completion import CONFIGS, parser_of
 from opendit.config import help_page
-from opendit.config.flags import Flags, flag, flags_of, headings_of, parse
-from opendit.config.parser import CommandLine
+from opendit.config.command_line import CommandLine, parse
+from opendit.config.flags import Flags, Value, flag, flags_of, headings_of
 from opendit.config.train import TrainConfig
-from opendit.config.values import Value
 from opendit.evaluation import __main__ as evaluation
 
 PARSERS = {name: parser_of(name) for name in COMMANDS}
@@ -40,7 +39,7 @@ def test_every_flag_stands_in_a_component_with_a_heading(config):
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_number_has_a_unit(name):
-    bare = [action.dest for action, takes in PARSERS[name].taken if takes.kind is not str and not takes.unit]
+    bare = [action.dest for action, takes in PARSERS[name].arguments if takes.kind is not str and not takes.unit]
     assert not bare, f'say what they count: flag(..., unit="steps"): {bare}'
 
 

@@ -43,8 +43,7 @@ def test_the_probe_sees_what_is_imported():
 
 
 def test_the_light_tables_are_what_the_heavy_modules_have():
-    from opendit.config import kernels, plugins
-    from opendit.config import objectives as names
+    from opendit.config import names
     from opendit.config.architectures import KINDS, module_of
     from opendit.config.data_sources import FALLBACK, SOURCES, named_sources
     from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS
@@ -63,8 +62,8 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert ddpm.SETTINGS["prediction"].bounds["choices"] == PREDICTIONS
     files = {path.stem for path in (ROOT / "opendit" / "diffusion" / "samplers").glob("*.py")}
     assert tuple(SAMPLERS) == names.ALL_SAMPLERS and set(SAMPLERS) == files - {"__init__", "base"}
-    assert kernels.TORCH_ATTENTION == tuple(attention.BACKENDS)
-    assert kernels.RECOMPUTE == tuple(BACKWARD)
+    assert names.TORCH_ATTENTION == tuple(attention.BACKENDS)
+    assert names.RECOMPUTE == tuple(BACKWARD)
     assert all(callable(importlib.import_module(f"opendit.data.sources.{name}").open_source) for name in SOURCES)
     assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock"}
     assert tuple(KINDS) == tuple(CLASSES)
@@ -73,10 +72,10 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
         known = {field.name: field.default for field in fields(made.config)}
         for setting in KINDS[name].settings:
             assert setting.flag in known and setting.default in (None, known[setting.flag])
-    assert all(engines.engine_of(name).plugin == name for name in plugins.PLUGINS)
+    assert all(engines.engine_of(name).plugin == name for name in names.PLUGINS)
     files = {path.stem for path in (ROOT / "opendit" / "parallel" / "engines").glob("*.py")}
-    assert set(plugins.PLUGINS) == files - {"__init__", "base", "booster"}
-    assert set(plugins.PRECISIONS) == set(engines.PRECISIONS) == set(plugins.BYTES)
+    assert set(names.PLUGINS) == files - {"__init__", "base"}
+    assert set(names.PRECISIONS) == set(engines.PRECISIONS) == set(names.BYTES)
 
 
 @pytest.mark.parametrize("package", ["models", "data", "diffusion", "export"])

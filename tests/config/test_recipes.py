@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import train
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.config.flags import overridden, parse
+from opendit.config.command_line import overridden, parse
 from opendit.config.recipes import RECIPES
 from opendit.config.train import TrainConfig
 from opendit.data.base import SampleKey
@@ -121,9 +121,9 @@ def test_a_global_batch_is_cut_for_the_ranks(world, asked, most, given, expected
     flags = TrainConfig(global_batch_size=asked, batch_size=most, outputs=str(tmp_path), given=given)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            flags.settled(world, True)
+            flags.resolve(world, True)
         return
-    flags, notes = flags.settled(world, True)
+    flags, notes = flags.resolve(world, True)
     assert (flags.batch_size, flags.grad_accumulation, flags.global_batch_size) == expected
     assert len(notes) == (expected[-1] != asked)
 

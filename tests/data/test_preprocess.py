@@ -16,7 +16,7 @@ from PIL import Image
 
 import preprocess
 import train
-from opendit.config.parser import underscored
+from opendit.config.command_line import underscored
 from opendit.data import SampleKey, build_dataset
 from opendit.encoders import load_codec
 

@@ -10,7 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
-from opendit.config.objectives import ALL_SAMPLERS
+from opendit.config.names import ALL_SAMPLERS
 from opendit.diffusion import FlowTrajectory, sample
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective, flow, objective_from_dict
 from tests.objectives import losses_of

@@ -11,7 +11,7 @@ from safetensors import safe_open
 import sample
 import train
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
@@ -185,14 +185,14 @@ def test_training_follows_the_plain_loop_and_the_checkpoint_draws(argv, stored, 
 )
 def test_flags_that_do_not_fit(argv, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).settled(1, False)
+        parse(TrainConfig, [*argv, "--outputs", str(tmp_path)]).resolve(1, False)
 
 
 @pytest.mark.parametrize("levels", [["1"], ["1", "2", "3"], ["2", "1"], ["nan", "1"]])
 def test_an_interval_is_two_levels(levels, tmp_path):
     flags = parse(SampleConfig, ["--cfg_interval", *levels, "--output", str(tmp_path)])
     with pytest.raises(ValueError, match=f"--cfg_interval {' '.join(levels)}: no two noise levels; give LOW HIGH"):
-        flags.settled(1, False)
+        flags.resolve(1, False)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.encoders import folder as folder_module
 from opendit.encoders.text import BYTES, HUB, TextTokens, load_text_encoder, text_geometry

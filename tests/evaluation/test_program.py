@@ -11,8 +11,8 @@ import torch
 
 import opendit
 from opendit.cli import command
+from opendit.config.command_line import parse
 from opendit.config.evaluate import EvaluateConfig
-from opendit.config.flags import parse
 from opendit.evaluation import extract
 from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.manifold import precision_recall

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import opendit
+from opendit.config.command_line import parse
 from opendit.config.evaluate import EvaluateConfig
-from opendit.config.flags import parse
 from opendit.evaluation.results import read_results
 from tests.ranks import run_ranks
 from tests.sampling.small import write
@@ -100,9 +100,9 @@ def test_flags_of_guidance_are_for_the_pairs_that_have_some():
         (1, 5, False),
         (2, 5, True),
     ]
-    flags.settled(1, False)
+    flags.resolve(1, False)
     with pytest.raises(ValueError, match="--cfg_channels: does nothing with --cfg_scale 1"):
-        parse(EvaluateConfig, words[:-1]).settled(1, False)
+        parse(EvaluateConfig, words[:-1]).resolve(1, False)
 
 
 @pytest.mark.parametrize(

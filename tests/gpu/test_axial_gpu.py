@@ -16,9 +16,8 @@ from opendit.models import DiT, STDiTConfig, build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
-from opendit.parallel.sequence.axial import AllToAll
+from opendit.parallel.sequence.axial import AllToAll, DirectExchange
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sequence.direct_axial import DirectExchange
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.training.runners import MicroBatch, build_runner
 from tests.gpu.test_sequence_gpu import distances, needs, ranks

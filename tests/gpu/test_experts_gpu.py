@@ -18,7 +18,7 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, build_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import Engine, build_engine
-from opendit.parallel.expert import expert_group
+from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape

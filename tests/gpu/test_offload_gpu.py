@@ -13,7 +13,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.components import SpeedFlags
-from opendit.config.plugins import OFFLOAD
+from opendit.config.names import OFFLOAD
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.select import select_kernels

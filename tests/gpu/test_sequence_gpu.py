@@ -13,11 +13,11 @@ from opendit.config.components import SpeedFlags
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig
+from opendit.parallel.collectives import Group
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sequence.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, connect
 from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised

@@ -16,7 +16,7 @@ from opendit.models import DiT, build_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.pipeline.stages import mesh_stages
+from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group
 from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised

@@ -16,8 +16,7 @@ from opendit.models import DiT, build_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.tensor import divided_parameters, tensor_group
-from opendit.parallel.tensor.gradients import ReplicatedGradients
+from opendit.parallel.tensor import ReplicatedGradients, divided_parameters, tensor_group
 from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs

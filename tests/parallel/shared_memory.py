@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opendit.kernels.exchange_heads import exchange_heads_reference, send_rows_reference
-from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.collectives import Group
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, Part, PeerRows
 
 # What nobody needs any more once all ranks are at a buffer's barrier.

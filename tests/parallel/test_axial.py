@@ -14,10 +14,9 @@ from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
-from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll
+from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, DirectExchange
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sequence.direct_axial import DirectExchange
-from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
+from opendit.parallel.sequence.fastseq import DirectFastSeq
 from opendit.parallel.tensor import tensor_group
 from tests.models.test_zoo import inputs, model_of
 from tests.numbers import off_by

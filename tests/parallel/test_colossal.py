@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opendit.parallel.adamw import FusedAdamW
-from opendit.parallel.engines.booster import state_of_scaler
+from opendit.parallel.engines.base import state_of_scaler
+from opendit.parallel.optimizer import FusedAdamW
 from tests.ranks import run_ranks
 
 DECAYS = (0.5, 0.9)

@@ -10,7 +10,7 @@ from torch import Tensor
 from opendit.config.parallel_sizes import ParallelDims, check_expert_parallel_size
 from opendit.models import model_config
 from opendit.models.ecdit import ECDiTConfig
-from opendit.parallel.expert import check_expert_parallel, divide_among, expert_group, expert_parameters
+from opendit.parallel.experts import check_expert_parallel, divide_among, expert_group, expert_parameters
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.parallel import loss_scale
-from opendit.parallel.engines.booster import state_of_scaler
-from opendit.parallel.loss_scale import LossScale
+from opendit.parallel import optimizer
+from opendit.parallel.engines.base import state_of_scaler
+from opendit.parallel.optimizer import LossScale
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def their_scaler():
 
 
 def test_the_scale_is_that_of_colossal_ai_s_scaler(their_scaler, monkeypatch):
-    monkeypatch.setattr(loss_scale, "INTERVAL", 3)
+    monkeypatch.setattr(optimizer, "INTERVAL", 3)
 
     @settings(deadline=None, max_examples=60)
     @given(st.lists(st.booleans(), max_size=40), st.sampled_from([1.0, 2.0, 2.0**16, 2.0**31, 2.0**32]))
@@ -46,8 +46,8 @@ def test_the_scale_is_that_of_colossal_ai_s_scaler(their_scaler, monkeypatch):
 
 def test_it_begins_as_theirs(their_scaler):
     theirs = their_scaler()
-    assert LossScale(torch.device("cpu")).state()["scale"] == theirs.scale.item() == loss_scale.INITIAL
-    for finite, steps, factor in ((True, loss_scale.INTERVAL, 2), (False, loss_scale.HYSTERESIS, 0.5)):
+    assert LossScale(torch.device("cpu")).state()["scale"] == theirs.scale.item() == optimizer.INITIAL
+    for finite, steps, factor in ((True, optimizer.INTERVAL, 2), (False, optimizer.HYSTERESIS, 0.5)):
         before = theirs.scale.item()
         for step in range(1, steps + 1):
             theirs.update(not finite)

@@ -16,9 +16,9 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiTConfig, build_model, empty_model
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
-from opendit.parallel.expert import expert_group
+from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.pipeline.stages import mesh_stages
+from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group
 from opendit.training.runners import MicroBatch, build_runner
 from tests.models.test_dit import randomised

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.parallel.layout import Shard
-from opendit.parallel.runs import Runs, copy_overlap, hold_each_once, runs_of
+from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 

@@ -15,12 +15,12 @@ from benchmarks.sequence_baselines import BlockingFastSeq, BlockingUlysses
 from opendit.models import DiT, DiTConfig, TextConfig, build_model
 from opendit.models.layers import BlockOps
 from opendit.models.vdit import VDiTConfig
+from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.direct import DirectUlysses
-from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
+from opendit.parallel.sequence.fastseq import DirectFastSeq
+from opendit.parallel.sequence.ulysses import DirectUlysses
 from tests.models.test_dit import randomised
 from tests.numbers import largest
 from tests.parallel.shared_memory import SharedMemory

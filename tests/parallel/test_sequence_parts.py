@@ -8,24 +8,24 @@ import torch
 from torch import Tensor
 
 import train
+from opendit.config.command_line import parse
 from opendit.config.components import ParallelFlags
-from opendit.config.flags import parse
 from opendit.config.parallel_sizes import check_sequence_parallel
 from opendit.config.train import TrainConfig
 from opendit.models import DiT, model_config
+from opendit.parallel.collectives import Group
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.sequence import sequence_shape
 from opendit.parallel.sequence.choose import Shape, make_plan
-from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.layout import weight_gradient, zeros_but_own
-from opendit.parallel.sequence.partial_attention import (
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
+from opendit.parallel.sequence.products import weight_gradient, zeros_but_own
+from opendit.parallel.sequence.ring import (
     attend_part,
     attend_part_backward,
     merge,
     reference_backward,
     reference_forward,
 )
-from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 
 
 @pytest.mark.parametrize(
@@ -211,18 +211,18 @@ def test_train_answers_before_anything_is_made(tmp_path, no_ranks, capsys, monke
 def test_flags_of_a_run_that_fits(tmp_path):
     words = "--sequence_parallel_size 2 --sequence_parallel_type fastseq --keep_gathered".split()
     flags = parse(TrainConfig, [*words, "--outputs", str(tmp_path)])
-    flags, _ = flags.settled(world_size=4, has_gpu=False)
+    flags, _ = flags.resolve(world_size=4, has_gpu=False)
     assert (flags.sequence_parallel_size, flags.sequence_parallel_type, flags.keep_gathered) == (2, "fastseq", True)
     flags = dataclasses.replace(flags, sequence_parallel_type="ring")
     with pytest.raises(ValueError, match="--keep_gathered: .*ring gathers nothing"):
-        flags.settled(world_size=4, has_gpu=False)
+        flags.resolve(world_size=4, has_gpu=False)
 
 
 def test_an_attention_that_is_asked_for_is_the_one_that_runs():
     words = "--sequence_parallel_size 2 --batch_size 1 --attention math --sequence_parallel_type".split()
     for kind in ("ring", "usp"):
         with pytest.raises(ValueError, match=f"--attention math: .*{kind} has a kernel of its own"):
-            parse(TrainConfig, [*words, kind]).settled(world_size=4, has_gpu=False)
+            parse(TrainConfig, [*words, kind]).resolve(world_size=4, has_gpu=False)
     config = model_config("vDiT-Ti/122", input_size=(32, 32), in_channels=4, frames=4, num_classes=3)
     for options, kind in ((words[:4], "ring"), ([*words, "auto"], "ulysses")):  # ring costs least here
         flags = parse(TrainConfig, options)

@@ -264,7 +264,7 @@ def test_arguments_are_named_as_python_has_them(weights):
 
 def test_a_job_that_did_not_end_is_told_from_one_with_other_frames(weights, frames, tmp_path, no_ranks):
     from opendit.common.stages import Stages
-    from opendit.config.flags import parse
+    from opendit.config.command_line import parse
     from opendit.config.sample import SampleConfig
     from opendit.parallel.mesh import init_mesh
     from opendit.sampling.job import settings_of

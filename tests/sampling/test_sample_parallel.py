@@ -17,7 +17,7 @@ from torch import Tensor
 import opendit.sampling.run as inference
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.sample import SampleConfig
 from opendit.diffusion import DDPMObjective, FlowObjective
 from opendit.diffusion.sampling import sample_latents
@@ -326,7 +326,7 @@ def test_sample_py_writes_the_pictures_of_one_process(world, tmp_path, weights, 
 )
 def test_numbers_of_processes_that_do_not_fit(world, argv, message, tmp_path):
     with pytest.raises(ValueError) as error:
-        parse(SampleConfig, [*argv.split(), "--output", str(tmp_path)]).settled(world, has_gpu=False)
+        parse(SampleConfig, [*argv.split(), "--output", str(tmp_path)]).resolve(world, has_gpu=False)
     assert message in str(error.value)
 
 

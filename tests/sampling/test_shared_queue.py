@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+from opendit.parallel.collectives import Group
 from opendit.parallel.guidance import Replica
-from opendit.parallel.sequence.collectives import Group
 from opendit.sampling.shared_queue import SharedQueue
 
 

@@ -6,7 +6,7 @@ python -m tests.training.recorded_estimates     # writes recorded_estimates.json
 import json
 from pathlib import Path
 
-from opendit.config.kernels import RECOMPUTE
+from opendit.config.names import RECOMPUTE
 from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, TextConfig, is_video, model_config
 from opendit.training.memory import Setup, estimate
 

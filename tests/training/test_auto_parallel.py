@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.config.train import TrainConfig
-from opendit.parallel.expert import check_expert_parallel
+from opendit.parallel.experts import check_expert_parallel
 from opendit.parallel.hardware import GIB, H200
 from opendit.parallel.sequence import sequence_shape
 from opendit.training import auto_parallel
@@ -53,7 +53,7 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     plain = "--no_grad_checkpoint --recompute none --reshard auto --grad_accumulation 1"
     flags = parse(TrainConfig, f"{words} {plain} {one.candidate} --dry_run {world}".split())
     flags = replace(flags, given=frozenset())  # (what a recipe set is said twice)
-    settled, _ = flags.settled(world, has_gpu=True)
+    settled, _ = flags.resolve(world, has_gpu=True)
     for name, value in asdict(one.candidate).items():
         assert getattr(settled, name) == value, name
     config = plan_model(settled, data_of(settled)).config
@@ -236,7 +236,7 @@ def test_groups_that_cross_machines_are_noted(monkeypatch):
     """Machines are as large as torchrun says, or --gpus_per_node; of --dry_run 8."""
 
     def notes(words: str, world: int) -> list[str]:
-        _, said = parse(TrainConfig, f"{CLIPS} {words}".split()).settled(world, has_gpu=True)
+        _, said = parse(TrainConfig, f"{CLIPS} {words}".split()).resolve(world, has_gpu=True)
         return [note for note in said if "lie across machines" in note]
 
     assert notes("--sequence_parallel_size 4 --dry_run 16", 16) == []

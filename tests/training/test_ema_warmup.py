@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from tests.training.test_resume_finds import list_anew
 

@@ -14,7 +14,8 @@ from PIL import Image
 
 import train
 from opendit.common.utils import hash_parts
-from opendit.config.flags import flags_of, parse
+from opendit.config.command_line import parse
+from opendit.config.flags import flags_of
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.resolve import build_dataset
 from opendit.parallel.mesh import Mesh
@@ -44,7 +45,7 @@ FLAGS = {item.name for item in flags_of(TrainConfig)}
 
 def of(tmp_path, *more: str) -> dict:
     """The fingerprint of a run with these flags, which is not started."""
-    flags, notes = parse(TrainConfig, [*TINY, "--outputs", str(tmp_path / "outputs"), *more]).settled(1, has_gpu=False)
+    flags, notes = parse(TrainConfig, [*TINY, "--outputs", str(tmp_path / "outputs"), *more]).resolve(1, has_gpu=False)
     spec = prepare(flags, ALONE, notes)
     spec.lock.__exit__(None, None, None)
     return spec.fingerprint

@@ -9,7 +9,7 @@ from PIL import Image
 
 import sample
 import train
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.data.video_file import write_mp4

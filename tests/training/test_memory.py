@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
@@ -202,12 +202,12 @@ def test_the_line_of_the_opening_block():
 def test_recompute_is_not_for_checkpointed_or_compiled_blocks(other, tmp_path):
     flags = parse(TrainConfig, ["--recompute", "cheap", f"--{other}", "--outputs", str(tmp_path)])
     with pytest.raises(ValueError, match=f"--recompute cheap: --{other} .* choose one"):
-        flags.settled(1, False)
+        flags.resolve(1, False)
 
 
 @pytest.mark.parametrize("argv", (["--plugin", "gemini", "--mixed_precision", "bf16"], ["--fp8"]))
 def test_recompute_falls_back_with_a_note(argv, tmp_path):
-    flags, notes = parse(TrainConfig, ["--recompute", "mlp", *argv, "--outputs", str(tmp_path)]).settled(1, True)
+    flags, notes = parse(TrainConfig, ["--recompute", "mlp", *argv, "--outputs", str(tmp_path)]).resolve(1, True)
     notes = [note for note in notes if note.startswith("recompute")]
     assert flags.recompute == "none" and len(notes) == 1 and argv[0] in notes[0]
 

@@ -139,9 +139,9 @@ def test_what_is_refused(pictures, tmp_path, no_ranks, capsys, flags, message):
     ],
 )
 def test_what_two_ranks_can_not(flags, message):
-    from opendit.config.flags import parse
+    from opendit.config.command_line import parse
     from opendit.config.train import TrainConfig
 
     found = parse(TrainConfig, [*FLAGS, "--data_path", "digits", "--sequence_parallel_size", "2", *flags])
     with pytest.raises(ValueError, match=message):
-        found.settled(2, False)
+        found.resolve(2, False)

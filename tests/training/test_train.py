@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import DDPM, training_loss

@@ -10,7 +10,7 @@ from safetensors import safe_open
 import sample
 import train
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.config.flags import parse
+from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion.random import Stream, normal, uniform

@@ -2,7 +2,7 @@
 (``to_dict``) for sampling.
 
 To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, a ``Trajectory``,
-and the constants of ``opendit.config.objectives.ObjectiveDescription``, of which its flags are made. Samplers need not
+and the constants of ``opendit.config.names.ObjectiveDescription``, of which its flags are made. Samplers need not
 be told: each goes along any trajectory that has what it asks for.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.objectives.ddpm import DDPMObjective
 from opendit.diffusion.objectives.edm import EDMObjective

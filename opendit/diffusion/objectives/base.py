@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.random import Stream, initial_noise, keyed_noise, uniform
 from opendit.diffusion.samplers import SAMPLERS, sample

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion import ddpm
 from opendit.diffusion.ddpm import DDPM, PREDICTIONS
 from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.objectives.base import Objective, above_0, one_of
 from opendit.diffusion.prepared import Prepared

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opendit.config.objectives import ALL_SAMPLERS
+from opendit.config.names import ALL_SAMPLERS
 from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.samplers.base import NoiseFn, Sampler, State
 from opendit.diffusion.trajectory import Model, Trajectory

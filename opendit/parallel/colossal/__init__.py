@@ -1,4 +1,4 @@
-"""The only modules that import colossalai: what it needs mended, its ZeRO optimizer, its plugins.
+"""The only modules that import colossalai: fixes for it, its ZeRO optimizer, its plugins.
 
 Nothing here is imported or changed before :func:`load` is called.
 """
@@ -10,7 +10,7 @@ HOW_TO_INSTALL = "run `bash install.sh`, or `pip install --no-deps colossalai==0
 
 
 def check_installed() -> None:
-    """Raises ValueError, with the command to run, if Colossal-AI is not installed. Imports nothing."""
+    """Raise ValueError, with the command to run, if Colossal-AI is not installed. Imports nothing."""
     if find_spec("colossalai") is None:
         raise ValueError(
             f"training needs Colossal-AI, which is not installed: {HOW_TO_INSTALL} (sampling does without)"
@@ -18,9 +18,10 @@ def check_installed() -> None:
 
 
 def load() -> ModuleType:
-    """Imports Colossal-AI, mends what has to be mended in it, and returns opendit.parallel.colossal.plugins.
+    """Import Colossal-AI, fix it, and return opendit.parallel.colossal.plugins.
 
-    Raises ImportError, with the command to run, if it is not installed.
+    Raises:
+        ImportError: it is not installed; the message has the command to run.
     """
     from opendit.parallel.colossal import compat
 

@@ -1,4 +1,4 @@
-"""Makes Colossal-AI 0.5.0 importable without its pinned companions, and runnable on a CPU with gloo."""
+"""Make Colossal-AI 0.5.0 importable without its pinned companions, and runnable on a CPU with gloo."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ def _placeholder(name: str) -> type[Any]:
 
 @functools.cache
 def prepare() -> None:
-    """Imports Colossal-AI and changes in it what all plugins need changed; further calls do nothing."""
+    """Import Colossal-AI and change in it what all plugins need changed; further calls do nothing."""
     _import_colossalai()
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Gemini asks for storage sizes that way
     from colossalai.zero.gemini import gemini_ddp
@@ -59,8 +59,8 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def _nothing_compiled():
-    """torch.compile does nothing inside. Colossal-AI decorates functions of its FP8 communication by it, which nothing
-    here calls; the decoration alone imports torch's compiler, 1 s of CPU time."""
+    """Disable torch.compile inside this context. Colossal-AI decorates functions of its FP8 communication by it, which
+    nothing here calls; the decoration alone imports torch's compiler, 1 s of CPU time."""
     compiler = torch.compile
     torch.compile = lambda function=None, **options: function or (lambda function: function)
     try:
@@ -70,7 +70,7 @@ def _nothing_compiled():
 
 
 def _import_colossalai() -> None:
-    # Those that are there stay out too: peft, imported now, would take bitsandbytes' stand-in for real.
+    # Installed ones are hidden too: peft, imported now, would take bitsandbytes' placeholder for the real package.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
     if not hasattr(dist, "is_hccl_available"):  # gone from new torch, called by Colossal-AI's pipeline code
         incomplete: Any = dist
@@ -88,6 +88,6 @@ def _import_colossalai() -> None:
         raise ImportError(f"Colossal-AI could not be imported ({error}); {HOW_TO_INSTALL}") from error
     finally:
         sys.meta_path.remove(finder)
-        # diffusers and transformers ask sys.modules whether peft is there: they must not see a placeholder.
+        # diffusers and transformers look for peft in sys.modules: they must not find a placeholder.
         for name in [m for m in sys.modules if m.partition(".")[0] in hidden]:
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Colossal-AI's ZeRO and Gemini on a CPU, which they take for a GPU."""
+"""Run Colossal-AI's ZeRO and Gemini on a CPU, which they take for a GPU."""
 
 from typing import Any, cast
 
@@ -9,7 +9,7 @@ from colossalai.zero.gemini.chunk import chunk as gemini_chunk
 
 
 def stand_in_for_a_gpu() -> None:
-    """Gives Colossal-AI the CPU as its accelerator."""
+    """Make the CPU Colossal-AI's accelerator."""
     set_accelerator(_CpuAsCuda())
     _keep_chunks_in_one_memory()
 
@@ -66,8 +66,8 @@ class _CpuAsCuda(CpuAccelerator):
 
 
 def _keep_chunks_in_one_memory() -> None:
-    """Gemini tells a "cuda" shard from a "cpu" shard and moves it between the two; on a CPU both are the
-    same memory, so a shard stays what it was born as: a "cuda" shard."""
+    """Keep Gemini from moving shards between "cuda" and "cpu": on a CPU both are the same memory, so a shard stays the
+    "cuda" shard that it was created as."""
     chunk: Any = gemini_chunk.Chunk
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 

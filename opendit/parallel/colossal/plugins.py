@@ -1,10 +1,10 @@
-"""Colossal-AI's side of training: its optimizers, Gemini with what had to be corrected, the Booster.
+"""Colossal-AI's side of training: its optimizers, Gemini with corrections, FSDP2 as a plugin, the Booster.
 
 Import it by ``opendit.parallel.colossal.load()``, which makes the imports below work.
 """
 
 import warnings
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,13 @@ from colossalai.zero.gemini import gemini_optimizer
 from torch import nn
 
 from opendit.kernels.common import kernels_available
-from opendit.parallel.adamw import FusedAdamW
-from opendit.parallel.colossal.fsdp import FSDPPlugin
+from opendit.models import DiT
+from opendit.parallel.apply import Sharding, apply_shards, float8_weights
 from opendit.parallel.colossal.zero import ZeroOptimizer
+from opendit.parallel.float8_gather import Float8Shards
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.optimizer import FusedAdamW, LossScale, ShardedOptimizer
+from opendit.parallel.tensor import ReplicatedGradients
 
 __all__ = ["FSDPPlugin", "boost", "boost_with", "build_optimizer", "register"]
 
@@ -33,9 +37,9 @@ __all__ = ["FSDPPlugin", "boost", "boost_with", "build_optimizer", "register"]
 def build_optimizer(
     module: nn.Module, plugin: str, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> tuple[torch.optim.Optimizer, str]:
-    """The optimizer for ``plugin`` and one line that says which and why.
+    """Return the optimizer for ``plugin`` and one line that names it and the reason.
 
-    zero2 and fsdp need of it only the settings and the state (OnePassAdamW does the step).
+    zero2 and fsdp use only its settings and state (OnePassAdamW does the step).
     """
     optimizer = FusedAdamW(
         [p for p in module.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8
@@ -48,7 +52,7 @@ def build_optimizer(
 
 
 def register() -> None:
-    """Makes Colossal-AI's plugins take the optimizers of this project."""
+    """Make Colossal-AI's plugins accept the optimizers of this project."""
     gemini_optimizer._AVAIL_OPTIM_LIST.add(FusedAdamW)
     low_level_zero_plugin.LowLevelZeroOptimizer = ZeroOptimizer
 
@@ -57,7 +61,7 @@ def register() -> None:
 
 
 class _FiniteBF16(BF16MixedPrecisionMixin):
-    """bf16 without loss scaling whose step is skipped, on all ranks alike, when a gradient is not finite.
+    """bf16 without loss scaling, whose step all ranks skip when a gradient is not finite.
 
     Gemini counts non-finite gradient chunks in every precision but looks at the count in fp16 only.
     """
@@ -89,15 +93,19 @@ def boost(
     initial_scale: float = 2.0**16,
     bucket: int | None = None,
 ) -> tuple[Any, Any]:
-    """Wraps ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and returns both.
+    """Wrap ``module`` and ``optimizer`` for ``plugin`` (zero2, ddp, gemini) and return both.
 
-    The module's parameters become the plugin's working weights on this process's device. ``grad_clip`` 0
-    means none; ``ddp`` neither casts nor clips (the engine does). ``group``: ranks over which zero2 and ddp average
-    gradients, and zero2 divides state; None: all. ``bucket``: elements of gradients that zero2 reduces together; None:
-    as many as Colossal-AI does.
+    The module's parameters become the plugin's working weights on this process's device.
+
+    Args:
+        grad_clip: 0 means none. ``ddp`` neither casts nor clips (the engine does).
+        accumulate: whether a step has several micro-batches.
+        group: ranks over which zero2 and ddp average gradients, and zero2 divides state; None for all.
+        initial_scale: of fp16's loss.
+        bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
     """
     on_gpu = torch.cuda.is_available()
-    built: Any  # each has arguments of its own
+    built: Any  # each plugin has different arguments
     if plugin == "zero2":
         built = LowLevelZeroPlugin(
             stage=2,
@@ -140,7 +148,7 @@ def boost(
     if plugin == "gemini" and precision == "bf16":
         boosted.mix_precision_mixin = _FiniteBF16(model.chunk_manager)
     if plugin == "ddp":
-        _settle_buckets(model.module)
+        _fix_buckets(model.module)
     return model, boosted
 
 
@@ -152,15 +160,111 @@ def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimiz
     return boosted[0], boosted[1]
 
 
-def _settle_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Lets torch choose its gradient buckets before the first step.
+def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
+    """Let torch choose its gradient buckets before the first step.
 
-    It lays them out anew after the first backward pass, in the order in which gradients became ready, and the layout
-    decides in which order more than two ranks are summed: the first step of a resumed run would round differently. A
-    pass of zeros is that first one. Autograd walks the sum from its end, so that the buckets begin with the last
+    It rearranges them after the first backward pass, in the order in which gradients became ready. The arrangement
+    decides in which order more than two ranks are summed: the first step of a resumed run would round differently. So a
+    pass of zeros is made the first one. Autograd walks the sum from its end, so that the buckets begin with the last
     layers, whose gradients are ready first in a real pass too.
     """
     params = [p for p in ddp.parameters() if p.requires_grad]
     ddp.reducer.prepare_for_backward([])
     cast(torch.Tensor, sum(p.sum() * 0 for p in params)).backward()
     ddp.zero_grad(set_to_none=True)
+
+
+class FSDPPlugin(Plugin):
+    """torch's FSDP2 as a plugin of Colossal-AI's Booster: shards a model by
+    :func:`opendit.parallel.apply.apply_shards`, and wraps its optimizer in a :class:`ShardedOptimizer`.
+
+    If no other rank has the same weights, nothing is sharded: ``fully_shard`` would copy every weight and gradient in
+    every step. The weights are then kept in ``sharding.dtype``, beside fp32 masters, as under zero2.
+
+    Args:
+        mesh: of the run.
+        sharding: settings of ``fully_shard``.
+        grad_clip, offload, replicated: see :class:`ShardedOptimizer`.
+        loss_scale: for training in fp16.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        sharding: Sharding,
+        *,
+        grad_clip: float,
+        loss_scale: LossScale | None = None,
+        offload: str = "none",
+        replicated: ReplicatedGradients | None = None,
+    ):
+        self.mesh, self.sharding, self.grad_clip = mesh, sharding, grad_clip
+        self.loss_scale, self.offload, self.replicated = loss_scale, offload, replicated
+
+    def configure(
+        self,
+        model: DiT,
+        optimizer: FusedAdamW | None = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[Any, ...]:
+        float8 = sharded = None
+        if self.mesh.dims.size("loss") > 1:
+            apply_shards(model, self.mesh, self.sharding)
+            if any(parameter.is_meta for parameter in model.parameters()):
+                model.to_empty(device=self.mesh.device)  # its shards; the engine fills them
+            if self.sharding.gather_float8 and (names := float8_weights(model)):
+                float8 = Float8Shards(model, names, self.sharding.dtype, self.mesh.group("fsdp"))
+        else:
+            model.to(self.mesh.device)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(self.sharding.dtype)
+        if optimizer is not None:
+            trained: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            sharded = ShardedOptimizer(
+                optimizer,
+                trained,
+                self.mesh.group("fsdp"),
+                grad_clip=self.grad_clip,
+                loss_scale=self.loss_scale,
+                offload=self.offload,
+                float8=float8,
+                replicated=self.replicated,
+            )
+        return model, sharded, criterion, dataloader, lr_scheduler
+
+    def control_device(self) -> bool:
+        return True
+
+    def control_precision(self) -> bool:
+        return True
+
+    def control_checkpoint_io(self) -> bool:
+        return False  # opendit/checkpoint writes checkpoints, whatever the plugin
+
+    def supported_devices(self) -> list[str]:
+        return ["cuda", "cpu"]
+
+    def supported_precisions(self) -> list[str]:
+        return ["fp16", "bf16", "fp32"]
+
+    def support_no_sync(self) -> bool:
+        return False  # the engine's micro_batch() steers reductions
+
+    def support_lora(self) -> bool:
+        return False  # opendit/models/lora.py adds it before
+
+    def get_checkpoint_io(self) -> NoReturn:
+        raise NotImplementedError("checkpoints are written by opendit.checkpoint")
+
+    def no_sync(self, model: Any, optimizer: Any) -> NoReturn:
+        raise NotImplementedError("the engine's micro_batch() steers reductions")
+
+    def enable_lora(
+        self, model: Any, pretrained_dir: Any, lora_config: Any, bnb_quantization_config: Any = None
+    ) -> NoReturn:
+        raise NotImplementedError("opendit.models.lora adds LoRA before the Booster")
+
+    def prepare_dataloader(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("opendit.data reads the samples")

@@ -10,30 +10,30 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
-from opendit.parallel.adamw import OnePassAdamW
-from opendit.parallel.tensor.gradients import ReplicatedGradients
+from opendit.parallel.optimizer import OnePassAdamW
+from opendit.parallel.tensor import ReplicatedGradients
 
 ALIGNMENT = 8  # elements: every shard in a bucket begins at a multiple of 16 bytes
 GATHER_BYTES = 128 << 20  # of working weights that are gathered together
 
 
 class ZeroOptimizer(LowLevelZeroOptimizer):
-    """ZeRO-2 in few passes over memory, whose host never waits for the device (but once a step in fp16).
+    """ZeRO-2 in few passes over memory, whose host never waits for the device (except once per step in fp16).
 
-    Colossal-AI's own takes the norm tensor by tensor in float64 on the host, waits for the device after every
-    backward, copies gradients and weights into buckets and back, keeps the whole gradients alive instead of a rank's
-    share, and does all of that on one rank too. Here:
+    Colossal-AI's own takes the norm tensor by tensor in float64 on the host, waits for the device after every backward
+    pass, copies gradients and weights into buckets and back, keeps full gradients alive instead of a rank's share, and
+    does all of that on one rank too. Here:
 
     - on one rank there is nothing to reduce: the step reads ``p.grad``;
-    - on several, a bucket of gradients is reduce-scattered while the backward pass goes on, and a rank keeps only its
-      shard of the result;
+    - on several, a bucket of gradients is reduce-scattered during the backward pass, and a rank keeps only its shard of
+      the result;
     - the step is :class:`OnePassAdamW`'s, bucket by bucket, and each bucket's working weights are gathered, in place,
       while the next is being updated.
 
     Attributes:
         grad_norm: of the last step, unscaled and before clipping: 0-dim float64 on the device.
         finite: whether the last step was taken (its norm was finite): 0-dim bool on the device.
-        replicated: which gradients are parts of a sum over ranks that divide the layers; None: none are.
+        replicated: which gradients are terms of a sum over ranks that divide the layers; None if none are.
     """
 
     grad_norm: Tensor
@@ -61,7 +61,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- gradients
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Adds to the gradients; fp16 scales the loss first, without asking the device for the scale."""
+        """Add to the gradients; fp16 scales the loss first, without reading the scale from the device."""
         scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
@@ -69,20 +69,20 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """The same of an output whose gradient, scaled already, is known."""
+        """Add to the gradients, starting from an output whose gradient, already scaled, is known."""
         torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        """Called by the hook of every parameter as soon as its gradient is complete (on several ranks)."""
+        """Add a parameter whose gradient is complete. Called by its hook (on several ranks)."""
         self._bucket.append(param)
         if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
             self._reduce_bucket()
             self._collect(keep=1)
 
     def _reduce_bucket(self) -> None:
-        """Starts the mean over all ranks of the bucket's gradients, a shard for each rank."""
+        """Start to average the bucket's gradients over all ranks; each rank gets a shard."""
         if not self._bucket:
             return
         rows = []
@@ -99,7 +99,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._bucket = []
 
     def _collect(self, keep: int) -> None:
-        """Takes the shards of all reductions but the last ``keep`` (the device waits for them, not the host)."""
+        """Store the shards of all reductions except the last ``keep`` (the device waits for them, not the host)."""
         while len(self._in_flight) > keep:
             work, params, received = self._in_flight.pop(0)
             work.wait()
@@ -136,15 +136,15 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     def attach_averages(
         self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> None:
-        """The steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
+        """Let steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
 
-        ``averages``: for each average its tensors, in the order of the trained parameters, each of the size of this
-        rank's shard without padding.
+        averages: for each average its tensors, in the order of the trained parameters, each of the size of this rank's
+        shard without padding.
         """
         self._adamw.attach_averages(averages, decays, updates)
 
     def step(self, closure: Any = None) -> None:
-        """Clips, updates masters, moments, averages and working weights, and clears the gradients.
+        """Clip, update masters, moments, averages and working weights, and clear the gradients.
 
         If a gradient of any rank is not finite, nothing is changed.
         """
@@ -179,7 +179,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         return getattr(self.mixed_precision_mixin, "grad_scaler", None)
 
     def own_sizes(self) -> list[int]:
-        """Elements of this rank's shards without the padding of the last ranks."""
+        """Return the number of elements of this rank's shards, without the padding of the last ranks."""
         widths = [master.numel() for master in self.masters]
         pairs = zip(self._params, widths, strict=True)
         return [min(max(p.numel() - self._rank * width, 0), width) for p, width in pairs]
@@ -187,7 +187,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- working weights
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Ranges of parameters, each of at least GATHER_BYTES of working weights (on one rank all in one)."""
+        """Return ranges of parameters, each of at least GATHER_BYTES of working weights (on one rank a single
+        range)."""
         edges, size = [0], 0
         for i, working in enumerate(self._padded, start=1):
             size += working.numel() * working.element_size()
@@ -197,7 +198,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         return list(zip(edges, edges[1:], strict=False))
 
     def _start_gather(self, start: int, stop: int) -> list[Any]:
-        """Starts to bring the other ranks' parts of the working weights ``start`` to ``stop`` into place."""
+        """Start to gather the other ranks' parts of the working weights ``start`` to ``stop``, in place."""
         if self._world == 1:
             return []
         with dist._coalescing_manager(group=self._group, async_ops=True) as work:
@@ -207,12 +208,14 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     @torch.no_grad()
     def gather_working_params(self) -> None:
-        """Every rank's master shards, rounded to the working dtype, into the working weights of all ranks."""
+        """Round every rank's master shards to the working dtype, and gather them into the working weights of all
+        ranks."""
         torch._foreach_copy_(self._working, self.masters)
         for work in self._start_gather(0, len(self._padded)):
             work.wait()
 
 
 def _padded(rows: Tensor, more: int) -> Tensor:
-    """``rows`` with ``more`` zeros at the end of each; itself, not a copy as from torch, if there is nothing to add."""
+    """Pad each of ``rows`` with ``more`` zeros at its end. Returns ``rows`` itself, without a copy, if there is nothing
+    to add."""
     return functional.pad(rows, (0, more)) if more else rows

@@ -1,10 +1,10 @@
-"""Training engines, one file for each plugin; opendit/config/plugins.py is their registry and says how one is added."""
+"""Training engines, one file for each plugin; opendit/config/names.py is their registry and tells how to add one."""
 
 from importlib import import_module
 
 from torch import nn
 
-from opendit.config.plugins import OFFLOAD, PLUGINS, check_precision
+from opendit.config.names import OFFLOAD, PLUGINS, check_precision
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult, Values
 from opendit.parallel.mesh import Mesh
@@ -13,7 +13,7 @@ __all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "Values"
 
 
 def engine_of(plugin: str) -> type[Engine]:
-    """The engine of a plugin of ``opendit.config.plugins.PLUGINS``, imported when it is asked for."""
+    """Import and return the engine of a plugin of ``opendit.config.names.PLUGINS``."""
     return import_module(f"{__name__}.{plugin}").ENGINE
 
 
@@ -32,20 +32,19 @@ def build_engine(
     offload: str = "none",
     initial: Values | None = None,
 ) -> Engine:
-    """Wraps a module, the same on every rank, for training.
+    """Wrap a module, the same on every rank, for training.
 
     Args:
-        module: a plain module with fp32 weights, or with ``initial`` one whose weights are not filled yet.
-        plugin: one of ``opendit.config.plugins.PLUGINS``.
+        module: a plain module with fp32 weights, or with ``initial`` one whose weights are not set yet.
+        plugin: one of ``opendit.config.names.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
-        grad_accumulation: micro-batches a step (gemini and fsdp have to know).
-        sharding: how fsdp divides the model; its dtype is that of ``precision``.
-        offload: what fsdp keeps in host memory, one of ``opendit.config.plugins.OFFLOAD``: ``average``: the averages;
+        grad_accumulation: micro-batches in a step (gemini and fsdp have to know).
+        sharding: how fsdp divides the model; its dtype is replaced by that of ``precision``.
+        offload: what fsdp keeps in host memory, one of ``opendit.config.names.OFFLOAD``: ``average``: the averages;
             ``state``: averages and moments.
-        initial: gives the fp32 values of any shard, by the parameter's name, to begin with, of what is trained and of
-            what is not; None: they are those of the module, and all ranks have a copy of those to be trained in host
-            memory for a time.
+        initial: returns the initial fp32 values of any shard, by the parameter's name, trained or not. None: the values
+            of the module, of which every rank then keeps a copy in host memory for a while.
 
     Raises:
         ValueError: unknown plugin, precision or offload, or one that the plugin does not work in.

@@ -1,8 +1,10 @@
-"""The interface of training engines: forward, backward, step, and the layout of their state.
+"""Interface of training engines: forward, backward, step, and the layout of their state.
 
-Whatever the plugin, the fp32 master weights, the optimizer's moments and the EMA are seen the same way: every rank
-holds one fp32 shard of every parameter, and ``layout`` says which slices of the canonical tensor it is, so shards can
-be gathered into canonical full tensors, and full tensors loaded, under any plugin and any number of ranks.
+Whatever the plugin, the fp32 master weights, the optimizer's moments and the EMA look the same: every rank holds one
+fp32 shard of every parameter, and ``layout`` says which slices of the canonical tensor it is. So shards can be gathered
+into canonical full tensors, and full tensors loaded, under any plugin and any number of ranks.
+
+:class:`BoosterEngine` is the base of engines over Colossal-AI's Booster.
 """
 
 import contextlib
@@ -17,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from opendit.parallel.apply import Sharding
+from opendit.parallel.colossal import load
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.pipeline.stages import on_every_stage
-from opendit.parallel.tensor import divided_parameters
-from opendit.parallel.tensor.gradients import ReplicatedGradients
+from opendit.parallel.pipeline import on_every_stage
+from opendit.parallel.tensor import ReplicatedGradients, divided_parameters
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,11 +34,13 @@ Values = Callable[[str, Shard], Tensor]  # of a parameter's shard
 
 @dataclass
 class StepResult:
-    """The results of a step, as 0-dim tensors on the device. Reading one waits for the device; a step does not.
+    """Results of a step, as 0-dim tensors on the device. Reading one waits for the device; a step does not.
 
-    grad_norm: unscaled and before clipping. finite: whether it was, and the step was taken; if not, no weight, moment
-    or average has changed. loss_scale: of fp16's scaler, else 1. loss: the mean of the step's micro-batches on this
-    rank, which the runner fills in.
+    Attributes:
+        grad_norm: unscaled and before clipping.
+        finite: whether the norm was finite and the step was taken; if not, no weight, moment or average has changed.
+        loss_scale: of fp16's scaler, else 1.
+        loss: mean of the step's micro-batches on this rank, set by the runner.
     """
 
     grad_norm: Tensor
@@ -47,10 +51,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an engine's optimizer.
+    """Settings of an engine's optimizer.
 
-    lr, weight_decay, betas: of AdamW. grad_clip: bound of the global gradient norm, 0 for none. grad_accumulation:
-    micro-batches in a step. sharding, offload: only for fsdp; offload names the state that lies in host memory.
+    Attributes:
+        lr, weight_decay, betas: of AdamW.
+        grad_clip: bound of the global gradient norm, 0 for none.
+        grad_accumulation: micro-batches in a step.
+        sharding, offload: only for fsdp; offload names the state that lies in host memory.
     """
 
     lr: float
@@ -63,12 +70,14 @@ class Settings:
 
 
 class Engine(ABC):
-    """Drives a module under one plugin. Build with :func:`build_engine`.
+    """Drives a module under one plugin. Build it with :func:`build_engine`.
 
-    skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
-    shapes: the canonical shape of every trained parameter. parts: where of every canonical parameter that of a module
-    is whose layers the ranks of ``tp`` divide: that of ``module.get_parameter(name)`` while it is whole here. shared:
-    the parameters that all ranks of a pipeline have.
+    Attributes:
+        skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
+        shapes: the canonical shape of every trained parameter.
+        parts: layout of the parameters of a module whose layers the ranks of ``tp`` divide, as
+            ``module.get_parameter(name)`` holds them before the engine shards them.
+        shared: parameters that all ranks of a pipeline have.
     """
 
     def __init__(
@@ -111,8 +120,8 @@ class Engine(ABC):
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Puts the module on this rank's device and under the plugin: (what forward calls, what steps, the AdamW that
-        has the learning rate and the state, one line that says which AdamW it is and why)."""
+        """Move the module to this rank's device and put it under the plugin. Return (what forward calls, what steps,
+        the AdamW that has the learning rate and the state, one line that names this AdamW and the reason)."""
 
     # ---------------------------------------------------------------- training
 
@@ -127,19 +136,19 @@ class Engine(ABC):
         return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Wraps forward and backward of one micro-batch; ``last``: the step follows."""
+        """Return a context for forward and backward of one micro-batch. last: the step follows."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
-        """Adds the gradients of a loss; or of a pipeline's stage whose output ``loss`` stands for and is not the loss:
-        ``gradient`` is that of the output, scaled as the loss was."""
+        """Add gradients, those of a loss; or, for a stage of a pipeline whose output is not the loss, those of the
+        output ``loss`` for its ``gradient``, which is scaled as the loss was."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
             self.optimizer.backward_from(loss, gradient)
 
     def step(self) -> StepResult:
-        """Clips, updates the masters and the working weights, and clears the gradients."""
+        """Clip, update the masters and the working weights, and clear the gradients."""
         result = self._step()
         self.skipped += ~result.finite
         self.skipped_in_a_row.add_(1).mul_(~result.finite)
@@ -147,7 +156,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> StepResult:
-        """``step`` without the counting."""
+        """Do the work of ``step``, without the counting."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
         """Return this rank's part of each parameter's gradient since the last step, for reading; None if the engine
@@ -155,28 +164,28 @@ class Engine(ABC):
         return None
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
-        """Memory for averages of the masters, each a shard of every parameter, where this engine keeps them."""
+        """Allocate averages of the masters where this engine keeps them: for each a shard of every parameter."""
         return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
 
     def attach_averages(
         self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> bool:
-        """Asks the optimizer to update these averages of the masters in its own pass over memory, if it has one:
-        ``decays(updates)`` gives the decays, and ``updates`` is counted up. Returns whether it will."""
+        """Ask the optimizer to update these averages of the masters in its own pass over memory. ``decays(updates)``
+        gives the decays, and ``updates`` is counted up. Return whether it will."""
         return False
 
     def wait_for_averages(self) -> None:
-        """Until the averages that were attached are those of the last step, for the host, too, if they lie there: call
-        it before they are read or set."""
+        """Wait until the attached averages are those of the last step, also on the host if they lie there. Call it
+        before they are read or set."""
         return None
 
     def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
-        """The result of a step whose norm the host has read."""
+        """Return the result of a step whose norm the host has read."""
         norm = torch.tensor(grad_norm, dtype=torch.float64)
         return StepResult(norm, torch.tensor(math.isfinite(grad_norm), device=self.mesh.device), loss_scale)
 
     def set_lr(self, lr: float) -> None:
-        """The learning rate of all parameters from the next step on."""
+        """Set the learning rate of all parameters for the following steps."""
         for group in self.adam.param_groups:
             group["lr"] = lr
 
@@ -187,52 +196,53 @@ class Engine(ABC):
 
     @abstractmethod
     def _locate(self) -> None:
-        """Fills ``layout`` and ``_optimizer_keys``."""
+        """Set ``layout`` and ``_optimizer_keys``."""
 
     @abstractmethod
     def master(self, name: str) -> Tensor:
-        """This rank's live fp32 shard of a parameter; a view: changed by steps."""
+        """Return this rank's fp32 shard of a parameter; a view that steps change."""
 
     def held(self, name: str) -> Shard:
-        """Return the shard of a parameter's master and moments that this rank has in memory, and must get when they are
-        set. It is larger than in ``layout`` if that is a view of whole tensors."""
+        """Return the shard of a parameter's master and moments that this rank has in memory, and needs when they are
+        set. It is larger than in ``layout`` if that is a view of full tensors."""
         return self.layout.local(name)
 
     @torch.no_grad()
     def set_master(self, name: str, part: Tensor) -> None:
-        """Sets what this rank holds (:meth:`held`) of a parameter's master; finish_loading follows."""
+        """Set this rank's part (:meth:`held`) of a parameter's master; call finish_loading afterwards."""
         self.master(name).copy_(part)
 
     def set_shard(self, name: str, shard: Tensor) -> None:
-        """:meth:`set_master` of this rank's shard as ``layout`` has it; collective, and finish_loading follows."""
+        """Set a parameter's master from this rank's shard as in ``layout``; collective. Call finish_loading
+        afterwards."""
         self.set_master(name, shard)
 
     @torch.no_grad()
     def _fill_frozen(self, values: Values) -> None:
-        """Gives the weights that are not trained their values."""
+        """Set the values of weights that are not trained."""
         for name, parameter in self.module.named_parameters():
             if name not in self.shapes:
                 part, shard = self._frozen_part(name, parameter)
                 part.copy_(values(name, shard))
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
-        """This rank's memory of a weight that is not trained, and which shard of it that is."""
+        """Return this rank's memory of a weight that is not trained, and which shard of it that is."""
         return parameter, self.parts.local(name)
 
     def load_master(self, name: str, full: Tensor) -> None:
-        """:meth:`set_master` of the full tensor's part (call on every rank, then finish_loading)."""
+        """Set a parameter's master from its full tensor, on every rank; call finish_loading afterwards."""
         self.set_master(name, self.held(name).take(full))
 
     def finish_loading(self) -> None:
-        """Makes the working weights those of the masters (nothing to do where they are the same)."""
+        """Make the working weights those of the masters. Nothing to do if they are the same."""
         return None
 
     def masters(self) -> dict[str, Tensor]:
-        """This rank's live fp32 shards of all parameters, by name."""
+        """Return this rank's live fp32 shards of all parameters, by name."""
         return {name: self.master(name) for name in self.shapes}
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """This rank's shards of the optimizer's moments of one parameter (zeros before the first step)."""
+        """Return this rank's shards of the optimizer's moments of one parameter (zeros before the first step)."""
         key, shard = self._optimizer_keys[name], self.layout.local(name)
         if key is None:
             return {moment: torch.empty(0, device=self.mesh.device) for moment in MOMENTS}
@@ -240,13 +250,13 @@ class Engine(ABC):
         return {moment: state[moment].view(-1)[: shard.numel].view(shard.shape) for moment in MOMENTS}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
-        """Sets what this rank holds (:meth:`held`) of the moments of one parameter, and its step count."""
+        """Set this rank's part (:meth:`held`) of the moments of one parameter, and its step count."""
         for moment, shard in self.moments(name).items():
             shard.copy_(parts[moment])
         self._set_step(name, step)
 
     def load_moments(self, name: str, full: dict[str, Tensor], step: int) -> None:
-        """:meth:`set_moments` of the full tensors' parts."""
+        """Set the moments of one parameter from full tensors, and its step count."""
         self.set_moments(name, {moment: self.held(name).take(tensor) for moment, tensor in full.items()}, step)
 
     def _set_step(self, name: str, step: int) -> None:
@@ -256,21 +266,22 @@ class Engine(ABC):
             state["step"] = step if isinstance(state["step"], int) else torch.full_like(state["step"], step)
 
     def optimizer_steps(self) -> int:
-        """Steps the optimizer has taken (skipped ones not counted)."""
+        """Return the number of steps that the optimizer has taken, without skipped ones."""
         keys = (key for key in self._optimizer_keys.values() if key is not None and key in self.adam.state)
         key = next(keys, None)
         return 0 if key is None else int(self.adam.init_state(key)["step"])
 
     def scaler_state(self) -> dict[str, float]:
-        """The fp16 loss scaler's numbers; empty in other precisions."""
+        """Return the fp16 loss scaler's numbers; empty in other precisions."""
         return {}
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
-        """Sets the fp16 loss scaler's numbers, if this engine has one."""
+        """Set the fp16 loss scaler's numbers, if this engine has one."""
         return None
 
     def _even_layout(self) -> Layout:
-        """Every parameter, or this rank's part of it, flat and even over all ranks that have the same."""
+        """Make the layout in which every parameter, or this rank's part of it, is flat and even over all ranks that
+        have the same."""
         ranks = self.mesh.dims.size("loss")
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
@@ -285,7 +296,48 @@ class Engine(ABC):
 
 
 def _values_of(module: nn.Module) -> Values:
-    """The present values of a module's trained parameters, copied into host memory."""
+    """Copy the present values of a module's trained parameters into host memory."""
     trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
     copies = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
     return lambda name, shard: shard.take(copies[name])
+
+
+def state_of_scaler(scaler: Any) -> dict[str, float]:
+    """Return the state of Colossal-AI's fp16 loss scaler; see :meth:`opendit.parallel.optimizer.LossScale.state`."""
+    return dict(scale=scaler.scale.item(), growth=scaler._growth_step, hysteresis=scaler._hysteresis_step)
+
+
+class BoosterEngine(Engine):
+    """An engine over the plugin of Colossal-AI with the same name."""
+
+    def _wrap(self, module, settings):
+        colossal = load()
+        adam, name = colossal.build_optimizer(
+            module, self.plugin, lr=settings.lr, weight_decay=settings.weight_decay, betas=settings.betas
+        )
+        model, optimizer = colossal.boost(
+            self.plugin,
+            self.precision,
+            module,
+            adam,
+            grad_clip=settings.grad_clip,
+            accumulate=settings.grad_accumulation > 1,
+            group=None if self.replicated is None else self.mesh.own_group("loss"),
+        )
+        return model, optimizer, adam, name
+
+    def _scaler(self):
+        """Return Colossal-AI's fp16 loss scaler; None in other precisions."""
+        return None
+
+    def scaler_state(self) -> dict[str, float]:
+        scaler = self._scaler()
+        if scaler is None:
+            return {}
+        return state_of_scaler(scaler)
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        scaler = self._scaler()
+        if scaler is not None and state:
+            scaler._scale.fill_(state["scale"])
+            scaler._growth_step, scaler._hysteresis_step = int(state["growth"]), int(state.get("hysteresis", 0))

@@ -1,4 +1,4 @@
-"""Data parallel training with whole weights on every rank, by torch's DistributedDataParallel."""
+"""Data parallel training with full weights on every rank, by torch's DistributedDataParallel."""
 
 import contextlib
 import math
@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from opendit.parallel.engines.base import MOMENTS, StepResult
-from opendit.parallel.engines.booster import BoosterEngine
+from opendit.parallel.engines.base import MOMENTS, BoosterEngine, StepResult
 from opendit.parallel.layout import Layout, Shard, flat_cut
 
 
 class DDPEngine(BoosterEngine):
-    """Whole fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even shards."""
+    """Full fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even shards."""
 
     plugin = "ddp"
     no_graph = "torch's DDP steers its reductions from the host (--plugin ddp)"
@@ -23,7 +22,7 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # Of its part, which is whole in memory, this rank sees an even share as its state.
+        # This rank has its part of every parameter in full, and presents an even share of it as its state.
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
             self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}
@@ -41,12 +40,12 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # DDP settles in a forward pass which backward pass reduces: in a pipeline other passes lie in between.
+        # In a forward pass DDP decides which backward pass reduces: in a pipeline other passes come in between.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 
     def _average(self, gradients: list[torch.Tensor]) -> None:
-        """Over the ranks that see different samples or tokens, in place."""
+        """Average gradients over the ranks that see different samples or tokens, in place."""
         group = self.mesh.group("loss")
         if group is not None:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])

@@ -1,4 +1,4 @@
-"""Weights, gradients and state cut parameter by parameter, by torch's FSDP2 (``fully_shard``)."""
+"""Weights, gradients and state sharded parameter by parameter, by torch's FSDP2 (``fully_shard``)."""
 
 import contextlib
 import math
@@ -13,15 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from opendit.parallel.colossal import load
 from opendit.parallel.engines.base import Engine, StepResult
 from opendit.parallel.layout import Layout, dim_cut, flat_cut
-from opendit.parallel.loss_scale import LossScale
-from opendit.parallel.sharded_optimizer import ShardedOptimizer, local_part
+from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(Engine):
-    """Every rank of the group ``fsdp`` holds fp32 rows of every parameter, and of its gradient, moments and averages;
-    a unit of the model's plan is gathered, in the precision of the forward pass, when it is called. Each of
-    ``dp_replicate`` groups has a copy. One rank alone holds all weights, like zero2.
-    """
+    """Every rank of the group ``fsdp`` holds fp32 rows of every parameter, and of its gradient, moments and averages. A
+    unit of the model's plan is gathered, in the precision of the forward pass, when it is called. Each of
+    ``dp_replicate`` groups has a copy. A single rank holds all weights, like zero2."""
 
     plugin = "fsdp"
     optimizer: ShardedOptimizer
@@ -58,7 +56,7 @@ class FSDPEngine(Engine):
         dims, cuts = self.mesh.dims, {}
         for name in names:
             shape, division = self._local_shapes[name], self._division(name)
-            if any(cut.group == "ep" for cut in division):  # opendit.parallel.expert has divided and cut it
+            if any(cut.group == "ep" for cut in division):  # opendit.parallel.experts has divided and cut it
                 ranks = dims.size("ep_shard")
                 cuts[name] = [*division, *([flat_cut("ep_shard", math.prod(shape), ranks)] if ranks > 1 else [])]
             else:
@@ -90,8 +88,8 @@ class FSDPEngine(Engine):
         self.optimizer.masters_to_working()
 
     def _free_gathered(self) -> None:
-        """Lets go of weights that are still gathered: after a forward pass without a backward pass they are, and would
-        be used again as they were before the step."""
+        """Free weights that are still gathered: after a forward pass without a backward pass they are, and would be
+        used again with the values before the step."""
         if not self.whole:
             for module in self._units:
                 module.reshard()

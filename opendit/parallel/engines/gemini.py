@@ -5,13 +5,12 @@ import math
 import torch
 from torch import Tensor
 
-from opendit.parallel.engines.base import StepResult
-from opendit.parallel.engines.booster import BoosterEngine
+from opendit.parallel.engines.base import BoosterEngine, StepResult
 from opendit.parallel.layout import Cut, Layout
 
 
 class GeminiEngine(BoosterEngine):
-    """ZeRO stage 3 by chunks: a parameter's shard is where it overlaps this rank's part of its chunk."""
+    """ZeRO stage 3 by chunks: a parameter's shard is its overlap with this rank's part of its chunk."""
 
     plugin = "gemini"
     whole = False

@@ -5,12 +5,11 @@ from typing import cast
 
 from torch import Tensor
 
-from opendit.parallel.engines.base import StepResult
-from opendit.parallel.engines.booster import BoosterEngine
+from opendit.parallel.engines.base import BoosterEngine, StepResult
 
 
 class Zero2Engine(BoosterEngine):
-    """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights whole."""
+    """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights in full on every rank."""
 
     plugin = "zero2"
     no_graph = ""

@@ -7,23 +7,20 @@ from typing import ClassVar, cast
 from torch import Tensor
 
 from opendit.config.components import ParallelFlags
-from opendit.config.plugins import AXIAL, BYTES, OWN_ATTENTION
+from opendit.config.names import AXIAL, BYTES, OWN_ATTENTION
 from opendit.models import DiTConfig
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.layers import Attend
+from opendit.parallel.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.hardware import H200
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence.axial import AllToAll, shared_grid
+from opendit.parallel.sequence.axial import AllToAll, DirectExchange, shared_grid
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
-from opendit.parallel.sequence.collectives import Group, gather_tokens, take_tokens
-from opendit.parallel.sequence.direct import DirectUlysses
-from opendit.parallel.sequence.direct_axial import DirectExchange
-from opendit.parallel.sequence.direct_fastseq import DirectFastSeq
-from opendit.parallel.sequence.experts import RoutingByRanks
-from opendit.parallel.sequence.fastseq import FastSeq
+from opendit.parallel.sequence.fastseq import DirectFastSeq, FastSeq
 from opendit.parallel.sequence.peer_memory import connect
-from opendit.parallel.sequence.ulysses import UlyssesRing
+from opendit.parallel.sequence.routing import RoutingByRanks
+from opendit.parallel.sequence.ulysses import DirectUlysses, UlyssesRing
 
 Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
 
@@ -32,11 +29,14 @@ Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
 class SequenceParallel:
     """The argument of ``use(sequence=...)``; build it with :func:`sequence_parallel`.
 
-    ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; one with
-    ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length, float8)`` in its place.
+    ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; a strategy
+    with ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length, float8)`` instead.
 
-    strategy: of attention to all tokens; None: the model has none. axial: the exchange around attention along the axes
-    of the tokens' grid; None: the model has none.
+    Attributes:
+        group: ranks that share sequences.
+        plan: the chosen strategy, and the reason.
+        strategy: of attention to all tokens; None if the model has none.
+        axial: the exchange around attention along the axes of the tokens' grid; None if the model has none.
     """
 
     group: Group
@@ -47,7 +47,7 @@ class SequenceParallel:
     shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
-        """``length`` tokens, in a grid of these sizes, with what the models that are given them ask for."""
+        """Return the shares of ``length`` tokens, in a grid of these sizes, with the methods that the model needs."""
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
@@ -58,7 +58,7 @@ class SharedSequence:
     """A sequence of ``length`` tokens: every rank has ``rows`` of them, the last ones with padding at the end.
 
     Padding goes through the layers as zeros or garbage, is cut off before every attention and from the result, and has
-    a gradient of exactly zero. A rank may hold nothing else.
+    a gradient of exactly zero. A rank may have nothing but padding.
     """
 
     sequence: SequenceParallel
@@ -68,16 +68,16 @@ class SharedSequence:
 
     @property
     def rows(self) -> int:
-        """Tokens of a rank, padding among them."""
+        """Number of tokens of a rank, padding included."""
         return -(-self.length // self.sequence.group.size)
 
     @property
     def first(self) -> int:
-        """The place of this rank's first token."""
+        """Index of this rank's first token."""
         return self.rows * self.sequence.group.rank
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
+        """Return this rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
         return take_tokens(x, self.rows, self.sequence.group)
 
     @property
@@ -86,33 +86,34 @@ class SharedSequence:
         return self.sequence.strategy is not None and self.sequence.strategy.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """The attention output (B, rows, D) of q (B, H, rows, d) and k, v (B, kv_heads, rows, d) of this rank's tokens,
-        over all tokens."""
+        """Return the attention output (B, rows, D) of q (B, H, rows, d) and k, v (B, kv_heads, rows, d) of this rank's
+        tokens, over all tokens."""
         return cast(UlyssesRing, self.sequence.strategy).attention(q, k, v, attend, self.length)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """The same of x (B, rows, D), of which ``qkv`` makes q, k, v; ``float8``: by products in float8."""
+        """Return the attention output of x (B, rows, D), of which ``qkv`` computes q, k, v. float8: by products in
+        float8."""
         strategy = cast("FastSeq | DirectFastSeq | DirectUlysses", self.sequence.strategy)
         return strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
+        """Return all tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
         return gather_tokens(x, self.length, self.group)
 
     @property
     def group(self) -> Group:
-        """The ranks that share the sequence."""
+        """Ranks that share the sequence."""
         return self.sequence.group
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """``mlp.start`` for this rank's tokens."""
+        """Start ``mlp`` on this rank's tokens."""
         return RoutingByRanks(mlp, y, self)
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:
-    """Describe the attention that runs: ``note`` for the model's own, or that of the strategy."""
+    """Describe the attention in use: ``note`` for the model's own, or that of the strategy."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
     ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
@@ -128,18 +129,19 @@ def sequence_parallel(
     groups: int | None = None,
     direct: bool = True,
 ) -> SequenceParallel | None:
-    """The strategy ``kind`` for this rank's sequence group, None for groups of one. Collective over all ranks.
+    """Build the strategy ``kind`` for this rank's sequence group; None for groups of one. Collective over all ranks.
 
     Args:
+        mesh: of the run.
         kind: auto, fastseq, ulysses, ring or usp.
-        shape: of the model's sequences; auto chooses by it, any other length works too.
+        shape: of the model's sequences, by which auto chooses; any other length works too.
         keep_gathered: see :class:`FastSeq`.
         groups: see :class:`DirectUlysses`; None: by the cost model.
-        direct: through symmetric memory where that is possible; otherwise by collectives.
+        direct: through symmetric memory if possible; otherwise by collectives.
 
     Raises:
-        ValueError: the number of heads forbids this kind, or these groups; or layers are not plain, and this kind reads
-            their weights.
+        ValueError: the number of heads forbids this kind, or these groups; or this kind reads the weights of layers
+            that have LoRA additions.
     """
     if mesh.sp_size == 1:
         return None
@@ -179,10 +181,11 @@ def sequence_shape(
     tensor_parallel: int = 1,
     lora: bool = False,
 ) -> Shape:
-    """Return the shape that --sequence_parallel_type chooses by: ``samples`` latents at once, of the configured size or
-    of ``size``, through layers that so many ranks divide. lora: they have LoRA layers.
+    """Return the shape by which --sequence_parallel_type chooses: ``samples`` latents at once, of the configured size
+    or of ``size``, through layers that ``tensor_parallel`` ranks divide. lora: the layers have LoRA additions.
 
-    Raises ValueError if the model can't share samples that way.
+    Raises:
+        ValueError: the model can't share samples that way.
     """
     if parallel.sequence_parallel_size > 1:
         config.check_sequence_parallel(parallel.sequence_parallel_type)

@@ -7,22 +7,31 @@ whole places:
     by frames   T / P of the frames with all places     attention within frames needs no other rank
     by places   all frames with S / P of the places     attention along time needs no other rank
 
-An all-to-all makes one of the other. Tokens lie by frames throughout the model, or by places where that needs less
-padding; norms, MLPs and cross-attention know nothing of it. Around the one attention that needs the other layout, its
-input is exchanged before the product to q, k, v, and its output afterwards: a rank receives 2 (P - 1) / P^2 x N D a
-block in the forward pass, for any number of heads. (Were it the residual stream that changes its layout, between one
-attention and the next, ranks would exchange as often and as much, and what joins a projection, a residual connection
-and the next norm would be cut.)
+An all-to-all turns one layout into the other. Tokens lie by frames throughout the model, or by places if that needs
+less padding; norms, MLPs and cross-attention do not depend on it. Around the one attention that needs the other layout,
+its input is exchanged before the product to q, k, v, and its output afterwards: a rank receives 2 (P - 1) / P^2 x N D a
+block in the forward pass, for any number of heads. Exchanging the residual stream between one attention and the next
+instead would send as much and as often, and would separate what is fused: a projection, a residual connection and the
+next norm.
 
 Frames or places that P does not divide are padded at the end. Frames of padding are cut off before attention along
 time, places of padding before attention within frames. A frame or place that is all padding attends to itself and is
 cut off afterwards: its gradient is exactly zero.
+
+:class:`AllToAll` exchanges by collectives. In :class:`DirectExchange` every rank reads and writes the others' memory
+(peer_memory.py), as in Ulysses (ulysses.py), with places instead of heads, and a token's features instead of a head's:
+
+    x by frames in the input buffer ─barrier─▶ own places of all frames read ─▶ q k v, attention along time
+      ─▶ the output written to its owners' output buffers ─barrier─▶ own frames, all places
+
+Places go in parts: a kernel carries the first part in and the last one out, copy engines all others, during the
+products and attention of those that have arrived.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +44,10 @@ from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards, TokenGrid
 from opendit.models.layers import Attend
-from opendit.parallel.sequence.collectives import Exchange, Group, gather_tokens
+from opendit.parallel.collectives import Exchange, Group, gather_tokens
+from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.parallel.sequence.products import in_working_dtype
+from opendit.parallel.sequence.ulysses import Collect, Depart, Layer, unread
 
 FRAMES, PLACES = 0, 1  # axes of the grid
 PARTS = 2  # that an exchange is cut into: attention to one of them goes beside the exchange of the next
@@ -45,8 +56,13 @@ Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 @dataclass(frozen=True)
 class GridShare:
-    """A grid of T x S tokens, ``sizes``, of which every rank of ``group`` has a share of the frames (``home`` FRAMES)
-    with all places, or of the places (PLACES) with all frames. Tokens of a share lie frame by frame."""
+    """A rank's share of a grid of T x S tokens. Its tokens lie frame by frame.
+
+    Attributes:
+        group: ranks that share the grid.
+        sizes: (T, S).
+        home: FRAMES if every rank has some of the frames with all places, PLACES if some of the places with all frames.
+    """
 
     group: Group
     sizes: tuple[int, int]
@@ -62,47 +78,50 @@ class GridShare:
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
-        """Frames and places of a rank, where this axis is divided."""
+        """Return the numbers of frames and places of a rank when this axis is divided."""
         frames, places = (self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
         return frames, places
 
     def own(self, x: Tensor, axis: int) -> Tensor:
-        """This rank's share (B, f, s, F) of all (B, T S, F), where this axis is divided; zeros for padding."""
+        """Return this rank's share (B, f, s, F) of all (B, T S, F) when this axis is divided, with zeros for
+        padding."""
         x, n = x.unflatten(1, self.sizes), self.share(axis)
         start = min(self.group.rank * n, self.sizes[axis])
         return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
 
     def leave(self, x: Tensor, parts: int) -> list[Exchange]:
-        """This rank's tokens (B, n, D) on their way to the other layout, in so many parts or fewer."""
+        """Start to send this rank's tokens (B, n, D) to the other layout, in at most ``parts`` parts."""
         dim, ranks = 1 + self.away, self.group.size
         x = padded(x.unflatten(1, self.local(self.home)), dim, ranks * self.share(self.away))
         x = x.unflatten(dim, (ranks, -1))
         return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
 
     def part(self, parts: int) -> int:
-        """Frames or places of a part of a rank's share, where the other axis is divided; the last may be smaller."""
+        """Return the number of frames or places in a part of a rank's share in the other layout; the last part may be
+        smaller."""
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
-        """(B, f, s, D) of all ranks' tokens, one part of this rank's share of the other layout."""
+        """Return one part of this rank's share of the other layout, (B, f, s, D), once all ranks' tokens have
+        arrived."""
         dim, received = 1 + self.home, exchange.finish()
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """The inverse of :meth:`leave` for one part, (B, f, s, D)."""
+        """Start to send one part, (B, f, s, D), back: the inverse of :meth:`leave`."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
         return Exchange(self.group).start(x.movedim(dim, 0))
 
     def collect(self, returned: list[Exchange]) -> Tensor:
-        """This rank's tokens (B, n, D), once all parts are back."""
+        """Return this rank's tokens (B, n, D), once all parts are back."""
         dim = 1 + self.away
         x = torch.cat([exchange.finish().movedim(0, dim) for exchange in returned], dim + 1).flatten(dim, dim + 1)
         return x.narrow(dim, 0, self.sizes[self.away]).flatten(1, 2)
 
 
 def padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """x with zeros at the end of ``dim``, up to ``length``."""
+    """Pad x with zeros at the end of ``dim``, up to ``length``."""
     missing = length - x.shape[dim]
     return F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
 
@@ -111,15 +130,15 @@ class GridExchange(Protocol):
     """The exchange that brings tokens to the other layout of a grid and back."""
 
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """``attend(lines, which)`` (B, n, D') of tokens in the other layout (B, n, D), given back in this one; which:
-        the part of this rank's share there that they are."""
+        """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` (B, n, D') there, and bring the
+        result back. which: the part of this rank's share in that layout."""
         ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """The exchanges around an attention by collectives, in ``parts``: while one part's q, k, v and attention are
-    computed, forward or backward, the next one's inputs and the last one's outputs are under way."""
+    """Exchanges around an attention by collectives, in ``parts``: while one part's q, k, v and attention are computed,
+    forward or backward, the next one's inputs and the last one's outputs are in transit."""
 
     parts: int = PARTS
 
@@ -143,14 +162,14 @@ class AllToAll:
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
-    """Frames and places of a part of this rank's share in the other layout."""
+    """Return the numbers of frames and places in a part of this rank's share in the other layout."""
     frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
     return frames, places
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Tokens in float8 in the other layout: one byte a number travels. All ranks must have the same scale; that of
-    LayerNorm + modulate is made of the samples' modulation, which they have in common."""
+    """Bring float8 tokens to the other layout: one byte per number is sent. All ranks must have the same scale; that of
+    LayerNorm + modulate is computed from the samples' modulation, which they have in common."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -173,10 +192,13 @@ class _MoveQuantized(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedGrid:
-    """The tokens of a grid that the ranks of a group share, for a model with attention along its axes; see
+    """Tokens of a grid that the ranks of a group share, for a model with attention along its axes; see
     :class:`opendit.models.attention.SequenceShards`.
 
-    full: the same tokens for attention to all of them, where the model has that; they lie by frames then.
+    Attributes:
+        grid: this rank's share.
+        exchange: brings tokens to the other layout and back.
+        full: the same tokens for attention to all of them, if the model has that; they then lie by frames.
     """
 
     grid: GridShare
@@ -190,15 +212,15 @@ class SharedGrid:
 
     @property
     def rows(self) -> int:
-        """Tokens of a rank, padding among them."""
+        """Number of tokens of a rank, padding included."""
         return math.prod(self.grid.local(self.grid.home))
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's tokens (B, rows, F) of all (B, T S, F), with zeros for padding."""
+        """Return this rank's tokens (B, rows, F) of all (B, T S, F), with zeros for padding."""
         return self.grid.own(x, self.grid.home).flatten(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens (B, T S, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
+        """Return all tokens (B, T S, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
         grid = self.grid
         if grid.home == FRAMES:
             return gather_tokens(x, math.prod(grid.sizes), grid.group)
@@ -214,8 +236,8 @@ class SharedGrid:
         attend: Callable[..., Tensor],
         rotary: Tensor | None,
     ) -> Tensor:
-        """The attention output (B, rows, D) of x (B, rows, D), each to the tokens that differ from it in ``axis``
-        alone: 0 the frame, 1 the place."""
+        """Return the attention output (B, rows, D) of x (B, rows, D). Each token attends to those that differ from it
+        in ``axis`` only: 0 the frame, 1 the place."""
         grid, divided = self.grid, 1 - axis
         if divided == grid.home:
             return attend(x, qkv, TokenGrid(grid.local(divided), self._rotary(rotary, divided)))
@@ -226,7 +248,7 @@ class SharedGrid:
         return self.exchange.attend(grid, x, attend_part)
 
     def _rotary(self, rotary: Tensor | None, axis: int, which: slice = slice(None)) -> Tensor | None:
-        """The rotations (n, d / 2, 2) of this rank's tokens where ``axis`` is divided, or of a part of them."""
+        """Return the rotations (n, d / 2, 2) of this rank's tokens, or of a part of them, when ``axis`` is divided."""
         if rotary is None:
             return None
         key = axis, which.start, which.stop
@@ -242,14 +264,14 @@ class SharedGrid:
         return self.full is not None and self.full.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Attention to all tokens."""
+        """Attend to all tokens."""
         assert self.full is not None, "the model has attention to all tokens"
         return self.full.attention(q, k, v, attend)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Attention to all tokens."""
+        """Attend to all tokens."""
         assert self.full is not None, "the model has attention to all tokens"
         return self.full.project_and_attend(x, qkv, heads, attend, float8)
 
@@ -257,8 +279,70 @@ class SharedGrid:
 def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: GridExchange, full: SequenceShards | None
 ) -> SharedGrid:
-    """A grid of frames, rows and columns as the ranks of ``group`` share it: by frames, or where that takes more
-    padding and there is no attention to all tokens, by places."""
+    """Return this rank's share of a grid of frames, rows and columns: by frames; or by places, if that takes less
+    padding and there is no attention to all tokens."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
     return SharedGrid(GridShare(group, sizes, home), exchange, full)
+
+
+@dataclass(frozen=True)
+class DirectExchange:
+    """Exchanges around an attention through symmetric memory. Inputs in float8, and tokens that lie by places, go by
+    the collectives of :class:`AllToAll`."""
+
+    memory: PeerMemory
+    parts: int = PARTS
+
+    @not_compiled  # what other ranks read and write is in no graph of a compiler
+    def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
+        """See :meth:`GridExchange.attend`."""
+        if grid.home != FRAMES or not isinstance(x, Tensor):
+            return AllToAll(self.parts).attend(grid, x, attend)
+        x = cast(Tensor, in_working_dtype(x)[0])
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()  # the backward pass of all ranks uses the same buffers, whatever is frozen
+        frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
+        parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)
+        places = grid.group.size * own
+        x = padded(x.unflatten(1, (frames, -1)), 2, places)
+        layer = Layer(self.memory, parts, places, grid.sizes[FRAMES], x.flatten(2).shape)
+        departed, out = [], layer
+        for part, lines in enumerate(_Enter.apply(x.flatten(2), layer)):
+            lines = _ArriveInPlaces.apply(lines, layer, part)  # (B, places of the part, T, D)
+            which = slice(part * own // parts, (part + 1) * own // parts)
+            output = attend(lines.transpose(1, 2).flatten(1, 2), which).unflatten(1, (grid.sizes[FRAMES], -1))
+            if part == 0:
+                out = replace(layer, shape=(*x.shape[:2], places * output.shape[-1]), held=[], arriving={}, doutput={})
+            departed.append(Depart.apply(output.transpose(1, 2), out, part))
+        y = Collect.apply(out, None, *departed).unflatten(2, (places, -1))
+        return y[:, :, : grid.sizes[grid.away]].flatten(1, 2)
+
+
+class _Enter(torch.autograd.Function):
+    """Sends this rank's tokens (B, a, places * D) to the ranks of their places. Returns every part of this rank's
+    places of all frames, (B, places, T, D) each, which are still arriving."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, layer: Layer):
+        ctx.layer, ctx.dtype = layer, x.dtype
+        layer.rows(Buffer.INPUT, 1, x.dtype).of[layer.memory.group.rank].view(x.shape).copy_(x)
+        return tuple(lines for (lines,) in layer.pull(1, x, 0))
+
+    @staticmethod
+    def backward(ctx, *unread: Tensor):
+        # Not copied: nothing before the norm that made x, whose backward pass reads it next, exchanges anything.
+        return ctx.layer.gradients(ctx.dtype, 1), None
+
+
+class _ArriveInPlaces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, lines: Tensor, layer: Layer, part: int):
+        ctx.layer, ctx.part = layer, part
+        layer.arrived(part)
+        return lines.view_as(lines)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.layer.push_gradients((grad,), ctx.part)
+        return unread(grad), None, None

@@ -1,14 +1,14 @@
 """Choose the strategy of a sequence group: the one whose communication a layer's computation hides best.
 
-The model counts, for one layer and one micro-batch, forward and backward, the seconds that a rank waits for others or
-does work that a single rank would not. Volumes received by a rank are in units of N x D: FastSeq (P-1)/P for the
-gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attention 2 (P-1)/P forward.
+For one layer and one micro-batch, forward and backward, the cost model counts the seconds in which a rank waits for
+others or does work that a single rank would not. Volumes received by a rank are in units of N x D: FastSeq (P-1)/P for
+the gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attention 2 (P-1)/P forward.
 """
 
 import math
 from dataclasses import dataclass, field, replace
 
-from opendit.config.plugins import AXIAL, SEQUENCE_TYPES
+from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
 MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
@@ -25,12 +25,20 @@ class Shape:
     bytes: int = 2  # of an element of the activations
     types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # that auto chooses among: those by which the model can attend
     axial: bool = False  # whether layers attend along the axes of the tokens' grid, too
-    plain: bool = True  # whether a layer's product is all that its weight and bias say: what --lora adds is not in them
+    plain: bool = True  # whether weight and bias are all of a layer; what --lora adds is not in them
 
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A decision and its reason. heads_over: ranks that share the heads in usp; groups: see DirectUlysses."""
+    """A decision and its reason.
+
+    Attributes:
+        kind: the strategy.
+        reason: for the run's log.
+        groups: see DirectUlysses.
+        heads_over: number of ranks that share the heads in usp.
+        seconds: of a layer, by the cost model.
+    """
 
     kind: str
     reason: str
@@ -100,14 +108,14 @@ class _Costs:
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
     def waves(self, heads: int) -> int:
-        """Turns that the multiprocessors take for attention to so many heads."""
+        """Return the number of waves in which the multiprocessors compute attention for this number of heads."""
         s, m = self.shape, self.hardware
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """One group's q, k, v are never hidden, nor its attention output, nor their gradients; the other groups'
-        are, by attention. The attention output is copied once on the way, and a group of few heads may leave
-        multiprocessors idle."""
+        """Return the seconds of Ulysses by direct copies. One group's q, k, v are never hidden, nor its attention
+        output, nor their gradients; attention hides those of the other groups. The attention output is copied once on
+        the way, and a group of few heads may leave multiprocessors idle."""
         s, m, P = self.shape, self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
@@ -117,7 +125,8 @@ class _Costs:
         return exchanged + copied + (groups - 1) * (m.group + m.tail * attention / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
-        """Keys and values round so many of the ranks, under a slower attention whose parts are merged in fp32."""
+        """Return the seconds of keys and values traveling around ``ranks`` ranks, during a slower attention whose parts
+        are merged in fp32."""
         s, m, P = self.shape, self.hardware, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
@@ -127,12 +136,13 @@ class _Costs:
 
 
 def _usp_split(ranks: int, heads: int) -> int:
-    """The most ranks, but not all and not one, that can share the heads; 0 if there is no such number."""
+    """Return the largest number of ranks, neither one nor all, that can share the heads; 0 if there is none."""
     return max((u for u in range(2, ranks) if ranks % u == 0 and heads % u == 0), default=0)
 
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
-    """All that the number of heads allows; direct Ulysses with its best number of groups, or the given one."""
+    """List the strategies that the number of heads allows; direct Ulysses with its best number of groups, or the given
+    one."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
@@ -155,13 +165,16 @@ def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None
 def make_plan(
     kind: str, ranks: int, shape: Shape, groups: int | None = None, hardware: HardwareModel | None = None
 ) -> StrategyChoice:
-    """Plan how ``ranks`` ranks share sequences of ``shape``; ``kind`` is one of SEQUENCE_TYPES.
+    """Choose how ``ranks`` ranks share sequences of ``shape``.
 
-    groups: of Ulysses, given; None: by the cost model.
+    Args:
+        kind: one of SEQUENCE_TYPES.
+        groups: of Ulysses; None: by the cost model.
+        hardware: of the ranks; None: H200s.
 
     Raises:
-        ValueError: the heads don't divide by the ranks, and this kind needs that; or not by the groups; or there are
-            groups and no direct way to exchange them. For auto: no type of ``shape.types`` is left.
+        ValueError: the ranks don't divide the heads, and this kind needs that; nor do the groups; or there are groups
+            but no direct way to exchange them. For auto: no type of ``shape.types`` is possible.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

@@ -2,34 +2,59 @@
 
     x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
 
-A rank receives (P - 1)/P of the sequence N x D, while the q, k, v of the shards that are here are computed, and then
-(P - 1)/P^2 of it. Together that is less than Ulysses' 4 (P - 1)/P^2 for 2 ranks, as much for 3, and more for others.
+A rank receives (P - 1)/P of the sequence N x D while it computes q, k, v of the shards that have arrived, and then (P -
+1)/P^2 of it. Together that is less than Ulysses' 4 (P - 1)/P^2 for 2 ranks, as much for 3, and more for others.
+
+:class:`FastSeq` uses collectives. In :class:`DirectFastSeq` copy engines carry inputs and their gradients during the
+products:
+
+    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens, and the others' as they arrive ─▶ attention
+      ─▶ the attention output goes back as in Ulysses (ulysses.py)
+
+In its backward pass, copy engines bring the input to the others once more, during attention. Then the gradients of the
+others' inputs are computed, in the gradient buffer. After the barrier copy engines bring them to their owners, during
+the product that computes the weight's gradient. The gradient of the own input comes last, and is added to what has
+arrived.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from opendit.common.torch_utils import not_compiled
+from opendit.kernels.common import kernels_available
+from opendit.kernels.split_heads import split_heads, split_heads_reference
+from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
 from opendit.models.attention import AnyProjection
 from opendit.models.layers import Attend
-from opendit.parallel.sequence.collectives import Exchange, Flight, Group, Ring, start_gather
-from opendit.parallel.sequence.layout import (
+from opendit.parallel.collectives import Exchange, Flight, Group, Ring, start_gather
+from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory
+from opendit.parallel.sequence.products import (
+    Products,
+    Saved,
     own_rows,
+    prepare_projection,
     side_by_side,
     tokens_by_rank,
     unpack,
     whole_rows,
     zeros_but_own,
 )
-from opendit.parallel.sequence.products import Products, taken_over
+from opendit.parallel.sequence.ulysses import Collect, Depart, Layer
 
 
 @dataclass(frozen=True)
 class FastSeq:
-    """keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again."""
+    """FastSeq by collectives.
+
+    Attributes:
+        group: ranks that share sequences.
+        keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again.
+    """
 
     group: Group
     keep_gathered: bool = False
@@ -40,35 +65,35 @@ class FastSeq:
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
-        taken = taken_over(x, qkv, float8)
+        projected = prepare_projection(x, qkv, float8)
         gathered = None if self.keep_gathered else _GatheredAgain(self.group)
-        output = attend(*unpack(own_heads(*taken, num_heads, Ring(self.group), gathered), length))
+        output = attend(*unpack(own_heads(*projected, num_heads, Ring(self.group), gathered), length))
         if gathered is not None:
-            output = _GatherAhead.apply(output, taken.sent, gathered)
+            output = _GatherAhead.apply(output, projected.sent, gathered)
         sent = Exchange(self.group).start(tokens_by_rank(output, x.shape[1], self.group.size))
         return side_by_side(sent.finish())
 
 
 class _GatheredAgain:
-    """Pass a gather from the node of the backward pass that started it to another node."""
+    """Passes a gather from the node of the backward pass that started it to another node."""
 
     def __init__(self, group: Group):
         self.group = group
         self._flight: Flight | None = None
 
     def start(self, shard: Tensor) -> None:
-        """Starts to gather the ranks' shards (B, n, D)."""
+        """Start to gather the ranks' shards (B, n, D)."""
         self._flight = start_gather(shard, self.group)
 
     def take(self) -> Tensor:
-        """The gathered shards (P, B, n, D), once they are here."""
+        """Return the gathered shards (P, B, n, D), once they have arrived."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the gather was started"
         return flight.wait()
 
 
 class _GatherAhead(torch.autograd.Function):
-    """Nothing, in the forward pass; in the backward pass, the gather that :func:`own_heads` will need is started before
+    """Identity in the forward pass. In the backward pass it starts the gather that :func:`own_heads` will need, before
     the backward pass of attention, which hides it."""
 
     @staticmethod
@@ -93,10 +118,12 @@ def own_heads(
     ring: Ring,
     gathered: _GatheredAgain | None,
 ) -> Tensor:
-    """q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see layout.py.
+    """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see products.py.
 
-    x: (B, n, D) of this rank, and the rest of :class:`Projected`: weight (3 D, D) and bias (3 D,) or None.
-    gathered: will hold the input of all ranks in the backward pass; None: it is kept.
+    Args:
+        x: (B, n, D) of this rank.
+        weight, bias, sent, products: as in :class:`Projected`; weight (3 D, D) and bias (3 D,) or None.
+        gathered: will hold the input of all ranks in the backward pass; None if it is kept.
     """
     if has_torch_function((weight, bias)):
         # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
@@ -135,3 +162,183 @@ class _OwnHeads(torch.autograd.Function):
 
         dx = ctx.ring.reduce_scatter(lambda rank: products.input_gradient(rows[rank], columns), meanwhile=weights)
         return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class DirectFastSeq:
+    """FastSeq through symmetric memory.
+
+    Attributes:
+        memory: of the ranks that share sequences.
+        keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again.
+    """
+
+    memory: PeerMemory
+    keep_gathered: bool = False
+
+    takes_projection: ClassVar[bool] = True  # inputs travel beside their products
+
+    @not_compiled  # what other ranks read and write is in no graph of a compiler
+    def project_and_attend(
+        self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
+    ) -> Tensor:
+        """See :class:`opendit.models.attention.SequenceShards`."""
+        projected = prepare_projection(x, qkv, float8)
+        layer = _Layer(self.memory, 1, num_heads, length, projected.x.shape)
+        output = attend(*direct_heads(*projected, layer, self.keep_gathered))
+        return Collect.apply(layer, None if self.keep_gathered else projected.sent, Depart.apply(output, layer, 0))
+
+
+@dataclass
+class _Layer(Layer):
+    events: list[Any] = field(default_factory=list)  # at which this rank's inputs are with one of the others
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, from the next one on."""
+        rank, size = self.memory.group.rank, self.memory.group.size
+        return [(rank + i) % size for i in range(1, size)]
+
+    def tokens_of(self, rank: int) -> slice:
+        """Return the slice of all tokens that a rank has, without padding."""
+        first = rank * self.shape[1]
+        return slice(first, first + self.real(rank))
+
+    def inputs(self, buffer: Buffer, dtype: torch.dtype) -> list[Tensor]:
+        """Return every rank's buffer for all tokens' inputs (B, N, D)."""
+        B, _, D = self.shape
+        return self.memory.rows(buffer, (B, self.length, D), dtype).of
+
+    def gather(self, shard: Tensor) -> None:
+        """Start to bring this rank's inputs to all others, one after the other."""
+        self.held.append(shard)
+        self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
+
+    def gather_again(self, shard: Tensor) -> None:
+        """Start to bring this rank's inputs to all others in the backward pass, where all inputs lie together and have
+        arrived by the gradients' barrier."""
+        self.held.append(shard)
+        own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
+        self.memory.copy_beside(groups, own)
+
+    def _to(self, rank: int, shard: Tensor, buffer: Buffer) -> list[Pair]:
+        mine = self.memory.group.rank
+        target = self.inputs(buffer, shard.dtype)[rank][:, self.tokens_of(mine)]
+        return _sample_by_sample(target, shard[:, : self.real(mine)])
+
+    def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its tokens' inputs) of every rank, the own one first, the others once they have arrived."""
+        rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
+        yield rank, own[:, : self.real(rank)]
+        for i, peer in enumerate(reversed(self.others)):  # the last of them sends here first
+            self.memory.wait(self.events[i])
+            self.memory.ready(Buffer.INPUT, again=i > 0)
+            yield peer, buffer[rank][:, self.tokens_of(peer)]
+
+    def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
+        """Return (B, its tokens, D) in the adder's gradient buffer: what it adds to the gradient of the owner's
+        input."""
+        slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
+        return slots.of[adder][owner][:, : self.real(owner)]
+
+    def fetch_gradients(self, like: Tensor) -> Tensor:
+        """Start to fetch what the others add to the gradient of this rank's input: (P - 1, B, n, D), still arriving."""
+        (B, n, D), rank = self.shape, self.memory.group.rank
+        found, groups = like.new_empty(len(self.others), B, n, D), []
+        found[:, :, self.real(rank) :].zero_()
+        for target, peer in zip(found[:, :, : self.real(rank)], self.others, strict=True):
+            source = self.gradient_for(rank, peer, like.dtype)
+            groups.append(_sample_by_sample(target, source))
+        self.memory.copy_beside(groups)
+        return found
+
+
+def _sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
+    """Return pairs of rows to copy, of (B, n, D) each."""
+    return list(zip(targets.unsqueeze(2), sources.unsqueeze(2), strict=True))
+
+
+def direct_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: _Layer, keep_gathered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks.
+
+    x: (B, n, D) of this rank. The other arguments are as in :class:`Projected`; weight (3 D, D) and bias (3 D,) or
+    None.
+    """
+    if has_torch_function((weight, bias)):
+        # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
+        return handle_torch_function(
+            direct_heads, (weight, bias), x, weight, bias, sent, products, layer, keep_gathered
+        )
+    group = layer.memory.group
+    # The kernel that puts the gradients of q, k, v together sums them up for the bias, too.
+    split = split_heads if kernels_available(x.device, x.dtype)[0] else split_heads_reference
+    qkv, own_bias = _OwnProjection.apply(x, weight, bias, sent, products, layer, keep_gathered)
+    return split(qkv, layer.num_heads // group.size, own_bias)
+
+
+class _OwnProjection(torch.autograd.Function):
+    """(B, N, 3 h d) of all tokens, and the bias (3 h d,) that it contains, whose gradient is computed elsewhere."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):
+        group = layer.memory.group
+        own_bias = None if bias is None else own_rows(bias, group)
+        layer.gather(sent)
+        # A copy, hidden by the transfer of inputs. Without it, the three separate blocks of rows would need three
+        # products, whose few tiles leave more multiprocessors idle at the end, or one batch of three, which takes no
+        # bias.
+        own_weight = products.factor(weight, group)
+        qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
+        for rank, shard in layer.shards(sent):
+            for out, tokens in zip(qkv[:, layer.tokens_of(rank)], shard, strict=True):  # sample by sample
+                products.project(out, tokens, own_weight, own_bias)
+        everyone = None
+        if keep_gathered:
+            everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
+            everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
+        # The copy of the local rows, and not the weight, of which another would have to be made: 3 D D / P a layer.
+        ctx.save_for_backward(everyone, *own_weight)
+        ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
+        return qkv, own_bias
+
+    @staticmethod
+    def backward(ctx, dqkv: Tensor, own_dbias: Tensor | None):
+        (everyone, *own_weight), layer, products = ctx.saved_tensors, ctx.layer, ctx.products
+        memory, group, dweight, dbias = layer.memory, layer.memory.group, None, None
+        made, columns, (sent, weight) = products.gradient(dqkv), products.columns(own_weight), ctx.dtypes
+        for peer in layer.others:
+            out = layer.gradient_for(peer, group.rank, dqkv.dtype)
+            _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
+        there = memory.ready_beside(Buffer.GRADIENT)
+        if ctx.needs_input_grad[2]:  # small things, while a rank may have to wait for another
+            dbias = whole_rows(cast(Tensor, own_dbias), group)
+        if ctx.needs_input_grad[1]:
+            dweight = zeros_but_own(own_weight[0], weight, group)
+        memory.wait(there)
+        parts = layer.fetch_gradients(dqkv)
+        if dweight is not None:
+            everyone = layer.inputs(Buffer.EVERYONE, sent)[group.rank] if everyone is None else everyone
+            dweight = products.own_weight_gradient(made.flatten(0, 1), everyone.flatten(0, 1), group, dweight)
+        memory.wait()
+        layer.held.clear()
+        dx = parts[0] if len(parts) == 1 else _sum(parts)
+        own = made[:, layer.tokens_of(group.rank)]
+        _input_gradient(products, own, columns, dx[:, : layer.real(group.rank)], add=True)
+        return dx, dweight, dbias, None, None, None, None
+
+
+def _sum(parts: Tensor) -> Tensor:
+    return (sum_parts if kernels_available(parts.device, parts.dtype)[0] else sum_parts_reference)(parts)
+
+
+def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
+    """Write the gradient (B, n, D) of a rank's input, as far as it comes through this rank's heads, to ``out``, or add
+    it. grad: (B, n, 3 h d) of the products with its tokens.
+
+    It is computed whether it is needed or not (before the first block everything may be frozen): without the gradient
+    buffer's turn, the input buffer would be used twice in a row.
+    """
+    for target, rows in zip(out, grad, strict=True):  # sample by sample
+        products.input_gradient_into(target, rows, columns, add)

@@ -1,22 +1,23 @@
-"""Memory of each rank of a group that the others read and write over NVLink (torch's symmetric memory), no collective.
+"""Memory of each rank of a group that the others read and write over NVLink (torch's symmetric memory), without
+collectives.
 
-Buffers of every rank, and a barrier for each time that one of them is used, or for each part that arrives in it:
+Every rank has these buffers, with a barrier for each use of one, or for each part that arrives in it:
 
     output    all ranks write to it, barrier, its owner reads it
     input     as output; or a rank fills its own, barrier, all ranks read what they need of it
-    everyone  as output; it has no barrier of its own: it is filled after input's and read after gradient's
+    everyone  as output, but without a barrier: it is filled after input's and read after gradient's
     gradient  a rank fills its own, barrier, all ranks read what they need of it
 
-None is used twice in a row. So it is used again only after the barrier of another one, at which every rank arrives, in
-the order of its stream, when it is done with the first: nobody needs a second barrier or a second set of buffers. A
-layer's forward pass is input, output; its backward pass is that, too, or input, gradient (FastSeq). A recorded graph
-begins with input and ends with another one however often it is replayed.
+None is used twice in a row. So a buffer is reused only after the barrier of another one, which every rank reaches, in
+the order of its stream, when it is done with the first: no second barrier or second set of buffers is needed. A layer's
+forward pass is input, output; its backward pass is the same, or input, gradient (FastSeq). A recorded graph begins with
+input and ends with another one however often it is replayed.
 
-A barrier may be on the stream of the copies, beside the caller's kernels, while these don't need yet what it is for.
+A barrier may be on the stream of the copies, beside the caller's kernels, as long as these don't need it yet.
 
 Either a kernel carries the data, on the caller's stream at the links' full rate, or the copy engines do, beside the
-caller's kernels: they are slower, and take no multiprocessor from them. (Measured on H200s: half of a layer's
-attention, 107 us, takes 111 beside such copies, 129 beside the kernel.)
+caller's kernels: they are slower, and take no multiprocessor from them. Measured on H200s: half of a layer's attention,
+107 us, takes 111 beside such copies, 129 beside the kernel.
 """
 
 import functools
@@ -33,22 +34,27 @@ from torch import Tensor
 
 from opendit.kernels.common import kernels_available
 from opendit.kernels.exchange_heads import exchange_heads, send_rows
-from opendit.parallel.sequence.collectives import Group
+from opendit.parallel.collectives import Group
 
 Part = tuple[tuple[Tensor, ...], int]  # heads, and the first of them among all H
 Pair = tuple[Tensor, Tensor]  # (target, source), (rows, h, d), both dense within a row
 
 
 class Buffer(IntEnum):
-    """The buffers of a layer, by their use."""
+    """Buffers of a layer, by their use."""
 
     INPUT, OUTPUT, EVERYONE, GRADIENT = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
 class PeerRows:
-    """Views of all ranks' buffers: ``of[p]`` is rank p's. For kernels ``addresses`` (P,) int64, and the ``offset`` in
-    bytes from there."""
+    """Views of all ranks' buffers.
+
+    Attributes:
+        of: ``of[p]`` is rank p's.
+        addresses: (P,) int64, for kernels.
+        offset: in bytes from there.
+    """
 
     of: list[Tensor]
     addresses: Tensor
@@ -56,8 +62,8 @@ class PeerRows:
 
 
 def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor]:
-    """``size`` bytes on every rank of the group: torch's handle of them all, and this rank's, (size,) uint8. The memory
-    goes with that tensor."""
+    """Allocate ``size`` bytes on every rank of the group. Return torch's handle of them all, and this rank's memory,
+    (size,) uint8, which is freed with that tensor."""
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here; switches have few of them
@@ -69,9 +75,9 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
 
 
 class PeerMemory:
-    """The buffers of one group, as large as the largest shape asked for. All ranks make the same calls in one order.
+    """Buffers of one group, as large as the largest shape asked for. All ranks make the same calls in the same order.
 
-    allocate: what makes them; :func:`allocate`.
+    allocate: makes the buffers; :func:`allocate`.
     """
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
@@ -83,12 +89,12 @@ class PeerMemory:
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
-        """Views of every rank's buffer, from its beginning on; (B, n, S, H, d) for an exchange of heads."""
+        """Return views of every rank's buffer, from its beginning; (B, n, S, H, d) for an exchange of heads."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
     @torch.inference_mode(False)  # of a view made in inference mode, training could not make use later
     def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PeerRows]:
-        """Views of so many parts of every rank's buffer, one after the other."""
+        """Return views of ``number`` consecutive parts of every rank's buffer."""
         key = (buffer, number, shape, dtype)
         if key not in self._views:
             size = torch.Size(shape).numel() * dtype.itemsize
@@ -107,14 +113,15 @@ class PeerMemory:
         return made[-1][:2]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """The barrier of one use of ``buffer``, or one more of the same; the device waits in it, not the host."""
+        """Enqueue the barrier of one use of ``buffer``, or with ``again`` one more of the same; the device waits, not
+        the host."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
-        """The same behind the copies and all that the current stream has been given, and beside what it is given next,
-        until it waits for this event.
+        """Enqueue the barrier behind the copies and everything given to the current stream so far, and beside what it
+        is given next, until it waits for the event returned.
 
-        The copies must be done by then, about: a kernel that waits for one would hold up the caller's kernels.
+        The copies must be nearly done by then: a kernel that waits for one would delay the caller's kernels.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -139,12 +146,12 @@ class PeerMemory:
         send_rows(rows, heads.addresses, self.group.rank, length)
 
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
-        """The same by the copy engines, group after group, after all that the current stream has been given, and beside
-        what it is given next. A group is done for those who :meth:`wait` for its event; the caller keeps its heads
+        """Exchange heads by the copy engines, group after group, after everything given to the current stream so far,
+        and beside what it is given next. :meth:`wait` for a group's event before using it; the caller keeps its heads
         until then.
 
-        Within one card a copy would take its multiprocessors, so kernels carry the own shares, and before any copy: one
-        that waits for a copy would hold up the caller's kernels (as long as the copy takes, by two traces of CUDA
+        Within one card a copy would take its multiprocessors, so kernels carry the own shares, before any copy: one
+        that waits for a copy would delay the caller's kernels (as long as the copy takes, by two traces of CUDA
         graphs).
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
@@ -155,8 +162,8 @@ class PeerMemory:
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
     def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
-        """Rows between this rank's memory and others', as :meth:`exchange_beside` carries heads; ``own`` are within
-        this card, and are there before the first group."""
+        """Copy rows between this rank's memory and others', as :meth:`exchange_beside` does with heads. ``own`` are
+        within this card, and are copied before the first group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in own:
@@ -184,7 +191,7 @@ class PeerMemory:
         return found
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
-        """The current stream waits for an exchange beside it, or for all of them."""
+        """Make the current stream wait for an exchange beside it, or for all of them."""
         event = event or self._copies
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -193,7 +200,7 @@ class PeerMemory:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """(rows, h, d) by a copy engine; both dense within a row; copy_ would use a kernel."""
+    """Copy (rows, h, d) by a copy engine; both dense within a row. Tensor.copy_ would use a kernel."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
@@ -212,7 +219,8 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """(the group's memory, or None where it can't be had, and why (not)). Collective over the group, the first time."""
+    """Return (the group's memory, or None if it can't be had; the reason). Collective over the group, the first
+    time."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)

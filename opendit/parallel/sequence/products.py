@@ -1,67 +1,76 @@
-"""The products of a qkv projection that a strategy has taken over, x W^T and its gradients: in the dtype of the
-activations, or in float8 (kernels/fp8.py).
+"""Products of a qkv projection that a strategy has taken over, x W^T and its gradients, in the dtype of the activations
+or in float8 (kernels/fp8.py); and the layouts between tokens by rank and heads by rank.
 
-A strategy says when inputs and gradients travel; what travels, and how it is multiplied, is said here.
+A strategy determines when inputs and gradients are sent; this file determines what is sent and how it is multiplied.
+
+The *packed* layout of q, k, v is (P, B, n, 3, h, d): the n tokens of each of P ranks, with the h = H / P heads of one
+of them. It is what an all-to-all delivers and what FastSeq's projections write; with one sample q, k and v are views of
+it that attention takes as they are. The conversions here make no more passes over memory than the exchange needs.
 """
 
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import fp8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.models.attention import AnyProjection
-from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.sequence.layout import linear_into, own_rows, weight_gradient
+from opendit.parallel.collectives import Group
 
 Saved = tuple[Tensor, ...]  # a weight, as the backward pass wants it
 
 
 class Products:
-    """In the dtype of the activations. One object for each call of a layer; it holds no activations."""
+    """Products in the dtype of the activations. Use one object for each call of a layer; it holds no activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """The weight as the other factor of all products; to be saved for the backward pass. group: of its rows those
-        of the heads that this rank of the group has; None: all."""
+        """Return the weight as the other factor of all products, to be saved for the backward pass. group: only the
+        rows of the heads of this rank of the group; None for all."""
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
-        """sent W^T + bias, written to ``out``, contiguous and with as many rows of the factor's length."""
+        """Write sent W^T + bias to ``out``, contiguous and with rows of the factor's length."""
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """The gradient (..., out) of the product as a factor of the other two, of the same shape."""
+        """Return the gradient (..., out) of the product as a factor of the other two, of the same shape."""
         return grad
 
     def columns(self, factor: Saved) -> Saved:
-        """The factor's rows as :meth:`input_gradient` wants them."""
+        """Return the factor's rows in the form that :meth:`input_gradient` takes."""
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
-        """grad W, (rows, D) of rows of :meth:`gradient`."""
+        """Return grad W, (rows, D), of rows of :meth:`gradient`."""
         return grad @ columns[0]
 
     def input_gradient_into(self, out: Tensor, grad: Tensor, columns: Saved, add: bool) -> None:
-        """The same written to ``out``, or added."""
+        """Write grad W to ``out``, or add it."""
         torch.addmm(out, grad, columns[0], beta=int(add), out=out)
 
     def weight_gradient(self, grad: Tensor, sent: Tensor) -> Tensor:
-        """grad^T x, (out, D), of all tokens' gradients (rows, out) and inputs (rows, D)."""
+        """Return grad^T x, (out, D), of all tokens' gradients (rows, out) and inputs (rows, D)."""
         return grad.t() @ sent
 
     def own_weight_gradient(self, grad: Tensor, sent: Tensor, group: Group, whole: Tensor) -> Tensor:
-        """The same of the rows of this rank's heads, at their place in ``whole``: see :func:`weight_gradient`."""
+        """Return the weight's gradient for the rows of this rank's heads, at their place in ``whole``: see
+        :func:`weight_gradient`."""
         return weight_gradient(grad, sent, group, whole)
 
 
 class Float8Products(Products):
-    """In float8. The input travels as bytes, half of what bf16 takes; the gradients of inputs travel in the dtype of
-    the activations, because ranks add them up."""
+    """Products in float8. The input is sent as bytes, half of what bf16 takes; the gradients of inputs are sent in the
+    dtype of the activations, because ranks add them up.
+
+    Args:
+        dtypes: of the activations and of the weight.
+        descale: of the input.
+    """
 
     def __init__(self, dtypes: tuple[torch.dtype, torch.dtype], descale: Tensor):
-        """dtypes: of the activations and of the weight. descale: of the input."""
         self._dtypes, self._descale = dtypes, descale
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
@@ -110,8 +119,11 @@ def _float8(sent: Tensor) -> Tensor:
 class Projected(NamedTuple):
     """A projection of x (B, n, D) that a strategy has taken over.
 
-    x: what autograd sees of the input. weight (out, D) and bias (out,) or None: whole, in the canonical layout.
-    sent: the input as ranks send it to each other, (B, n, D), which only ``products`` can read.
+    Attributes:
+        x: what autograd sees of the input.
+        weight, bias: (out, D), and (out,) or None: complete, in the canonical layout.
+        sent: the input as ranks send it to each other, (B, n, D), which only ``products`` can read.
+        products: how to multiply it.
     """
 
     x: Tensor
@@ -121,12 +133,13 @@ class Projected(NamedTuple):
     products: Products
 
 
-def taken_over(x: Tensor | Modulated | Quantized, qkv: AnyProjection, float8: bool) -> Projected:
-    """The projection ``qkv`` of x (B, n, D). float8: by products in float8, of what LayerNorm + modulate hands over.
+def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, float8: bool) -> Projected:
+    """Prepare the projection ``qkv`` of x (B, n, D). float8: by products in float8, of the output of LayerNorm +
+    modulate.
 
     Ranks multiply each other's inputs, and the weight's gradient is one product over the tokens of all of them, so in
-    float8 these must have one scale. They have: LayerNorm + modulate takes its scale from a bound that is made of the
-    samples' modulation, which is the same on all ranks. (From a tensor's own amax it would not be.)
+    float8 they must use one scale. They do: LayerNorm + modulate takes its scale from a bound computed from the
+    samples' modulation, which is the same on all ranks. The tensor's own amax would differ.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
@@ -146,3 +159,98 @@ def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Write ``F.linear`` of x (..., in) to ``out``, contiguous and with rows of weight's length."""
+    out, x = out.view(-1, len(weight)), x.reshape(-1, x.shape[-1])
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Return x.sum(0) of x (rows, columns), as a product with ones: torch's sum takes twice as long."""
+    return torch.mv(x.t(), x.new_ones(len(x)))
+
+
+def own_rows(parameter: Tensor, group: Group) -> Tensor:
+    """Return the rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
+    # Joined, not flattened: torch copies contiguous blocks three times as fast as a view with gaps between them.
+    return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
+
+
+def whole_rows(rows: Tensor, group: Group) -> Tensor:
+    """Invert :func:`own_rows`, with zeros for the other heads."""
+    whole = rows.new_zeros(3, group.size, len(rows) // 3, *rows.shape[1:])
+    whole[:, group.rank] = rows.unflatten(0, (3, -1))
+    return whole.flatten(0, 2)
+
+
+def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
+    """Allocate (3, P, h d, D) of ``dtype`` for the gradient of the weight whose local rows are (3 h d, D): zeros for
+    the other heads, uninitialised for the own ones."""
+    whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
+    others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
+    if others:
+        torch._foreach_zero_(others)  # contiguous each, and one kernel for all
+    return whole
+
+
+def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
+    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose local rows took x (tokens, D)
+    to the columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they
+    belong, in ``whole`` of :func:`zeros_but_own`."""
+    torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
+    return whole.flatten(0, 2)
+
+
+class _Unpack(torch.autograd.Function):
+    """Custom backward pass: torch's own would stack dq, dk, dv, pad the stack and copy it into the packed order, three
+    passes instead of one."""
+
+    @staticmethod
+    def forward(ctx, packed: Tensor, length: int):
+        ctx.shape = packed.shape
+        rows = packed.transpose(0, 1).flatten(1, 2)[:, :length]
+        return rows.permute(2, 0, 3, 1, 4).unbind(0)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        n, length = ctx.shape[2], grads[0].shape[2]
+        packed = grads[0].new_empty(ctx.shape)
+        whole, rest = divmod(length, n)  # ranks with n tokens; tokens of the rank after them
+        by_head = packed.permute(3, 1, 4, 0, 2, 5)  # (3, B, h, P, n, d)
+        by_head[:, :, :, whole:].zero_()
+        for target, grad in zip(by_head, grads, strict=True):
+            target[:, :, :whole].copy_(grad[:, :, : whole * n].unflatten(2, (whole, n)))
+            if rest:
+                target[:, :, whole, :rest].copy_(grad[:, :, whole * n :])
+        return packed, None
+
+
+def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v (B, h, length, d) of packed (P, B, n, 3, h, d); tokens past ``length`` are padding and are left
+    out."""
+    return _Unpack.apply(packed, length)
+
+
+def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send: row p holds the heads p h to (p +
+    1) h of rank p."""
+    return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
+
+
+def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
+    """Return the attention output (B, h, N, d) as (P, B, n, h, d) to send: row p holds the n = ``rows`` tokens of rank
+    p, with zeros for padding."""
+    by_token, missing = heads.transpose(1, 2), ranks * rows - heads.shape[2]
+    if missing:
+        by_token = F.pad(by_token, (0, 0, 0, 0, 0, missing))
+    return by_token.unflatten(1, (ranks, rows)).transpose(0, 1).contiguous()
+
+
+def side_by_side(received: Tensor) -> Tensor:
+    """Return (B, n, D) of all heads from the received (P, B, n, h, d), the heads of every rank."""
+    return received.permute(1, 2, 0, 3, 4).flatten(2)

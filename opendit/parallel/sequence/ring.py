@@ -1,29 +1,34 @@
-"""Ring attention (Liu et al. 2023), bidirectional and exact: every rank keeps its queries, keys and values go round.
+"""Ring attention (Liu et al. 2023), bidirectional and exact: every rank keeps its queries, keys and values travel
+around.
 
-Any number of heads will do. Keys and values, packed together, travel to the next rank under the attention to those that
-are here; in the backward pass their gradients travel with them.
+Any number of heads works. Keys and values, packed together, travel to the next rank during the attention to those that
+have arrived; in the backward pass their gradients travel with them. Attention to a part of the keys returns its
+log-sum-exp, too, by which parts are merged.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
 from opendit.models.attention import for_every_head
-from opendit.parallel.sequence.collectives import Ring
-from opendit.parallel.sequence.partial_attention import attend_part, attend_part_backward, merge
+from opendit.parallel.collectives import Ring
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[int]) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries.
+    """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d).
 
-    q (B, H, n, d) and k, v (B, kv_heads, n, d) are of this rank's tokens without padding; neighbouring heads share keys
-    and values where there are fewer of these, which travel so. ``lengths`` are the n of all ranks, none more than the
-    first one's; some may be 0. Returns (B, H, n, d).
+    Args:
+        q: (B, H, n, d) of this rank's tokens without padding.
+        k, v: (B, kv_heads, n, d). If there are fewer of these, neighbouring heads share them, and they travel so.
+        ring: of the ranks.
+        lengths: n of all ranks, none more than the first one's; some may be 0.
     """
     return _RingAttention.apply(q, k, v, ring, lengths)
 
 
 def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """(2, B, rows, H, d) of k, v (B, H, n, d): one shape on all ranks; rows past n are never read."""
+    """Return (2, B, rows, H, d) of k, v (B, H, n, d): one shape on all ranks; rows past n are never read."""
     B, H, n, d = k.shape
     packed = k.new_empty(2, B, rows, H, d)
     packed[0, :, :n].copy_(k.transpose(1, 2))
@@ -37,7 +42,7 @@ def _unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_shared(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of keys or values for every head (B, H, n, d), of those that they are copies of."""
+    """Sum the gradient of keys or values of every head (B, H, n, d) over the heads that share them."""
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
@@ -84,3 +89,67 @@ class _RingAttention(torch.autograd.Function):
 
         dk, dv = _unpack(ring.reduce_scatter(piece), lengths[ring.group.rank])
         return dq.to(q.dtype), dk, dv, None, None
+
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def reference_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute :func:`attend_part` by the formula, in the input's dtype; builds the scores (B, H, N, M)."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ v, lse
+
+
+def reference_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute :func:`attend_part_backward` by the formula."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = (q @ k.transpose(-1, -2) * scale - lse.unsqueeze(-1)).exp()
+    ds = p * (dout @ v.transpose(-1, -2) - (dout * out).sum(-1, keepdim=True)) * scale
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
+
+
+def _flash(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in HALF and q.shape[-1] % 8 == 0
+
+
+def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out (B, H, N, d), lse (B, H, N)) of q (B, H, N, d) over k, v (B, H, M, d); lse is fp32 for half
+    precision."""
+    if _flash(q):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+        return out, lse
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    out, lse = reference_forward(q.float(), k.float(), v.float())
+    return out.to(q.dtype), lse
+
+
+def attend_part_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the parts of (dq, dk, dv) that come from these keys; out (B, H, N, d) and lse (B, H, N) are those over all
+    keys."""
+    if _flash(q):
+        # The forward pass returns these two for dropout; without it they are not read.
+        seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+        offset = torch.empty((), dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, False, seed, offset
+        )
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, False)
+    grads = reference_backward(*(t.float() for t in (dout, q, k, v, out, lse)))
+    dq, dk, dv = (grad.to(q.dtype) for grad in grads)
+    return dq, dk, dv
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention to two parts of the keys; out (B, H, N, d) and lse (B, H, N) fp32 or wider. ``out`` is reused.
+
+    out' = (e^lse out + e^part_lse part) / (e^lse + e^part_lse), which is an interpolation.
+    """
+    weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
+    return out.lerp_(part.to(out.dtype), weight), torch.logaddexp(lse, part_lse)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from opendit.config.checks import check_vae, check_weights
+from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
-from opendit.config.parser import CommandLine
-from opendit.config.plugins import PRECISIONS
-from opendit.config.values import BATCH, Value, one_of, whole
+from opendit.config.flags import BATCH, Value, one_of, whole
+from opendit.config.names import PRECISIONS
 
 SHORTEST_PASSWORD = 8
 

@@ -17,10 +17,7 @@ from opendit.diffusion import Objective
 from opendit.diffusion.prepared import Prepared
 from opendit.models.given_frames import with_given
 from opendit.parallel.engines import Engine, StepResult
-from opendit.parallel.pipeline.executor import execute
-from opendit.parallel.pipeline.links import Links
-from opendit.parallel.pipeline.schedule import Action, make_schedule, one_by_one
-from opendit.parallel.pipeline.stages import PipelineStages
+from opendit.parallel.pipeline import Action, Links, PipelineStages, execute, make_schedule, one_by_one
 from opendit.training.runners.base import Runner
 from opendit.training.runners.micro_batch import MicroBatch
 
@@ -114,7 +111,7 @@ class Passes:
         return tuple(self._micro_batch(number)[0].x0.shape)
 
     def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
-        """One pass, as of :func:`opendit.parallel.pipeline.executor.execute`."""
+        """One pass, as of :func:`opendit.parallel.pipeline.execute`."""
         return self._forward(action, value) if action.forward else self._backward(action, value)
 
     def _forward(self, action: Action, tokens: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from opendit.checkpoint.ema import EMA, WARMUP
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
-from opendit.config.plugins import OFFLOAD
+from opendit.config.names import OFFLOAD
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.engines import Engine, build_engine
 from opendit.parallel.host_memory import HostMemory

@@ -13,12 +13,10 @@ from opendit.diffusion.prepared import Prepared
 from opendit.models import DiT, TextCondition, build_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.parallel.pipeline.stages import Absent, keep_stages, mesh_stages, on_every_stage, stages_of
+from opendit.parallel.pipeline import Absent, keep_stages, mesh_stages, on_every_stage, stages_of
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.tensor import tensor_group
-from opendit.parallel.tensor.gradients import ReplicatedGradients
-from opendit.parallel.tensor.layers import divided_parameters
+from opendit.parallel.tensor import ReplicatedGradients, divided_parameters, tensor_group
 from opendit.training.memory import Setup
 from opendit.training.memory_stages import stage_setups
 from opendit.training.runners import MicroBatch

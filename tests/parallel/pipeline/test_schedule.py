@@ -3,7 +3,7 @@ papers' formulas."""
 
 import pytest
 
-from opendit.parallel.pipeline.schedule import in_flight, make_schedule, received, sent
+from opendit.parallel.pipeline import in_flight, make_schedule, received, sent
 
 SIZES = [
     *(("1f1b", ranks, count) for ranks in (1, 2, 3, 4, 7) for count in (1, 2, 3, 5, 8, 16)),

@@ -11,13 +11,11 @@ from torch import Tensor
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, build_model
 from opendit.models.attention import TokenGrid
+from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.parallel.sequence.collectives import Group
-from opendit.parallel.tensor import divide, divided_parameters
-from opendit.parallel.tensor.gradients import ReplicatedGradients
-from opendit.parallel.tensor.layers import held_parameters
+from opendit.parallel.tensor import ReplicatedGradients, divide, divided_parameters, held_parameters
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.parallel.tensor.models import DIT, MODELS

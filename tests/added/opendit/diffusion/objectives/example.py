@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.config.objectives import DESCRIPTIONS
+from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective
 from opendit.diffusion.prepared import Prepared
 from opendit.diffusion.trajectory import Trajectory, for_each_sample

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.config.flags import overridden, parse, read_flags
+from opendit.config.command_line import overridden, parse, read_flags
 from opendit.config.recipes import RECIPES
 from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
@@ -17,7 +17,7 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
 
 
 @pytest.mark.parametrize(
-    ("idle", "used"),
+    ("unused", "used"),
     [
         ("--lora_alpha 8", "--lora 4 --pretrained base.safetensors"),
         ("--num_frames 4", CLIPS),
@@ -43,16 +43,16 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
         ("--load there --pretrained base.safetensors", "--lora 4"),
     ],
 )
-def test_of_train(idle, used, tmp_path, monkeypatch, capsys):
+def test_of_train(unused, used, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     for name in ("base.safetensors", "clips.csv"):
         (tmp_path / name).touch()
-    read_flags(TrainConfig, [*idle.split(), *used.split()])
+    read_flags(TrainConfig, [*unused.split(), *used.split()])
     with pytest.raises(SystemExit) as stop:
-        read_flags(TrainConfig, idle.split())
+        read_flags(TrainConfig, unused.split())
     said = capsys.readouterr().err
-    assert stop.value.code == 2 and any(word in said for word in idle.split() if word.startswith("--")), said
+    assert stop.value.code == 2 and any(word in said for word in unused.split() if word.startswith("--")), said
 
 
 def test_a_recipe_s_are_noted(tmp_path):
@@ -60,17 +60,17 @@ def test_a_recipe_s_are_noted(tmp_path):
     argv = "--recipe st_dit_xl --no_use_video --model DiT-XL/2 --objective ddpm --no_cross_attention --data_path digits"
     flags = parse(TrainConfig, [*argv.split(), "--outputs", str(tmp_path)])
     assert "objective" in overridden(flags)
-    _, notes = flags.settled(1, has_gpu=True)
+    _, notes = flags.resolve(1, has_gpu=True)
     assert "--num_frames of --recipe st_dit_xl does nothing without --use_video" in notes
     assert "--flow_times of --recipe st_dit_xl belongs to --objective flow" in notes
     flags = parse(TrainConfig, ["--recipe", "digits", "--max_steps", "20", "--outputs", str(tmp_path)])
-    assert any("--warmup_steps 100: the run ends before" in note for note in flags.settled(1, has_gpu=True)[1])
+    assert any("--warmup_steps 100: the run ends before" in note for note in flags.resolve(1, has_gpu=True)[1])
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_sets_what_it_does_not_use(name):
     flags = parse(TrainConfig, ["--recipe", name, "--dry_run", "64"])
-    notes = flags.settled(64, has_gpu=True)[1]
+    notes = flags.resolve(64, has_gpu=True)[1]
     assert not [note for note in notes if "--" in note and "recipe" in note and " follows " not in note]
 
 
@@ -120,5 +120,5 @@ def test_an_npz_is_given_its_suffix(tmp_path):
     """numpy appends .npz, so the name that is checked and shown must have it as well."""
     for name in ("figures", "figures.npz"):
         flags = parse(SampleConfig, ["--output", str(tmp_path), "--npz", str(tmp_path / name)])
-        flags, _ = flags.settled(1, has_gpu=False)
+        flags, _ = flags.resolve(1, has_gpu=False)
         assert flags.npz == str(tmp_path / "figures.npz")

@@ -1,9 +1,9 @@
-"""Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens go to
-the ranks of the experts that have chosen them (opendit/parallel/sequence/experts.py); see docs/parallelism.md.
+"""Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens travel
+to the ranks of the experts that have chosen them (opendit/parallel/sequence/routing.py); see docs/parallelism.md.
 
-The group is folded out of data and sequence parallel ranks, which have tokens of their own: what a rank finds as the
-gradient of its experts is the sum over its group's tokens already. Ranks with the same experts, the groups
-``ep_shard``, divide their weights, which are gathered when a block is called; and copies of the model add up theirs.
+The group is folded out of data and sequence parallel ranks, which have different tokens: the gradient that a rank
+computes for its experts is the sum over its group's tokens already. Ranks with the same experts, the groups
+``ep_shard``, divide their weights, which are gathered when a block is called; copies of the model add up theirs.
 """
 
 import functools
@@ -21,23 +21,23 @@ from opendit.models import DiT, DiTConfig
 from opendit.models.attention import SequenceShards
 from opendit.models.ecdit import ExpertMlp, Routing
 from opendit.models.shapes import model_shapes
+from opendit.parallel.collectives import Group, start_gather, start_sum
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible
-from opendit.parallel.sequence.collectives import Group, start_gather
-from opendit.parallel.sequence.experts import OwnTokens, RoutingByRanks
-from opendit.parallel.tensor.collectives import start_sum
-from opendit.parallel.tensor.layers import divide_experts
+from opendit.parallel.sequence.routing import OwnTokens, RoutingByRanks
+from opendit.parallel.tensor import divide_experts
 
 STACKS = ("expert_fc1", "expert_fc2")
 
 
 def expert_group(mesh: Mesh) -> Group | None:
-    """The ranks that have different experts; None: none do, or those that divide every layer do."""
+    """Return the group of ranks that have different experts; None if there is none, or if the ranks that divide every
+    layer divide the experts."""
     return Group.of(mesh.group("ep")) if mesh.dims.ep > 1 and mesh.tp_size == 1 else None
 
 
 def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
-    """Raises ValueError, with sizes that work, unless the ranks can have different experts of a model."""
+    """Raise ValueError, with sizes that work, unless the ranks can have different experts of a model."""
     check_divisible(config, "ep", dims.ep)
     shards = dims.size("ep_shard")
     for name, weights in _stacks(config).items() if dims.ep > 1 else ():
@@ -49,18 +49,18 @@ def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
 
 
 def expert_parameters(config: DiTConfig) -> int:
-    """Weights of all experts of a block."""
+    """Return the number of weights of all experts of a block."""
     return sum(_stacks(config).get(f"blocks.0.mlp.{name}", 0) for name in STACKS)
 
 
 @functools.cache
 def _stacks(config: DiTConfig) -> dict[str, int]:
-    """The stacks of experts of a model, and their weights."""
+    """Return the stacks of experts of a model, name -> number of weights."""
     return {name: math.prod(shape) for name, shape in model_shapes(config)[0].items() if name.endswith(STACKS)}
 
 
 def divide_among(model: DiT, group: Group) -> None:
-    """Leaves this rank its experts of every block, in place."""
+    """Leave this rank only its experts of every block, in place."""
     for mlp in _expert_mlps(model):
         divide_experts(mlp, group, "ep")
         mlp.start = partial(_start, mlp, group)
@@ -78,9 +78,12 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 
 
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
-    """Cuts the stacks of experts that :func:`divide_among` has left among the ranks that have the same, flat and even,
-    in place; blocks gather them in ``dtype``, and their gradients are averaged in ``reduce_dtype``. Returns the
-    parameters that they are now, which have no values: empty where no experts are divided. Collective over all ranks.
+    """Shard the stacks of experts that :func:`divide_among` has left among the ranks that have the same, flat and even,
+    in place. Blocks gather them in ``dtype``, and their gradients are averaged in ``reduce_dtype``. Collective over all
+    ranks.
+
+    Returns:
+        The new parameters, without values; empty if no experts are divided.
     """
     if expert_group(mesh) is None:
         return set()
@@ -102,8 +105,15 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """The ranks with the same experts. shards: those that divide them; None: this one has them whole. copies: those
-    with another copy of the same shard. averaged: the number of ranks over whose losses the mean is taken."""
+    """Ranks with the same experts.
+
+    Attributes:
+        shards: those that divide them; None if this rank has them in full.
+        copies: those with another copy of the same shard.
+        averaged: number of ranks over whose losses the mean is taken.
+        dtype: in which blocks gather the weights.
+        reduce_dtype: in which gradients are averaged.
+    """
 
     shards: Group | None
     copies: dist.ProcessGroup | None
@@ -117,8 +127,8 @@ def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) 
 
 
 class _Gather(torch.autograd.Function):
-    """Whole stacks of shards. In the backward pass, the mean over the ranks of the losses: the experts' own rank has
-    the sum over its group already."""
+    """Gather full stacks from shards. The backward pass takes the mean over the ranks of the losses; the rank of an
+    expert has the sum over its group already."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, shape: tuple[int, ...], how: Sharing) -> Tensor:

@@ -1,14 +1,14 @@
 """Experts that choose among tokens of several ranks, and tokens that go to the ranks of their experts (EC-DiT).
 
-An expert takes the k tokens of a sample with the highest affinity to it, wherever they are. Where ranks share a
-sequence, they gather its affinities, B x N x E numbers without a gradient, so that all of them know every choice; a
+An expert takes the k tokens of a sample with the highest affinity to it, on whichever rank they are. If ranks share a
+sequence, they gather its affinities, B x N x E numbers without a gradient, so that all of them know every choice. A
 token's weight is its own affinity, of which its rank has the gradient. Tokens are never gathered:
 
     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
 
-Every expert takes as many tokens of a sample as any other. So with whole samples on a rank all sizes are known
-beforehand; where a sequence is shared, a rank may hold any number of an expert's k tokens, and the host reads how many
-while the device works on the shared MLP.
+Every expert takes the same number of tokens of a sample. So with whole samples on a rank all sizes are known in
+advance. If a sequence is shared, a rank may hold any number of an expert's k tokens, and the host reads the number
+while the device computes the shared MLP.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opendit.common.torch_utils import not_compiled
 from opendit.models.ecdit import ExpertMlp, add_rows, rows_by_expert
-from opendit.parallel.sequence.collectives import Counts, Exchange, Group, start_gather
+from opendit.parallel.collectives import Counts, Exchange, Group, start_gather
 
 
 class OwnTokens(Protocol):
@@ -42,8 +42,9 @@ class RoutingByRanks:
 
     Args:
         mlp: has all experts that it chooses for, or with ``experts`` this rank's part of them.
-        shared: how ranks share the sequence; None: y are all tokens of its samples.
-        experts: ranks each of which has an equal part of the experts, in their order; None: this one has them all.
+        y: the tokens.
+        shared: how ranks share the sequence; None if y are all tokens of their samples.
+        experts: ranks each of which has an equal part of the experts, in their order; None if this one has them all.
     """
 
     @not_compiled
@@ -57,7 +58,7 @@ class RoutingByRanks:
 
     @not_compiled
     def compute(self) -> None:
-        """Takes the tokens that have come through this rank's experts, and sends them back."""
+        """Pass the tokens that have arrived through this rank's experts, and send them back."""
         if self._pending is not None:
             self._send(*self._pending.chosen())
         arrived, experts = self._out.finish(), len(self._arriving[0])
@@ -72,7 +73,8 @@ class RoutingByRanks:
         return add_rows(self._back.finish(), self._chosen.weights, self._chosen.rows, self._y)
 
     def _send(self, chosen: "Chosen", counts: Sequence[Sequence[int]]) -> None:
-        """counts: of every rank, how many of its tokens each expert takes."""
+        """Send the chosen tokens to their experts. counts: of every rank, the number of its tokens that each expert
+        takes."""
         share = len(chosen.counts) // self._group.size
         sent = tuple(sum(chosen.counts[first : first + share]) for first in range(0, len(chosen.counts), share))
         own = slice(self._group.rank * share, (self._group.rank + 1) * share)
@@ -86,8 +88,13 @@ class RoutingByRanks:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The tokens of this rank that experts have chosen, expert by expert: their rows (M,) among the flattened ones,
-    their weights (M,), and how many belong to each expert."""
+    """Tokens of this rank that experts have chosen, expert by expert.
+
+    Attributes:
+        rows: (M,) indices among the flattened tokens.
+        weights: (M,).
+        counts: number of tokens of each expert.
+    """
 
     rows: Tensor
     weights: Tensor
@@ -101,7 +108,7 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices among the tokens of several ranks, of which the host does not know yet how many there are."""
+    """Choices among the tokens of several ranks, whose number the host does not know yet."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: OwnTokens, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
@@ -121,7 +128,7 @@ class _Pending:
             self._copied.record()
 
     def chosen(self) -> tuple[Chosen, list[list[int]]]:
-        """Those that are here; and how many of them each expert has on every rank of the group."""
+        """Return the chosen tokens of this rank, and the number of tokens of each expert on every rank of the group."""
         if self._copied is not None:
             self._copied.synchronize()
         counts = self._counts.tolist()
@@ -151,7 +158,7 @@ def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tupl
 
 
 class _Spread(torch.autograd.Function):
-    """Rows x (M, D) at their places (M,), each another one, among ``rows``; zeros elsewhere."""
+    """Puts rows x (M, D) at distinct places (M,) among ``rows``; zeros elsewhere."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor, rows: int):

@@ -1,0 +1,370 @@
+"""Parse command lines, by argparse: strict, one line for a mistake, --help by component (:mod:`help_page`).
+
+Flags are written with underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
+:func:`parse` makes a configuration of a command line: over the defaults come the flags of a recipe, over these the ones
+of a YAML file, and over these the command line's.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import shlex
+import sys
+import time
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, cast
+
+from opendit.config.console import name_of, print_error, should_print
+from opendit.config.flags import Value, default_of, flags_of, headings_of, nearest, scalar_type, show, value_of
+from opendit.config.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
+from opendit.config.recipes import find_recipe, listing
+
+# Flags of a start, not of what is trained: they don't count as changes of a recipe.
+NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser that answers a mistake with exit code 2 and one line, which names the flag and the fix. With several
+    ranks only the first prints it. Every flag belongs to a heading.
+
+    Args:
+        prog: how the program was started.
+        doc: the program's docstring; the commands in it are the examples of --help.
+        examples: other examples instead.
+        options: argparse's.
+
+    Attributes:
+        arguments: (action, allowed values) of every flag and positional argument that takes a value.
+        commands: subcommands by name.
+        defaults: of every flag; argparse itself returns only those on the command line.
+        sections: the headings of --help.
+        source: begins messages about words that are not from the command line.
+    """
+
+    def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):
+        options = {"allow_abbrev": False, "add_help": False, "description": about_of(doc), **options}
+        super().__init__(prog, **options)
+        self.examples = examples_of(doc) if examples is None else examples
+        self.add_argument("--help", action=_Help, nargs="?", default=argparse.SUPPRESS, help="show this and end")
+        # No flag begins with a single dash: such a word is a value (-inf, the name of a folder, a negative number).
+        self._negative_number_matcher = re.compile("-[^-]")
+        self.arguments: list[tuple[argparse.Action, Value]] = []
+        self.commands: dict[str, CommandLine] = {}
+        self.defaults: dict[str, Any] = {}
+        self.sections: list[Section] = []
+        self.source = ""
+
+    # ------------------------------------------------------------------------------------------------- declaring
+
+    def heading(self, heading: str) -> None:
+        """Begin a heading of --help, ``"Title: what it is about"``, for the flags that are added next."""
+        if not self.sections or self.sections[-1].title != Section.headed(heading).title:
+            self.sections.append(Section.headed(heading))
+
+    def option(
+        self,
+        name: str,
+        takes: Value,
+        help: str,
+        default: Any = None,
+        alias: str | None = None,
+        common: bool | str = False,
+        **options: Any,
+    ) -> None:
+        """Add a flag or a positional argument, with its range and default in --help.
+
+        common: as of :func:`opendit.config.flags.flag`. options: argparse's.
+        """
+        shown = {name: options[name] for name in ("nargs", "metavar", "required") if name in options}
+        self._show(entry(name, takes, help, default, common=common, alias=alias, **shown))
+        options = {"metavar": takes.metavar, "type": takes.read, "help": help.replace("%", "%%"), **options}
+        if name.startswith("-"):
+            options["default"] = argparse.SUPPRESS
+            self.defaults[name.lstrip("-")] = default
+        self.arguments.append((self.add_argument(name, *([alias] if alias else []), **options), takes))
+
+    def switch(self, name: str, help: str, default: bool | None = False, common: bool | str = False) -> None:
+        """Add a switch ``--x`` and its opposite ``--no_x``."""
+        bare = name.lstrip("-")
+        self.defaults[bare] = default
+        self._show(entry(name, None, help, default, common=common))
+        options: dict[str, Any] = dict(action="store_const", dest=bare, default=argparse.SUPPRESS)
+        self.add_argument(name, const=True, help=help.replace("%", "%%"), **options)
+        self.add_argument(f"--no_{bare}", const=False, help=f"not --{bare}", **options)
+
+    def command(self, name: str, about: str, heading: str = "Commands: what can be done") -> "CommandLine":
+        """Add a subcommand and return its parser."""
+        if self._subparsers is None:
+            self._commands = self.add_subparsers(dest="command", metavar="COMMAND")
+        self.heading(heading)
+        self._show(HelpEntry(name, name, about))
+        described = f"{about[:1].upper()}{about[1:]}."
+        self.commands[name] = self._commands.add_parser(name, help=about, description=described)
+        self.commands[name].examples = [line for line in self.examples if f" {name} " in f"{line} "]
+        return self.commands[name]
+
+    def _show(self, shown: HelpEntry) -> None:
+        if not self.sections:
+            raise TypeError(f"{shown.written} has no heading: call heading() before")
+        self.sections[-1].entries.append(shown)
+
+    def format_help(self, topic: str | None = None) -> str:
+        """Return the text of --help. topic: "all", a heading, a flag or a subcommand. Raises ValueError for another."""
+        if topic in self.commands:
+            return self.commands[topic].format_help("all")
+        entries = [one for section in self.sections for one in section.entries]
+        words = [one.written for one in entries if not one.written.startswith("-") or REQUIRED in one.values]
+        usage = "COMMAND [FLAG [VALUE]] ..." if self.commands else " ".join([*words, "[FLAG [VALUE]] ..."])
+        text = page(self.prog, usage, self.description or "", self.sections, self.examples, topic)
+        if self.commands and topic == "all":
+            text += "".join(f"\n{command.format_help('all')}" for command in self.commands.values())
+        elif self.commands and topic is None:
+            text += f"\n{self.prog} COMMAND --help shows a command's flags.\n"
+        return text
+
+    # --------------------------------------------------------------------------------------------------- parsing
+
+    def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
+        """Parse words. Returns (values of all flags of :meth:`option` and :meth:`switch`, names of the given ones)."""
+        found = vars(self.parse_args(words))
+        chosen = self.commands.get(found.get("command", ""), self)
+        return {**chosen.defaults, **found}, set(found)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse as argparse does, but accept dashes for underscores, and values that begin with a dash."""
+        words = ["--help" if word == "-h" else underscored(word) for word in (sys.argv[1:] if args is None else args)]
+        if not self.commands:
+            self._check_words(words[: words.index("--")] if "--" in words else words)
+        return super().parse_known_args(words, namespace)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; the error about an unknown flag suggests the most similar one."""
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.fail(self._suggest(unknown[0]))
+        return found
+
+    def _check_words(self, words: list[str]) -> None:
+        """End the program for an unknown flag, and for a value after a switch."""
+        positional = any(not action.option_strings for action in self._actions)
+        for before, word in zip(["", *words], words, strict=False):
+            flag_before = self._option_string_actions.get(before)
+            if word.startswith("--"):
+                if word.partition("=")[0] not in self._option_string_actions:
+                    self.fail(self._suggest(word))
+            elif flag_before is not None and flag_before.nargs == 0 and not positional:
+                self.fail(f"{before} {show(word)}: takes no value; write {self._both(before)}")
+
+    # -------------------------------------------------------------------------------------------------- mistakes
+
+    def error(self, message: str) -> NoReturn:
+        """Reword an error of argparse and end the program."""
+        message = re.sub(r"^argument ([^:/]+)(/[^:]+)?: ", r"\1: ", message)
+        name = message.partition(":")[0]
+        if choice := re.match(r"(.+): invalid choice: '(.*)' \(choose from (.+)\)$", message, re.DOTALL):
+            names = [name.strip("'\" ") for name in choice[3].split(",")]
+            message = f"{choice[2]}: no such {choice[1].lower()}; did you mean {nearest(choice[2], names)}?"
+        elif re.search(": expected (at least )?one argument$", message):
+            message = f"{name}: no value; give {self._describe(name)}"
+        elif missing := re.match(r"the following arguments are required: ([^,\s]+)", message):
+            message = f"{missing[1]}: missing; give {self._describe(missing[1])}"
+        elif "ignored explicit argument" in message:
+            message = f"{name}: takes no value; write {self._both(name)}"
+        elif value := re.match(r"(-\S+|[A-Za-z]\S*): (.*)$", message, re.DOTALL):
+            message = f"{value[1]} {value[2]}"  # of Value.read, which begins with the value itself
+        self.fail(message)
+
+    def fail(self, error: Exception | str) -> NoReturn:
+        """End the program with exit code 2 and one line."""
+        if should_print(error):
+            print_error(f"{self.source}{error}" if self.source else error)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(5)  # torchrun ends all processes once one has ended; the rank that prints may be slower
+        self.exit(2)
+
+    def _describe(self, name: str) -> str:
+        """Describe the allowed values of a flag or positional argument."""
+        for action, takes in self.arguments:
+            if name in action.option_strings or name == action.metavar:
+                text = takes.kind is str and takes.choices is None
+                return f"{name} {action.metavar or 'TEXT'}" if text and name.startswith("-") else takes.describe()
+        return "one of " + ", ".join(self.commands)
+
+    def _both(self, name: str) -> str:
+        """Return a switch and its opposite, for a message."""
+        return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
+
+    def _suggest(self, word: str) -> str:
+        """Describe an unknown flag, with the most similar one. ``optim.lr=1e-4`` of other programs is understood."""
+        flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            return f"{name}: no such flag; did you mean {nearest(name, flags)}? {shows_all}"
+        if equals:
+            flag_name = nearest(f"--{name.split('.')[-1]}", flags)
+            return f"{word}: no flag; did you mean {flag_name} {value}? {shows_all}"
+        return f"{word}: a value without a flag; write --name value {shows_all}"
+
+
+def underscored(word: str) -> str:
+    """Turn --data-path=x-y into --data_path=x-y. A word that is not a flag stays as it is."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+class _Help(argparse.Action):
+    """Print --help, --help all or --help TOPIC."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        assert isinstance(parser, CommandLine) and (values is None or isinstance(values, str))
+        try:
+            print(parser.format_help(values), end="")
+        except ValueError as error:
+            parser.fail(error)
+        parser.exit()
+
+
+class _OneOrMore(argparse.Action):
+    """Store several values as a list, and a single one as it is."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        assert values  # nargs is +
+        setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
+
+
+# ------------------------------------------------------------------------------------------------------ configurations
+
+
+class ProgramFlags(Protocol):
+    """Interface of a program's configuration, besides being a frozen dataclass of components."""
+
+    program: ClassVar[str]  # as it is started
+    examples: ClassVar[tuple[str, ...]]
+
+    def world_size(self) -> int: ...
+
+    def resolve(self, world_size: int, has_gpu: bool) -> Any: ...
+
+
+P = TypeVar("P", bound=ProgramFlags)
+
+
+def read_flags(cls: type[P], argv: Sequence[str]) -> P:
+    """Parse a command line and check it across flags, without torch or a GPU. A mistake ends the program with exit code
+    2 and one line."""
+    flags = parse(cls, argv)
+    try:
+        flags.resolve(flags.world_size(), has_gpu=True)
+    except ValueError as error:
+        build_parser(cls).fail(error)
+    return flags
+
+
+def parse(cls: type[P], argv: Sequence[str]) -> P:
+    """Parse a command line into a configuration, whose ``given`` holds the flags that were on it.
+
+    The flags of a recipe are defaults: they don't count as given. Those of a file, --config, do; the command line
+    overrides them. ``--recipe list`` prints the recipes and ends the program. A mistake ends it with exit code 2 and
+    one line.
+    """
+    parser = build_parser(cls)
+    values = _values(parser, argv)
+    if (file := values.get("config")) is not None:
+        values = {**_values_of_file(cls, parser, file), **values}
+    given, name = frozenset(values), values.get("recipe")
+    if name == "list":
+        print(listing(), end="")
+        parser.exit(0)
+    if name is not None:
+        try:
+            recipe = find_recipe(name)
+        except ValueError as error:
+            parser.fail(error)
+        values = {**_values(parser, shlex.split(recipe.flags)), **values}
+    return cast(Callable[..., P], cls)(**values, given=given)
+
+
+def build_parser(cls: type[ProgramFlags]) -> CommandLine:
+    """Build a parser with the flags of a configuration. It returns only those that are on the command line."""
+    parser = CommandLine(name_of(cls.program), (cls.__doc__ or "").split("\n\n")[0], cls.examples)
+    for heading, items in headings_of(cls).items():
+        parser.heading(heading)
+        for item in items:
+            _add(parser, item)
+    if any(item.name == "recipe" for item in flags_of(cls)):
+        # Command lines written for nemo_run, which asks before it starts, contain --yes.
+        parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add(parser: CommandLine, item: dataclasses.Field[Any]) -> None:
+    declared, takes, default = item.metadata, value_of(item), default_of(item)
+    if takes is None:
+        return parser.switch(f"--{item.name}", declared["help"], default, declared["common"])
+    options: dict[str, Any] = {}
+    if typing.get_origin(scalar_type(item)) is list:
+        options = dict(nargs="+")
+    elif declared["several"]:
+        options = dict(nargs="+", action=_OneOrMore)
+    elif declared["alone"] is not None:
+        options = dict(nargs="?", const=declared["alone"])
+    alias = f"--{declared['alias']}" if declared["alias"] else None
+    told = declared["help"], default, alias, declared["common"]
+    parser.option(f"--{item.name}", takes, *told, type=takes.convert, **options)
+
+
+def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the flags among ``words``. Unknown words end the program."""
+    values = vars(parser.parse_args(list(words)))
+    values.pop("yes", None)
+    return values
+
+
+def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
+    """Return the values of the flags in a YAML file, whose keys are their names. A mistake ends the program."""
+    from opendit.common.yaml_file import read_yaml  # which few command lines need
+
+    parser.source = f"--config {file}: "
+    try:
+        content = read_yaml(Path(file).expanduser(), f"--config {file}")
+    except (ValueError, OSError) as error:
+        parser.source = ""
+        parser.fail(error)
+    if not isinstance(content, dict) or "config" in content:
+        parser.fail("must be flags and their values, as lr: 1e-4, without another config")
+    switches = {item.name for item in flags_of(cls) if value_of(item) is None}
+    words: list[str] = []
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name in switches:
+            if not isinstance(value, bool):
+                parser.fail(f"{key} {show(value)}: a switch; give true or false")
+            words.append(f"--{name}" if value else f"--no_{name}")
+        elif value is not None:  # null: the default
+            several = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
+    values = _values(parser, words)
+    parser.source = ""
+    return values
+
+
+def to_yaml(config: Any) -> str:
+    """Return a YAML file for --config that repeats a run: its recipe, and the flags that were given."""
+    import yaml
+
+    named = {"recipe": config.recipe} if config.recipe else {}
+    given = {item.name: getattr(config, item.name) for item in flags_of(type(config)) if item.name in config.given}
+    kept = {name: value for name, value in given.items() if name not in NO_CHANGE}
+    return yaml.safe_dump({**named, **kept}, sort_keys=False, allow_unicode=True)
+
+
+def overridden(config: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the flags of a recipe that the command line changed: flag -> (the recipe's value, the value in use)."""
+    recipe = parse(type(config), ["--recipe", config.recipe])
+    pairs = {name: (getattr(recipe, name), getattr(config, name)) for name in sorted(config.given - NO_CHANGE)}
+    return {name: (before, now) for name, (before, now) in pairs.items() if before != now}

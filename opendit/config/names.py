@@ -1,0 +1,223 @@
+"""Tables of everything that flags choose by name: objectives, samplers, plugins, precisions, attention kernels, ways to
+recompute, checkpoint formats and metrics. They need no torch, so flags can be checked before it is imported.
+
+- To add an objective, write ``opendit/diffusion/objectives/NAME.py`` with its class named by ``OBJECTIVE``, and a row
+  in :data:`DESCRIPTIONS`.
+- To add a sampler, write ``opendit/diffusion/samplers/NAME.py`` with its class named by ``SAMPLER``, and its name in
+  :data:`ALL_SAMPLERS`.
+- To add a plugin, write ``opendit/parallel/engines/NAME.py`` with a subclass of ``Engine`` named by ``ENGINE``, and a
+  row in :data:`PLUGINS`, from which ``--plugin``, its help and ``build_engine`` follow.
+- To add a metric, write its function in ``opendit/evaluation/figures.py``, and a row in :data:`METRICS`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from opendit.config.flags import Bounds, Setting
+
+ALL_SAMPLERS = ("ddim", "ddpm", "dpmpp", "euler", "heun")
+SHIFT: Bounds = {"at_least": 0.01, "at_most": 100, "unit": "factor"}
+
+
+@dataclass(frozen=True)
+class ObjectiveDescription:
+    """An objective as the command line knows it.
+
+    Attributes:
+        predicts: what the network is trained to predict, for --help.
+        sampler: the sampler that draws from its models by default.
+        settings: field of the objective -> the flag that sets it.
+    """
+
+    predicts: str
+    sampler: str
+    settings: dict[str, Setting]
+
+
+DESCRIPTIONS = {
+    "ddpm": ObjectiveDescription(
+        "noise and variance (the DiT paper)",
+        "ddpm",
+        {
+            "prediction": Setting(
+                "prediction", "eps", "of ddpm: the noise, or v, the velocity", bounds={"choices": ("eps", "v")}
+            ),
+            "min_snr": Setting(
+                "min_snr",
+                None,
+                "of ddpm: gamma of min-SNR loss weights, usually 5",
+                "float",
+                {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
+            ),
+            "shift": Setting("ddpm_shift", 1.0, "of ddpm's noise at every timestep, as --flow_shift", bounds=SHIFT),
+        },
+    ),
+    "edm": ObjectiveDescription(
+        "a preconditioned denoiser",
+        "heun",
+        {
+            "mean": Setting(
+                "edm_mean",
+                -1.2,
+                "of the log of edm's noise levels in training (P_mean)",
+                bounds={"at_least": -10, "at_most": 10, "unit": "number"},
+            ),
+            "std": Setting(
+                "edm_std",
+                1.2,
+                "their standard deviation (P_std)",
+                bounds={"at_least": 0.001, "at_most": 5, "unit": "number"},
+            ),
+            "sigma_data": Setting(
+                "edm_sigma_data",
+                0.5,
+                "of edm: the standard deviation of what the model learns",
+                bounds={"at_least": 0.001, "at_most": 1000, "unit": "number"},
+            ),
+        },
+    ),
+    "flow": ObjectiveDescription(
+        "velocity",
+        "euler",
+        {
+            "shift": Setting(
+                "flow_shift", 1.0, "of flow's times, above 1 to more noise: large pictures, clips", bounds=SHIFT
+            ),
+            "times_are": Setting(
+                "flow_times",
+                "uniform",
+                "of flow's training samples",
+                bounds={"choices": ("uniform", "logit_normal", "mode")},
+            ),
+            "shift_tokens": Setting(
+                "flow_shift_tokens",
+                None,
+                "samples of this many tokens have --flow_shift, others by the root of theirs",
+                "int",
+                {"at_least": 1, "at_most": 10**9, "unit": "tokens"},
+            ),
+        },
+    ),
+}
+
+PRECISIONS = ("fp16", "bf16", "fp32")
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of one number
+RESHARD = ("auto", "after_forward", "never")
+REDUCE_DTYPES = ("fp32", "bf16")
+OFFLOAD = ("none", "average", "state")
+PIPELINE_SCHEDULES = ("1f1b", "interleaved")
+SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
+OWN_ATTENTION = ("ring", "usp")  # their own kernel attends to some of the keys at a time
+AXIAL = "axial"  # for models without attention to all tokens (opendit/parallel/sequence/axial.py)
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """Facts about a plugin that are needed before its engine is imported.
+
+    Attributes:
+        summary: what ranks share, for --help.
+        precisions: those that it works in.
+        rejects: flags that are an error with it.
+        ignores: flag that has no effect with it -> the reason, which a run prints.
+        sharded_checkpoints: whether --checkpoint_format auto means sharded.
+    """
+
+    summary: str
+    precisions: tuple[str, ...] = PRECISIONS
+    rejects: frozenset[str] = frozenset()
+    ignores: Mapping[str, str] = field(default_factory=dict)
+    sharded_checkpoints: bool = False
+
+
+PLUGINS = {
+    "zero2": Plugin("gradients and state sharded"),
+    "gemini": Plugin(
+        "weights too",
+        precisions=("bf16", "fp16"),
+        rejects=frozenset({"fp8", "lora", "tensor_parallel_size", "pipeline_parallel_size"}),
+        ignores={
+            "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
+            "follow",
+            "recompute": "--plugin gemini has freed the weights by then",
+        },
+    ),
+    "ddp": Plugin("nothing sharded"),
+    "fsdp": Plugin("weights too, by torch's FSDP2", sharded_checkpoints=True),
+}
+
+
+def plugin_help() -> str:
+    """Return one line that tells what every plugin shards."""
+    return "Colossal-AI plugin; " + "; ".join(f"{name}: {plugin.summary}" for name, plugin in PLUGINS.items())
+
+
+def check_precision(plugin: str, precision: str) -> None:
+    """Raise ValueError, which names the flags and the fix, for a plugin that does not work in ``precision``."""
+    works = PLUGINS[plugin].precisions
+    if precision not in works:
+        other = next(name for name, line in PLUGINS.items() if precision in line.precisions)
+        raise ValueError(
+            f"--plugin {plugin}: works in {' and '.join(works)} only; use --mixed_precision {works[0]}, or --plugin "
+            f"{other} for {precision}"
+        )
+
+
+TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # torch's own kernels
+PACKAGE = "flash_attn"  # the package of that name
+ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
+RECOMPUTE = ("none", "norms", "cheap", "half", "mlp")
+
+# Figure that can choose the best checkpoint -> True if less is better: the held-out loss, and figures of samples.
+BEST = {
+    "val_loss": True,
+    "fid": True,
+    "sfid": True,
+    "kid": True,
+    "fvd": True,
+    "frame_fid": True,
+    "frechet_distance": True,
+    "precision": False,
+    "recall": False,
+    "is": False,
+    "accuracy": False,
+    "direction": False,
+}
+CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
+# Endings of the file that names a set of tensors: one file with all of them, the index of the shards that ranks have
+# written, or the index of several files, as transformers and diffusers write it.
+WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
+
+
+class Needs(NamedTuple):
+    """Requirements of a metric.
+
+    Attributes:
+        features: name of the features that it takes.
+        reference: "statistics" or "features" of the reference, or None.
+        about: one line for lists.
+    """
+
+    features: str
+    reference: str | None
+    about: str
+
+
+METRICS = {
+    "fid": Needs("pool", "statistics", "Fréchet distance of Inception's features (of clips: of their frames)"),
+    "sfid": Needs("spatial", "statistics", "the same of spatial features, as ADM's"),
+    "is": Needs("logits", None, "Inception score"),
+    "pr": Needs("pool", "features", "precision and recall"),
+    "kid": Needs("pool", "features", "kernel distance"),
+    "fvd": Needs("clip", "statistics", "Fréchet distance of I3D's features of clips"),
+    "motion": Needs("motion", None, "mean difference between frames"),
+    "accuracy": Needs("digit", None, "share of samples that show the digit asked for (--features digits)"),
+    "direction": Needs("moved", None, "share of clips that move as asked (--features digits)"),
+    "copies": Needs("nearest", None, "share of copies of training digits (--features digits)"),
+    "clip_score": Needs("caption", None, "how well samples fit their captions"),
+}
+DIGITS = "digits"  # the built-in digits: a reference, and the network of their features
+RESIZES = ("tf", "torch", "clean")
+FEATURE_PRECISIONS = ("fp32", "tf32")
+LABELS = ("balanced", "drawn")

@@ -1,0 +1,321 @@
+"""Communication within one group of ranks: all-to-alls that overlap in both directions, a ring of neighbours, gathers
+of tokens and features, and sums that are scattered. Nothing here talks to all ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that share a sequence or divide every layer: this rank is ``rank`` of ``size`` in the process group
+    ``handle`` (None: this rank alone)."""
+
+    handle: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, handle: dist.ProcessGroup | None) -> "Group":
+        """Return the group of a process group that this rank is in."""
+        return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
+
+
+class Flight:
+    """A collective in progress, and the tensors that it reads and writes, which must live until it has ended."""
+
+    def __init__(self, works: Sequence[Any], received: Tensor, sent: Tensor):
+        self._works, self._received, self._sent = works, received, sent
+
+    def wait(self) -> Tensor:
+        """Return what was received. On a GPU the stream waits for it, not the host."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+# ------------------------------------------------------------------------------------------------------- all-to-all
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows of a tensor (rows, ...) that go to each rank of a group, in the order of the ranks, and that come from
+    each."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def back(self) -> "Counts":
+        """Return the counts of the exchange that brings every row back."""
+        return Counts(self.received, self.sent)
+
+
+def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) -> Flight:
+    if group.size == 1:
+        return Flight([], send, send)
+    send = send.contiguous()
+    if counts is None:
+        received, sizes = torch.empty_like(send), ()
+    else:
+        received = send.new_empty(sum(counts.received), *send.shape[1:])
+        sizes = list(counts.received), list(counts.sent)
+    work = dist.all_to_all_single(received, send, *sizes, group=group.handle, async_op=True)
+    return Flight([work], received, send)
+
+
+class Exchange:
+    """All-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...), and that
+    number of rows goes to and comes from each rank. The adjoint is an all-to-all too.
+
+    ``start`` and ``finish`` are two nodes of the graph, so that what lies between them runs during the exchange.
+    Autograd runs nodes in the opposite order of their creation: in the backward pass, the exchange that was finished
+    last is started first, and is waited for where it was started. So overlap in the forward pass is overlap in the
+    backward pass. Use one object for each exchange.
+    """
+
+    def __init__(self, group: Group, counts: Counts | None = None):
+        self.group, self.counts = group, counts
+        self.flight: Flight | None = None
+
+    def start(self, send: Tensor) -> "Exchange":
+        """Start to send ``send``: (P, ...) of one shape on all ranks, or (rows, ...)."""
+        self._received = _Start.apply(send, self)
+        return self
+
+    def finish(self) -> Tensor:
+        """Return what arrived: (P, ...), row p from rank p, or (rows, ...). Call it once for each ``start``."""
+        received, self._received = self._received, None
+        return _Finish.apply(received, self)
+
+    def _depart(self, send: Tensor, counts: Counts | None) -> Tensor:
+        """Start the collective. Return the tensor that it writes to, which must not be read before ``_land``."""
+        self.flight = _start_all_to_all(send, self.group, counts)
+        return self.flight._received
+
+    def _land(self) -> Tensor:
+        flight, self.flight = self.flight, None
+        assert flight is not None, "it has departed"
+        return flight.wait()
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, send: Tensor, exchange: Exchange):
+        ctx.exchange = exchange
+        return exchange._depart(send, exchange.counts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return ctx.exchange._land(), None  # (grad tells nothing, see _Finish)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, received: Tensor, exchange: Exchange):
+        ctx.exchange, ctx.shape = exchange, received.shape
+        exchange._land()
+        return received.view_as(received)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.exchange._depart(grad, ctx.exchange.counts and ctx.exchange.counts.back)
+        return grad.new_empty(1).expand(ctx.shape), None  # what arrives may have another shape
+
+
+# -------------------------------------------------------------------------------------------------------------- ring
+
+
+class Ring:
+    """Tensors of one shape travel from every rank to the next, while the caller computes with those that have arrived.
+
+    This is the one place to change for another transport. It promises the order in which shards arrive and pieces are
+    requested, the same on every rank relative to its own index.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    def arriving(self, shard: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank, its shard) of every rank: the own one, then the previous rank's, and so on around the ring.
+
+        While the caller works on one, the next is in transit. The caller must not change the own shard meanwhile.
+
+        into: (P, *shard.shape), keeps all of them.
+        """
+        rank, size = self.group.rank, self.group.size
+        held = shard = shard.contiguous()
+        if into is not None:
+            into[rank].copy_(shard)
+        for step in range(size):
+            source, flight = (rank - step) % size, None
+            if step < size - 1:
+                flight = self._pass_on(held, None if into is None else into[(source - 1) % size])
+            yield source, held
+            if flight is not None:
+                held = flight.wait()
+
+    def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
+        """Return the sum over all ranks of their ``piece(this rank)``.
+
+        Args:
+            piece: makes a new tensor for a rank, of one shape; it is added to. The previous rank's is requested first,
+                then the one before it, and the own one last. While it works, the previous sum is in transit.
+            meanwhile: called while the last sum is in transit.
+        """
+        rank, size = self.group.rank, self.group.size
+        flight = None
+        for step in range(1, size):
+            part = piece((rank - step) % size)
+            if flight is not None:
+                part = part.add_(flight.wait())  # the result counts: on Gemini's tensors add_ makes another tensor
+            flight = self._pass_on(part)
+        own = piece(rank)
+        meanwhile()
+        return own if flight is None else own.add_(flight.wait())
+
+    def _pass_on(self, send: Tensor, received: Tensor | None = None) -> Flight:
+        rank, size, handle = self.group.rank, self.group.size, self.group.handle
+        received = torch.empty_like(send) if received is None else received
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, send, group=handle, group_peer=(rank + 1) % size),
+                dist.P2POp(dist.irecv, received, group=handle, group_peer=(rank - 1) % size),
+            ]
+        )
+        return Flight(works, received, send)
+
+
+# ------------------------------------------------------------------------------------------------------- all-gather
+
+
+def start_gather(shard: Tensor, group: Group) -> Flight:
+    """Start to gather every rank's shard: (P, *shard.shape), in the order of ranks."""
+    shard = shard.contiguous()
+    received = shard.new_empty(group.size, *shard.shape)
+    work = dist.all_gather_into_tensor(received.flatten(0, 1), shard, group=group.handle, async_op=True)
+    return Flight([work], received, shard)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, length: int, group: Group):
+        ctx.group, ctx.rows = group, x.shape[1]
+        return start_gather(x, group).wait().transpose(0, 1).flatten(1, 2)[:, :length]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return take_tokens(grad, ctx.rows, ctx.group) * ctx.group.size, None, None
+
+
+def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
+    """Return all ``length`` tokens (B, N, F), on every rank, from this rank's (B, n, F); the padding at the end is cut
+    off.
+
+    Every rank of the group must compute the same loss from the result. The adjoint of the gather is then P x this
+    rank's rows of the gradient, which is the same on all ranks: no communication. With that factor the mean over all
+    ranks, which the training plugins take, is the mean over data-parallel ranks for every parameter.
+    """
+    return _GatherTokens.apply(x, length, group)
+
+
+def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
+    """Return this rank's tokens (B, n, F) of all (B, N, F), n = ``rows``; those past the end are zeros."""
+    mine = x[:, group.rank * rows : (group.rank + 1) * rows]
+    return mine if mine.shape[1] == rows else torch.nn.functional.pad(mine, (0, 0, 0, rows - mine.shape[1]))
+
+
+def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
+    """Start to sum all ranks' x and scatter the result: this rank gets its share along ``dim``. The ranks must divide
+    that dimension evenly."""
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    share = parts.new_empty(parts.shape[1:])
+    work = dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=group.handle, async_op=True)
+    return Flight([work], share, parts)
+
+
+def side_by_side(shares: Tensor, dim: int) -> Tensor:
+    """Concatenate all ranks' shares (P, ...) along ``dim`` of one of them."""
+    return shares.movedim(0, dim).flatten(dim, dim + 1)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, share: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return side_by_side(start_gather(share, group).wait(), dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return start_sum(grad, ctx.dim, ctx.group).wait(), None, None
+
+
+class _SumShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, dim: int, group: Group) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return start_sum(x, dim, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return side_by_side(start_gather(grad, ctx.group).wait(), ctx.dim), None, None
+
+
+class _JoinResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, length: int, group: Group) -> Tensor:
+        ctx.rows, ctx.group = x.shape[1], group
+        return side_by_side(start_gather(x, group).wait(), 1)[:, :length]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return take_tokens(grad, ctx.rows, ctx.group), None, None
+
+
+def join(share: Tensor, dim: int, group: Group) -> Tensor:
+    """Concatenate all ranks' shares along ``dim``. Ranks do different things with the result: gradients are summed."""
+    return _Join.apply(share, dim, group)
+
+
+def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Return this rank's share along ``dim`` of the sum of all ranks' x."""
+    return _SumShares.apply(x, dim, group)
+
+
+def join_result(x: Tensor, length: int, group: Group) -> Tensor:
+    """Return the first ``length`` tokens (B, N, F) of all ranks' (B, n, F), on which all ranks do the same up to the
+    loss. A rank's gradient is its own tokens' part of the gradient that all have."""
+    return _JoinResult.apply(x, length, group)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """x W^T of gathered tokens. The weight's gradient needs all tokens: they are gathered once more, while the input's
+    gradient is computed, instead of being kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(side_by_side(start_gather(x, group).wait(), 1), weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x, weight), rows = ctx.saved_tensors, grad.flatten(0, 1)
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        gathered = start_gather(x, ctx.group) if of_weight else None
+        summed = start_sum(grad @ weight, 1, ctx.group) if of_x else None
+        dweight, dbias = None, rows.sum(0) if of_bias else None
+        if gathered is not None:
+            whole = side_by_side(gathered.wait(), 1)
+            del gathered
+            dweight = rows.t() @ whole.flatten(0, 1)
+        return None if summed is None else summed.wait(), dweight, dbias, None
+
+
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
+    """Return x W^T + bias (B, P n, out / P) of all ranks' tokens (B, n, in), for weight (out / P, in) of this rank."""
+    return _ColumnProduct.apply(x, weight, bias, group)

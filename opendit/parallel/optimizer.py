@@ -1,0 +1,374 @@
+"""AdamW on the shards that a rank holds, in as few passes over memory as possible, and the loss scale of fp16.
+
+:class:`OnePassAdamW` is the step that zero2 and fsdp share; :class:`ShardedOptimizer` is the optimizer of a model whose
+parameters are cut by ``fully_shard``, or that a single rank holds in full.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from opendit.kernels.adamw_ema import BLOCK, FusedStep
+from opendit.kernels.averages import SeparateAverages
+from opendit.kernels.common import kernels_available
+from opendit.parallel.float8_gather import Float8Shards
+from opendit.parallel.host_memory import HostMemory, SideStream, padded
+from opendit.parallel.tensor import ReplicatedGradients
+
+# As Colossal-AI's scaler has them under zero2 and gemini, so that a run in fp16 skips the same steps there and here.
+INITIAL, GROWTH, BACKOFF, INTERVAL, HYSTERESIS = 2.0**16, 2.0, 0.5, 1000, 2
+LEAST, MOST = 1.0, 2.0**32
+
+
+class LossScale:
+    """Factor of a loss that keeps its gradients from vanishing in fp16, as numbers on the device: the host neither
+    reads nor computes it.
+
+    It is doubled after INTERVAL steps in a row whose gradients were finite (Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018, sec. 3.2). It is halved after a step whose gradients were not, except for the first HYSTERESIS
+    - 1 such steps since it was last doubled.
+
+    Attributes:
+        scale: 0-dim fp32; its memory never changes, as a CUDA graph reads it.
+        growth: 0-dim int64, finite steps in a row.
+        hysteresis: 0-dim int64, steps that were not finite since the scale was doubled.
+    """
+
+    def __init__(self, device: torch.device):
+        self.scale = torch.full((), INITIAL, dtype=torch.float32, device=device)
+        self.growth = torch.zeros((), dtype=torch.int64, device=device)
+        self.hysteresis = torch.zeros_like(self.growth)
+
+    @torch.no_grad()
+    def update(self, finite: Tensor) -> None:
+        """Update the scale after a step. finite: 0-dim bool, whether its gradients were."""
+        in_a_row = (self.growth + 1) * finite
+        grows = in_a_row == INTERVAL
+        not_finite = (self.hysteresis + ~finite) * ~grows
+        halves = ~finite & (not_finite >= HYSTERESIS)
+        self.scale *= torch.where(grows, GROWTH, torch.where(halves, BACKOFF, 1.0))
+        self.scale.clamp_(LEAST, MOST)
+        self.growth.copy_(in_a_row * ~grows)
+        self.hysteresis.copy_(not_finite)
+
+    def state(self) -> dict[str, float]:
+        """Return its numbers, on the host."""
+        return dict(scale=self.scale.item(), growth=self.growth.item(), hysteresis=self.hysteresis.item())
+
+    def load(self, state: dict[str, float]) -> None:
+        """Load the numbers of :meth:`state`, or of another plugin's scaler, which may lack the last."""
+        self.scale.fill_(state["scale"])
+        self.growth.fill_(int(state["growth"]))
+        self.hysteresis.fill_(int(state.get("hysteresis", 0)))
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW on fp32 weights, with the ``div_scale`` that Gemini's optimizer passes.
+
+    Gradients may be bf16 or fp16. Colossal-AI's own CPU Adam ignores ``div_scale`` for bf16 gradients, so that
+    gradients would silently not be clipped; its HybridAdam compiles two extensions by nvcc before the first step, which
+    takes minutes.
+    """
+
+    elements = 2**26  # of the parameters that are updated together, whose gradients are copied to fp32 at one time
+
+    def __init__(self, params: Any, **kwargs: Any):
+        super().__init__(params, fused=True, **kwargs)
+
+    def init_state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, div_scale: float = -1) -> None:
+        for group in self.param_groups:
+            for params in _by_size([p for p in group["params"] if p.grad is not None], self.elements):
+                grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
+                if div_scale > 0:
+                    grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
+                    torch._foreach_mul_(grads, 1.0 / div_scale)
+                states = [self.init_state(p) for p in params]
+                adamw(
+                    [p.data for p in params],
+                    grads,
+                    [s["exp_avg"] for s in states],
+                    [s["exp_avg_sq"] for s in states],
+                    [],
+                    [s["step"] for s in states],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+
+
+def _by_size(params: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
+    """Yield lists of neighbouring parameters that together have at least ``elements`` elements, the last one aside."""
+    group, size = [], 0
+    for p in params:
+        group.append(p)
+        size += p.numel()
+        if size >= elements:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+class OnePassAdamW:
+    """The step of a :class:`FusedAdamW` by :class:`FusedStep`: norm, moments, masters, averages and working weights in
+    two passes over memory, for which the host does not wait.
+
+    Args:
+        adam: its only group of parameters has the settings; its state, keyed by ``keys``, is what the step works on.
+        keys: the masters, in the order of the gradients, fp32 and 1-d or contiguous.
+        sizes: number of elements of each to step, from its first; None for all. The rest is padding.
+        working: the masters' copies in the precision of the forward pass; None if there are none.
+
+    Attributes:
+        staged: rows in host memory of which the moments are views, to be copied through device memory; None if kernels
+            read and write moments where they lie. Set it before the first step.
+        counted: as in :class:`FusedStep`. Set it before the first step.
+    """
+
+    staged: Tensor | None = None
+    counted: Sequence[bool] | None = None
+
+    def __init__(
+        self,
+        adam: FusedAdamW,
+        keys: Sequence[Tensor],
+        sizes: Sequence[int] | None = None,
+        working: Sequence[Tensor] | None = None,
+    ):
+        self.adam, self._keys, self._working = adam, list(keys), working
+        self._sizes = [key.numel() for key in keys] if sizes is None else sizes
+        self._averages: tuple[Any, ...] | None = None
+        self._fused: FusedStep | None = None
+
+    def attach_averages(
+        self, averages: Sequence[Sequence[Tensor]], decays: Callable[..., Any], updates: Tensor
+    ) -> None:
+        """Let steps also update these averages; see :meth:`FusedStep.attach`."""
+        self._averages = averages, decays, updates
+        if self._fused is not None:
+            self._fused.attach(*self._averages)
+
+    def fused(self) -> FusedStep:
+        """Return the fused step, made at the first call, after the moments have been loaded. All parameters share one
+        count of steps."""
+        (settings,) = self.adam.param_groups
+        states = [self.adam.init_state(key) for key in self._keys]
+        if self._fused is None:
+            self._fused = FusedStep(
+                self._own(self._keys),
+                self._own([state["exp_avg"] for state in states]),
+                self._own([state["exp_avg_sq"] for state in states]),
+                None if self._working is None else self._own(self._working),
+                count=torch.zeros((), dtype=torch.float32, device=self._keys[0].device),
+                betas=settings["betas"],
+                eps=settings["eps"],
+                counted=self.counted,
+            )
+            if self._averages is not None:
+                self._fused.attach(*self._averages)
+            if self.staged is not None and self._fused.kernels:
+                self._fused.stage(self.staged)
+        if any(state["step"] is not self._fused.count for state in states):  # new, or loaded from a checkpoint
+            self._fused.count.fill_(states[0]["step"])
+            for state in states:
+                state["step"] = self._fused.count
+        return self._fused
+
+    def finish(self) -> None:
+        """Make the host wait for moments that are still being copied back to host memory."""
+        if self._fused is not None:
+            self._fused.access.finish()
+
+    def _own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(tensors, self._sizes, strict=True)
+        return [tensor if tensor.numel() == size else tensor.view(-1)[:size] for tensor, size in pairs]
+
+
+class ShardedOptimizer:
+    """Steps the shards that this rank holds; ranks wait for each other only for the norm of all gradients.
+
+    With ``offload`` the averages, or averages and moments, lie in host memory, page-locked if there is a GPU. The step
+    itself needs the moments, which are copied through a ring buffer of device memory: on an H200 the step of 300 M
+    weights takes 49 ms so, and 57 by the kernel's own loads and stores (benchmarks/bench_offload.py). It leaves the
+    averages to a side stream, on which a kernel moves them in place during the next step's forward and backward passes,
+    and which the next step waits for before it changes the masters. The resulting bits are the same. Call :meth:`wait`
+    before such state is read or set on the host.
+
+    Args:
+        adam: has the settings; its parameters become the masters.
+        parameters: those that are trained, by name: fp32 DTensors, or plain tensors of any precision.
+        group: ranks that hold the shards of one copy of the model; None if this rank alone does.
+        grad_clip: bound of the norm of all gradients, 0 for none.
+        loss_scale: of fp16.
+        float8: the parameters that are gathered in float8, computed again when they change; None if none are.
+        offload: one of ``opendit.config.names.OFFLOAD``.
+        replicated: which gradients are parts of a sum over ranks that divide the layers; None if none are.
+
+    Raises:
+        ValueError: ``offload`` on a GPU that can't run the kernels.
+
+    Attributes:
+        masters: the fp32 shards by name; the parameters' own memory if those are fp32.
+        grad_norm, finite: of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
+    """
+
+    grad_norm: Tensor
+    finite: Tensor
+
+    def __init__(
+        self,
+        adam: FusedAdamW,
+        parameters: dict[str, nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        grad_clip: float,
+        loss_scale: LossScale | None = None,
+        offload: str = "none",
+        float8: Float8Shards | None = None,
+        replicated: ReplicatedGradients | None = None,
+    ):
+        self._parameters, self._group, self._float8 = list(parameters.values()), group, float8
+        self._replicated = replicated
+        self._clip, self.loss_scale = grad_clip, loss_scale
+        own = [local_part(parameter.detach()) for parameter in self._parameters]
+        self.masters = {name: part.float() for name, part in zip(parameters, own, strict=True)}
+        (settings,) = adam.param_groups
+        settings["params"] = list(self.masters.values())
+        self._working = None if own[0].dtype == torch.float32 else own
+        self._adamw = OnePassAdamW(adam, settings["params"], working=self._working)
+        self._adamw.counted = replicated and replicated.counted
+        self._device, self._offload = own[0].device, offload
+        self._averages: SeparateAverages | None = None
+        self._side = None if offload == "none" else SideStream(self._device)
+        self._updated: torch.cuda.Event | None = None
+        available, why = kernels_available(self._device, torch.float32)
+        if offload != "none" and self._device.type == "cuda" and not available:
+            raise ValueError(f"--offload {offload}: only the kernels reach host memory, and {why}; use --offload none")
+        if offload == "state":
+            rows, both = self._in_host_memory(2)
+            self._adamw.staged = rows
+            moments = zip(*both, strict=True)
+            for key, (exp_avg, exp_avg_sq) in zip(settings["params"], moments, strict=True):
+                step = torch.zeros((), dtype=torch.float32, device=self._device)
+                adam.state[key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def _in_host_memory(self, count: int) -> tuple[Tensor, list[list[Tensor]]]:
+        """Allocate ``count`` tensors of zeros for each master. Return (count, size) rows, in which every tensor begins
+        where a block of the kernels does, and for each row its tensors, which are views of it."""
+        masters = list(self.masters.values())
+        size = sum(padded(master.numel(), BLOCK) for master in masters)
+        memory = HostMemory(count * size, self._device)
+        made = [memory.take(masters, row * size, BLOCK)[0] for row in range(count)]
+        return memory.numbers.view(count, size), made
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """This rank's gradients of the backward passes since the last step, in the order of the parameters."""
+        return [None if p.grad is None else local_part(p.grad) for p in self._parameters]
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        """Set the gradients; only for parameters that are not sharded."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def new_averages(self, count: int) -> list[list[Tensor]]:
+        """Allocate averages where ``offload`` puts them: for each its tensors, in the order of the masters."""
+        if self._offload == "none":
+            return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
+        return self._in_host_memory(count)[1]
+
+    def attach_averages(
+        self, averages: list[list[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> None:
+        """Let steps also update these averages, which :meth:`new_averages` has allocated; see
+        :meth:`opendit.kernels.adamw_ema.FusedStep.attach`."""
+        if self._side is not None:
+            self._averages = SeparateAverages(list(self.masters.values()), averages, block=BLOCK)
+            averages = []
+        self._adamw.attach_averages(averages, decays, updates)
+
+    def wait(self) -> None:
+        """Make the host wait until state in host memory is that of the last step."""
+        if self._side is not None:
+            self._side.finish()
+        if self._updated is not None:
+            self._updated.synchronize()
+        if self._averages is not None:
+            self._averages.access.finish()
+        self._adamw.finish()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the gradients; in fp16 the loss is scaled first."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.scale).backward()
+
+    def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """Add to the gradients, starting from an output whose gradient, already scaled, is known."""
+        torch.autograd.backward(output, gradient)
+
+    def step(self) -> None:
+        """Clip, update masters, moments, averages and working weights, and clear the gradients.
+
+        If a gradient of any rank is not finite, nothing is changed.
+        """
+        if self._side is not None:
+            self._side.join()  # what it still does is the last step's, and needs that step's masters and scalars
+        fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
+        gradients = self.gradients
+        if self._replicated is not None:
+            self._replicated.sum(gradients)
+        total = fused.square_sum(gradients)
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        if self._replicated is not None:
+            self._replicated.total(total)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip)
+        fused.update(lr=adam["lr"], weight_decay=adam["weight_decay"])
+        self._refresh_float8()
+        if self._averages is not None and self._side is not None:
+            self._side.run(partial(self._averages.move, fused.scalars))
+        if self._offload == "state" and self._device.type == "cuda":
+            self._updated = torch.cuda.Event()
+            self._updated.record(torch.cuda.current_stream(self._device))
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self.loss_scale is not None:
+            self.loss_scale.update(self.finite)
+
+    @torch.no_grad()
+    def masters_to_working(self) -> None:
+        """Round the masters to the precision of the forward pass, if weights are kept in it."""
+        if self._working is not None:
+            torch._foreach_copy_(self._working, list(self.masters.values()))
+        self._refresh_float8()
+
+    def _refresh_float8(self) -> None:
+        if self._float8 is not None:
+            self._float8.refresh()
+
+
+@torch.no_grad()  # so that it is no operation of autograd's, of which every step would have one a parameter
+def local_part(tensor: Tensor) -> Tensor:
+    """Return a DTensor's shard on this rank; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,481 @@
+"""Pipeline parallelism: the ranks of the group ``pp`` have different blocks of a model; see docs/parallelism.md.
+
+- A schedule is data: the forward and backward passes that a rank runs, in order (:func:`make_schedule`). These are pure
+  functions of numbers, without tensors or process groups. Every rank has ``chunks`` runs of neighbouring blocks; chunk
+  c of rank r is stage c * ranks + r of the model, so that a micro-batch goes around the ranks once per chunk.
+- :func:`keep_stages` leaves a rank its part of a model: neighbouring blocks, what comes before the first or after the
+  last block, and the modules that make the condition, which are on every rank.
+- :class:`Links` sends tensors between stages, :func:`execute` runs a schedule, and :class:`PipelineForward` calls a
+  model on stages like one that is not divided.
+
+What a pass computes in training is the runner's (opendit/training/runners/pipeline.py).
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opendit.config.names import PIPELINE_SCHEDULES
+from opendit.models import Condition, DiT, DiTConfig, plan_of
+from opendit.models.attention import TokenGrid
+from opendit.models.blocks import run_blocks
+from opendit.parallel.mesh import Mesh
+from opendit.parallel.rules import balanced_blocks, check_stages, stage_of
+
+
+@dataclass(frozen=True)
+class Action:
+    """A pass of one chunk over one micro-batch: forward, or backward."""
+
+    forward: bool
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{'F' if self.forward else 'B'}{self.micro_batch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+def chunks_of(schedule: str) -> int:
+    """Return how many runs of neighbouring blocks every rank has."""
+    return 2 if schedule == "interleaved" else 1
+
+
+def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """List the passes of ``rank`` of ``ranks`` in a step, in order.
+
+    1f1b: one forward, one backward pass in turn, after as many forward passes as there are ranks behind (PipeDream-
+    flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). A rank holds the activations
+    of at most ``ranks - rank`` micro-batches and idles for (ranks - 1) / (micro_batches + ranks - 1) of the step.
+
+    interleaved: the same with 2 chunks a rank, which idles for half of that, holds more activations, and sends twice as
+    much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
+    sec. 2.2).
+
+    Raises:
+        ValueError: an unknown schedule, or one that does not work with this number of micro-batches.
+    """
+    if schedule not in PIPELINE_SCHEDULES:
+        raise ValueError(
+            f"--pipeline_schedule {schedule}: no such schedule; choose one of {', '.join(PIPELINE_SCHEDULES)}"
+        )
+    chunks = chunks_of(schedule)
+    check_micro_batches(schedule, ranks, micro_batches)
+    forwards = list(_passes(True, chunks, ranks, micro_batches))
+    backwards = list(_passes(False, chunks, ranks, micro_batches))
+    behind = ranks - 1 - rank
+    ahead = behind if chunks == 1 else 2 * behind + (chunks - 1) * ranks  # of forward passes before the first backward
+    ahead = min(ahead, len(forwards))
+    turns = zip(forwards[ahead:], backwards, strict=False)
+    return [
+        *forwards[:ahead],
+        *(action for turn in turns for action in turn),
+        *backwards[len(forwards) - ahead :],
+    ]
+
+
+def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raise ValueError, which names the flags, unless the schedule works with this number of micro-batches."""
+    if chunks_of(schedule) > 1 and micro_batches % ranks:
+        raise ValueError(
+            f"--pipeline_schedule {schedule}: takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
+            f"--grad_accumulation {micro_batches}: does not divide by it; use "
+            f"{max(ranks, round(micro_batches / ranks) * ranks)}, or 1f1b"
+        )
+
+
+def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """Yield the passes of a rank in one direction, the same on every rank: ``ranks`` micro-batches by one chunk, then
+    by the next; backward by the last chunk first."""
+    if chunks == 1:
+        yield from (Action(forward, 0, number) for number in range(micro_batches))
+        return
+    for first in range(0, micro_batches, ranks):
+        for chunk in range(chunks) if forward else reversed(range(chunks)):
+            last = min(first + ranks, micro_batches)
+            yield from (Action(forward, chunk, number) for number in range(first, last))
+
+
+def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = True) -> list[Action]:
+    """List all forward passes of any number of micro-batches, followed by all ``backward`` ones, on every rank."""
+    directions = (True, False) if backward else (True,)
+    return [action for forward in directions for action in _passes(forward, chunks, ranks, micro_batches)]
+
+
+def in_flight(actions: list[Action]) -> int:
+    """Return the largest number of forward passes, counted in chunks, whose activations are held at once."""
+    held = most = 0
+    for action in actions:
+        held += 1 if action.forward else -1
+        most = max(most, held)
+    return most
+
+
+@dataclass(frozen=True)
+class Message:
+    """Tensors that a pass receives from another rank or sends there: activations if ``forward``, otherwise their
+    gradients."""
+
+    forward: bool
+    source: int
+    target: int
+    chunk: int  # of the target, which receives it
+    micro_batch: int
+
+
+def received(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
+    """Return the message that a pass begins with; None if it begins with the model's input, or the loss."""
+    first, last = _ends(action.chunk, rank, ranks, chunks)
+    if action.forward:
+        return None if first else Message(True, (rank - 1) % ranks, rank, action.chunk, action.micro_batch)
+    return None if last else Message(False, (rank + 1) % ranks, rank, action.chunk, action.micro_batch)
+
+
+def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
+    """Return the message that a pass sends to another rank, or None."""
+    first, last = _ends(action.chunk, rank, ranks, chunks)
+    if action.forward:
+        chunk = action.chunk + (rank == ranks - 1)
+        return None if last else Message(True, rank, (rank + 1) % ranks, chunk, action.micro_batch)
+    chunk = action.chunk - (rank == 0)
+    return None if first else Message(False, rank, (rank - 1) % ranks, chunk, action.micro_batch)
+
+
+def _ends(chunk: int, rank: int, ranks: int, chunks: int) -> tuple[bool, bool]:
+    """Return (True if a chunk is the model's first stage, True if it is the last)."""
+    stage = chunk * ranks + rank
+    return stage == 0, stage == chunks * ranks - 1
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of what is sent, as numbers
+IN_FLIGHT = 2  # messages of a channel that may not have arrived when its next one is sent
+
+
+class Links:
+    """Channels between this rank and its neighbours in a pipeline. Collective over all ranks.
+
+    Every kind of message (activations, gradients) has its own process group between each two ranks, used in one
+    direction only and in the order of the schedule. So the messages of a group arrive in order, and none waits for one
+    of another kind. On GPUs the operations of a group run one after the other on a stream: a send and a receive that
+    share a group could wait for each other for ever.
+
+    The shape and dtype of activations are sent once, before the first of them; their gradients have the same. ``key``
+    stands for all messages with equal shapes.
+
+    Args:
+        mesh: of the run.
+        around: whether the last rank sends to the first one, too: if ranks have several chunks.
+    """
+
+    def __init__(self, mesh: Mesh, around: bool):
+        self.device, self.rank, self.ranks = mesh.device, mesh.pp_rank, mesh.pp_size
+        self._members = next(members for members in mesh.dims.groups("pp") if mesh.rank in members)
+        self._groups = mesh.links(around)
+        self._shapes: dict[tuple[Any, ...], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._sends: dict[tuple[int, int, bool], deque[Any]] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Send a number through every channel, one after the other. NCCL connects two ranks at their first message, for
+        which both hosts wait. In the middle of a schedule one of them might never get there, because its own device
+        waits for a message and so can't load a kernel."""
+        number = torch.zeros(1, device=self.device)
+        for first, forward in sorted(self._groups):
+            ends = self._members[first], self._members[(first + 1) % self.ranks]
+            source, target = ends if forward else reversed(ends)
+            group, rank = self._groups[first, forward], self._members[self.rank]
+            if rank == source:
+                dist.send(number, dst=target, group=group)
+            elif rank == target:
+                dist.recv(number, src=source, group=group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
+        """Return the group of a message, and the ranks that send and receive it."""
+        first = message.source if message.forward else message.target
+        ends = self._members[message.source], self._members[message.target]
+        return self._groups[first, message.forward], *ends
+
+    def known(self, message: Message, key: tuple[Any, ...]) -> bool:
+        """Return True if a receive can be posted without waiting for the sender."""
+        return (message.forward, message.chunk, key) in self._shapes
+
+    def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
+        """Start to receive a message."""
+        group, source, _ = self._channel(message)
+        if not self.known(message, key):
+            header = torch.empty(4, dtype=torch.int64, device=self.device)
+            dist.recv(header, src=source, group=group)
+            number, *shape = header.tolist()
+            self._shapes[True, message.chunk, key] = DTYPES[number], tuple(shape)
+        dtype, shape = self._shapes[message.forward, message.chunk, key]
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        return tensor, cast(dist.Work, dist.irecv(tensor, src=source, group=group))
+
+    def send(self, message: Message, tensor: Tensor, chunk: int, key: tuple[Any, ...]) -> None:
+        """Start to send a message. chunk: the chunk of this rank that made it."""
+        group, source, target = self._channel(message)
+        if message.forward and (False, chunk, key) not in self._shapes:
+            header = torch.tensor([DTYPES.index(tensor.dtype), *tensor.shape], device=self.device)
+            dist.send(header, dst=target, group=group)
+            self._shapes[False, chunk, key] = tensor.dtype, tuple(tensor.shape)
+        tensor = tensor.detach().contiguous()
+        sends = self._sends.setdefault((source, target, message.forward), deque())
+        sends.append((dist.isend(tensor, dst=target, group=group), tensor))
+        while len(sends) > IN_FLIGHT:  # they hold their tensors
+            sends.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Wait until all messages have been sent; the host of a GPU does not wait."""
+        for sends in self._sends.values():
+            while sends:
+                sends.popleft()[0].wait()
+
+
+AHEAD = 1  # number of later passes whose receives are posted before one is computed
+Pass = Callable[[Action, Tensor | None], Tensor | None]
+
+
+def execute(
+    actions: Sequence[Action], links: Links, chunks: int, compute: Pass, key_of: Callable[[int], tuple[Any, ...]]
+) -> None:
+    """Run a rank's share of a schedule: receive, compute, send. All ranks of the pipeline call it with their
+    ``actions``.
+
+    Args:
+        actions: the rank's passes, in order.
+        links: of this rank.
+        chunks: of each rank.
+        compute: runs one pass. It gets what was received for it (None: the model's input, or the loss) and returns what
+            is sent (activations, or the gradient of the pass's input; ignored if nothing is sent).
+        key_of: maps the number of a micro-batch to a key that micro-batches with equal shapes of activations share.
+    """
+    incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
+    posted: dict[int, tuple[Any, ...]] = {}
+
+    def post(place: int) -> None:
+        message = incoming[place]
+        if place not in posted and message is not None:
+            posted[place] = links.post(message, key_of(actions[place].micro_batch))
+
+    for place, action in enumerate(actions):
+        post(place)
+        for further in range(place + 1, min(len(actions), place + 1 + AHEAD)):
+            message = incoming[further]
+            if message is not None and links.known(message, key_of(actions[further].micro_batch)):
+                post(further)
+        value = None
+        if place in posted:
+            value, work = posted.pop(place)
+            work.wait()
+        result = compute(action, value)
+        del value
+        message = sent(action, links.rank, links.ranks, chunks)
+        if message is not None:
+            links.send(message, cast(Tensor, result), action.chunk, key_of(action.micro_batch))
+        del result
+    links.finish()
+
+
+@dataclass(frozen=True)
+class PipelineStages:
+    """Part of a model that ``rank`` of the ``ranks`` of a pipeline has.
+
+    Attributes:
+        schedule: one of PIPELINE_SCHEDULES.
+        blocks: of every stage of the pipeline. Rank r has the stages r, r + ranks, ..., one for each of its chunks.
+    """
+
+    schedule: str
+    rank: int
+    ranks: int
+    blocks: tuple[range, ...]
+
+    @property
+    def chunks(self) -> int:
+        """Number of stages that each rank has."""
+        return len(self.blocks) // self.ranks
+
+    @property
+    def first(self) -> bool:
+        """True if this rank has the model's first stage."""
+        return self.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """True if this rank has the model's last stage, and so the loss."""
+        return self.rank == self.ranks - 1
+
+    def own(self, chunk: int) -> range:
+        """Return the blocks of one of this rank's chunks."""
+        return self.blocks[chunk * self.ranks + self.rank]
+
+    def has(self, config: DiTConfig, name: str) -> bool:
+        """Return True if a parameter or buffer is on this rank. Raises ValueError as ``stage_of`` does."""
+        return any(stage % self.ranks == self.rank for stage in stage_of(plan_of(config), name, self.blocks))
+
+    def describe(self) -> str:
+        """Return, for example, "2 stages of 14 + 14 blocks on 2 ranks, 1f1b"."""
+        counts = " + ".join(str(len(own)) for own in self.blocks)
+        return f"{len(self.blocks)} stages of {counts} blocks on {self.ranks} ranks, {self.schedule}"
+
+
+def stages_of(config: DiTConfig, schedule: str, rank: int, ranks: int) -> PipelineStages:
+    """Divide a model into stages, balanced by its plan. Raises ValueError if ranks or chunks are too many for its
+    blocks."""
+    chunks = chunks_of(schedule)
+    check_stages(config, ranks, chunks)
+    return PipelineStages(schedule, rank, ranks, tuple(balanced_blocks(config, ranks * chunks)))
+
+
+def mesh_stages(mesh: Mesh, config: DiTConfig, schedule: str) -> PipelineStages | None:
+    """Return the stages of a run, or None without a pipeline."""
+    return stages_of(config, schedule, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
+
+
+def check_pipeline(config: DiTConfig, schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raise ValueError, which names the flags, unless a pipeline of this number of ranks can train a model."""
+    if ranks > 1:
+        check_stages(config, ranks, chunks_of(schedule))
+        check_micro_batches(schedule, ranks, micro_batches)
+
+
+MOSTLY_IDLE = 0.25  # share of a step from which on a run prints a note
+
+
+def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
+    """Return a note if the ranks of a pipeline wait for each other for much of a step."""
+    waits = (ranks - 1) / chunks_of(schedule)
+    idle = waits / (micro_batches + waits)
+    if idle < MOSTLY_IDLE:
+        return []
+    return [
+        f"--pipeline_parallel_size {ranks}: with {micro_batches} micro-batches (--grad_accumulation) every process "
+        f"idles for {idle:.0%} of a step; with {8 * ranks} for {waits / (8 * ranks + waits):.0%}"
+    ]
+
+
+class Absent(nn.Module):
+    """Placeholder for a module that is on other ranks, so that those that are here keep their names."""
+
+
+def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
+    """Leave this rank its stages of ``model``, in place, and return it. Parameters keep their canonical names. The
+    model is then called for one chunk at a time: see :class:`StageForward`."""
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    kept = {_part(name, model) for name in names if stages.has(model.config, name)}
+    for part in {_part(name, model) for name in names} - kept:
+        parent, _, attribute = part.rpartition(".")
+        owner = model.get_submodule(parent)
+        if attribute in owner._buffers:
+            delattr(owner, attribute)
+        else:
+            owner._modules[attribute] = Absent()
+    cut: Any = model
+    cut.stages, cut.forward = stages, StageForward(model, stages)
+    return model
+
+
+def _part(name: str, model: DiT) -> str:
+    """Return the unit of a name that is kept or left out as a whole: a block, or another top-level module or buffer."""
+    top, *rest = name.split(".")
+    return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
+
+
+def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
+    """Return the names of a model's parameters that all ranks of its pipeline have; none if it has no stages."""
+    if getattr(model, "stages", None) is None:
+        return frozenset()
+    every = plan_of(cast(DiT, model).config).stages.every
+    return frozenset(name for name in names if name.partition(".")[0] in every)
+
+
+class StageForward:
+    """``forward`` of a model of which this rank has ``stages``."""
+
+    def __init__(self, model: DiT, stages: PipelineStages):
+        self._model, self._stages = model, stages
+
+    def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
+        """Run a chunk's forward pass on a micro-batch.
+
+        Every stage computes the condition from t and y: that is a small part of a block's work, and neither its vector
+        nor a caption's tokens, nor their gradients, have to be sent.
+
+        Args:
+            x: for the first stage as of ``DiT.forward``; for others this rank's tokens (B, n, D) from the stage before.
+            t, y: as of ``DiT.forward``.
+            chunk: of this rank.
+            shape: of the first stage's x.
+
+        Returns:
+            For the last stage as ``DiT.forward``; for others this rank's tokens (B, n, D).
+        """
+        model, stages = self._model, self._stages
+        blocks = [model.blocks[number] for number in stages.own(chunk)]
+        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # of a picture: see ``DiT.predict``
+        sizes = (repeats, *shape[-2:]) if repeats > 1 else tuple(shape[2:])
+        if stages.first and chunk == 0:
+            tokens, grid = model.embed(x if repeats == 1 else x.expand(-1, -1, repeats, -1, -1))
+        else:
+            tokens, grid = x, grid_of_tokens(model, sizes)
+        c, context = model.condition(t, y)
+        modulations = model.modulations(c, blocks)
+        checkpointed = model.grad_checkpoint and torch.is_grad_enabled()
+        tokens = run_blocks(blocks, tokens, modulations, context, grid, checkpointed=checkpointed)
+        if not (stages.last and chunk == stages.chunks - 1):
+            return tokens
+        x = model.final_layer(tokens, next(modulations))
+        x = model.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
+        return x if repeats == 1 else x.mean(dim=2, keepdim=True)
+
+
+def grid_of_tokens(model: DiT, size: tuple[int, ...]) -> TokenGrid:
+    """Describe the positions of the tokens of latents of this size, for a stage that gets tokens."""
+    sizes = model.config.grid_of(size)
+    shards = None if model.sequence is None else model.sequence(math.prod(sizes), sizes)
+    positions = model.positions(sizes) if model.config.positions_in_blocks else None
+    if positions is not None and shards is not None:
+        positions = shards.take(positions)
+    return model.token_grid(sizes, positions, shards)
+
+
+class PipelineForward:
+    """``model(x, t, y)`` without gradients, for sampling. All ranks of a pipeline call it with the same arguments, and
+    all get the result, in fp32. The batch goes through the stages in as many parts as there are ranks.
+
+    Collective over all ranks of the mesh, when it is built.
+    """
+
+    def __init__(self, mesh: Mesh, chunks: int):
+        self._mesh, self._links, self._chunks = mesh, Links(mesh, around=chunks > 1), chunks
+        self._last = next(ranks[-1] for ranks in mesh.dims.groups("pp") if mesh.rank in ranks)
+        self._group = mesh.group("pp")
+
+    @torch.no_grad()
+    def __call__(self, model: DiT, x: Tensor, t: Tensor, y: Condition) -> Tensor:
+        """Predict a batch. x (B, C, ...), t (B,) and y as of ``DiT.forward``; model: with this rank's stages."""
+        rows = -(-len(x) // self._mesh.pp_size)
+        parts = [slice(start, start + rows) for start in range(0, len(x), rows)]
+        predicted = x.new_empty((len(x), model.config.out_channels, *x.shape[2:]), dtype=torch.float32)
+        shapes = [tuple(x[part].shape) for part in parts]
+        stages: PipelineStages = cast(Any, model).stages
+
+        def compute(action: Action, tokens: Tensor | None) -> Tensor:
+            part, shape = parts[action.micro_batch], shapes[action.micro_batch]
+            given = x[part] if tokens is None else tokens
+            output = model(given, t[part], y[part], chunk=action.chunk, shape=shape)
+            if stages.last and action.chunk == self._chunks - 1:
+                predicted[part] = output
+            return output
+
+        actions = one_by_one(self._chunks, self._mesh.pp_size, len(parts), backward=False)
+        execute(actions, self._links, self._chunks, compute, shapes.__getitem__)
+        dist.broadcast(predicted, src=self._last, group=self._group)
+        return predicted
