@@ -24,6 +24,7 @@ from opendit.config.flags import flags_of
 from opendit.config.names import DESCRIPTIONS
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.contents import hash_files
+from opendit.data.order.schedule import KEYED
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae_folder import vae_folder
@@ -85,6 +86,7 @@ MEANS = {
     **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
     **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
     "source": CODE,
+    "order": f"samples come in another order from this step on, some of this epoch twice: {CURVE}",
 }
 CALLED = {
     "global_batch": "the global batch",
@@ -124,7 +126,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "random_flip": dataset.random_flip,
         **_encoders(spec),
         "global_batch": spec.schedule.global_batch,
-        "order": spec.schedule.order,
+        "order": KEYED,
         "blend": getattr(dataset, "blend", None),
         "parts": spec.schedule.micro_batches,
         "split": f"{flags.batch_size} x {mesh.dp_size} x {flags.grad_accumulation}",
@@ -231,6 +233,7 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     found["ema_warmup"] = warmup_of(found)
+    found.setdefault("order", "sorted")  # which is no longer known: the oldest releases had no other
     return {**found, "ema_decay": decays} if decays else found
 
 

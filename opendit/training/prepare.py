@@ -20,7 +20,6 @@ from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
-from opendit.data.order.schedule import KEYED, SORTED
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.text import load_text_encoder
@@ -98,10 +97,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     sequence = _sequence(flags, config, mesh, samples, notes)
     stages = mesh_stages(mesh, config, flags.pipeline_schedule)
     stored = stored_fingerprint(resume.state) if resume else {}
-    # Checkpoints from before there was another order do not name theirs.
-    order = stored.get("order", SORTED) if resume else KEYED
     parts = parts_of_run(stored, flags, global_batch, mesh.dims.ep) if resume else None
-    schedule = make_schedule(flags, dataset, global_batch, config, order, parts)
+    schedule = make_schedule(flags, dataset, global_batch, config, parts)
     if resume and isinstance(schedule, PackSchedule):
         if (packs := resume.state.get("packs")) is not None:
             schedule.restore(packs, resume.state["step"])

@@ -6,7 +6,6 @@ from typing import Any
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.order.schedule import KEYED
 from opendit.data.shaped import shape_latents, shape_media
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import video_geometry
@@ -55,17 +54,16 @@ def make_schedule(
     dataset: MediaDataset,
     global_batch: int,
     config: DiTConfig,
-    order: str = KEYED,
     parts: int | None = None,
 ) -> BatchSchedule:
-    """The order in which the samples of :func:`shape_samples` are trained on. order: see ``build_schedule``, which
-    raises as this does. parts: of one shape, in a step; None: as many as micro-batches."""
+    """Return the order in which the samples of :func:`shape_samples` are trained on. Raises as ``build_schedule`` does.
+
+    parts: of one shape, in a step; None: as many as micro-batches."""
     return build_schedule(
         dataset,
         global_batch,
         parts or flags.grad_accumulation,
         flags.global_seed,
-        order,
         bucket_tokens=flags.bucket_tokens,
         pack_tokens=flags.pack_tokens,
         attention=attention_length(config),

@@ -339,10 +339,11 @@ def test_a_checkpoint_from_before_fingerprints_says_what_is_known(tmp_path, no_r
     list_anew(folder)
     capsys.readouterr()
     train.main([*common, "--max_steps", "2", "--load", str(folder)])
-    (line,) = notes(capsys.readouterr().out)
+    order, line = notes(capsys.readouterr().out)
+    assert "the order of samples sorted -> keyed: samples come in another order from this step on" in order
     assert "too old to record its data, its code, " in line and "--lr" in line and "--global_seed" not in line
     resumed = json.loads((folder.with_name("step_0000002") / "state.json").read_text())
-    assert (resumed["fingerprint"]["order"], fresh) == ("sorted", "keyed")  # the run keeps the order that it began with
+    assert (resumed["fingerprint"]["order"], fresh) == ("keyed", "keyed")  # and says so once
     shutil.rmtree(folder.with_name("step_0000002"))
     train.main([*common, "--max_steps", "2", "--load", str(folder), "--global_seed", "7", "--min_snr", "5",
                 "--plugin", "ddp", "--ema_decay", "0.9"])  # fmt: skip

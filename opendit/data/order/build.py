@@ -1,13 +1,12 @@
 """The schedule of a data set."""
 
-from typing import Any, cast
+from typing import cast
 
 from opendit.data.base import MediaDataset
 from opendit.data.order.blend import BlendSchedule
 from opendit.data.order.packs import PackSchedule
 from opendit.data.order.pool import RowsByKey
-from opendit.data.order.schedule import KEYED, SORTED, BatchSchedule, BucketSchedule
-from opendit.data.order.sorted import SortedBucketSchedule, SortedSchedule
+from opendit.data.order.schedule import BatchSchedule, BucketSchedule
 from opendit.data.shaped import ShapedDataset
 
 
@@ -16,7 +15,6 @@ def build_schedule(
     global_batch: int,
     micro_batches: int,
     seed: int,
-    order: str = KEYED,
     *,
     bucket_tokens: int | None = None,
     pack_tokens: int | None = None,
@@ -24,24 +22,21 @@ def build_schedule(
 ) -> BatchSchedule:
     """The data set's schedule: in buckets if its samples have several shapes, by weights if it has several sources.
 
-    order: ``KEYED``, or ``SORTED`` for a run that began with that. bucket_tokens: of a unit of several samples of one
-    shape; pack_tokens: of a unit of any samples; either of a ``ShapedDataset``. attention: see ``PackSchedule``. Raises
-    ValueError if there are too few samples.
+    bucket_tokens: of a unit of several samples of one shape; pack_tokens: of a unit of any samples; either of a
+    ``ShapedDataset``. attention: see ``PackSchedule``. Raises ValueError if there are too few samples.
     """
     if pack_tokens is not None:
         tokens, sources = cast(ShapedDataset, dataset).token_counts(), dataset.source_rows()
         return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
     if bucket_tokens is not None:
         return _in_buckets(cast(ShapedDataset, dataset), global_batch, micro_batches, seed, bucket_tokens)
-    one_shape, by_shape = (SortedSchedule, SortedBucketSchedule) if order == SORTED else (BatchSchedule, BucketSchedule)
     keys = dataset.shape_keys()
     if (sources := dataset.source_rows()) is not None:
         return BlendSchedule(sources, global_batch, micro_batches, seed, keys)
     shapes = None if keys is None else RowsByKey(keys)
     if shapes is None or len(shapes.values) < 2:
-        return one_shape(len(dataset), global_batch, seed)
-    of_rows: Any = keys if order == SORTED else shapes
-    return by_shape(of_rows, global_batch, micro_batches, seed)
+        return BatchSchedule(len(dataset), global_batch, seed)
+    return BucketSchedule(shapes, global_batch, micro_batches, seed)
 
 
 def _in_buckets(dataset: ShapedDataset, global_batch: int, micro_batches: int, seed: int, tokens: int) -> BatchSchedule:

@@ -25,7 +25,7 @@ from opendit.data.order.blend import BlendSchedule, SourceRows
 from opendit.data.order.lengths import Lengths, summary_of
 from opendit.data.order.packing import Packer, work_of
 from opendit.data.order.permutation import permuted
-from opendit.data.order.schedule import KEYED, PARTS, BatchSchedule, Key
+from opendit.data.order.schedule import PARTS, BatchSchedule, Key
 
 WINDOW = 192  # packs that are planned together, or a step's if it has more
 SPARE = 0.02  # tokens of a window beyond what fills its packs, to choose from
@@ -120,7 +120,6 @@ class PackSchedule(BatchSchedule):
         self._whole = whole
         self.begin_at(0)
 
-    order = KEYED
     packed = True
     passes = "every sample once, but for the packs in flight at its end, which come first in the next"
 

@@ -15,7 +15,7 @@ import numpy as np
 from opendit.data.order.mixture import Mixture
 from opendit.data.order.pool import Pool, RowsByKey, rows_of
 
-SORTED, KEYED = "sorted", "keyed"  # what a checkpoint says of the order of its samples
+KEYED = "keyed"  # the order of samples that a checkpoint names; those of old releases named "sorted", or none
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, apart from those of Stream
 MANY_EPOCHS = 10_000  # over which a mean is taken
 WINDOW = 1024  # rows that are computed at once, or a step's if it has more
@@ -41,7 +41,6 @@ class BatchSchedule:
     sample; in other schedules it may be several. Raises ValueError if the data set has fewer samples than that.
     """
 
-    order = KEYED
     packed = False  # whether a micro-batch's samples are of any sizes
     passes: str | None = None  # what an epoch has, where the start of a run says so
 
