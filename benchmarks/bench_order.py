@@ -34,13 +34,11 @@ from benchmarks import results
 from opendit.data import build_dataset
 from opendit.data.base import MediaDataset
 from opendit.data.held_out import hold_out
-from opendit.data.order.blend import BlendSchedule, SourceRows
-from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.order.buckets import Lengths, TokenSize, shape_table
 from opendit.data.order.build import build_schedule
-from opendit.data.order.lengths import Lengths
 from opendit.data.order.packs import SAMPLED, PackSchedule
-from opendit.data.order.pool import RowsByKey
-from opendit.data.order.schedule import WINDOW, BatchSchedule, BucketSchedule
+from opendit.data.order.schedule import WINDOW, BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
+from opendit.data.order.sequences import RowsByKey
 from opendit.data.shaped import ShapedDataset, shape_media
 from opendit.data.shards.index import ROW, Header, index_of, write_index
 from opendit.data.size_cache import FOLDER

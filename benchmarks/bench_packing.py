@@ -19,8 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file
 
 from benchmarks import results
-from opendit.data.order.packing import work_of
-from opendit.data.order.packs import PackSchedule
+from opendit.data.order.packs import PackSchedule, work_of
 from opendit.data.order.schedule import BatchSchedule
 
 WIDTH = 1152  # of DiT-XL: attention takes as long as the linear layers at 6 x as many tokens

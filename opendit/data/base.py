@@ -19,7 +19,7 @@ from opendit.common.utils import DataError, hash_parts
 from opendit.data.enlarging import Small
 from opendit.data.files import printable
 from opendit.data.medium import Medium, of_moments, of_pixels
-from opendit.data.order.blend import SourceRows
+from opendit.data.order.schedule import SourceRows
 from opendit.data.verification import Verification
 from opendit.diffusion.random import Stream, integers, uniform
 

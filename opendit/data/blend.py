@@ -12,7 +12,7 @@ from torch import Tensor
 from opendit.common.utils import hash_parts
 from opendit.data.base import Embedding, MediaDataset, to_pixels
 from opendit.data.medium import Medium
-from opendit.data.order.blend import SourceRows
+from opendit.data.order.schedule import SourceRows
 from opendit.data.row_arrays import stream_of
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification

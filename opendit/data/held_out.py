@@ -10,8 +10,8 @@ from torch import Tensor
 from opendit.common.utils import hash_parts
 from opendit.data.all_but import AllBut
 from opendit.data.base import Embedding, MediaDataset
-from opendit.data.order.blend import SourceRows
-from opendit.data.order.permutation import permuted
+from opendit.data.order.schedule import SourceRows
+from opendit.data.order.sequences import permuted
 from opendit.data.row_arrays import chosen, next_of_key, stream_of
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification

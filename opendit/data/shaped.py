@@ -13,8 +13,7 @@ from opendit.common.utils import hash_parts
 from opendit.data.all_but import AllBut
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.held_out import SomeRows
-from opendit.data.order.buckets import ShapeTable, TokenSize, assign, kept_shares
-from opendit.data.order.lengths import Lengths
+from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares
 from opendit.data.row_arrays import next_of_key, stream_of
 from opendit.data.size_cache import LARGE, KeptArrays, kept
 

@@ -6,7 +6,7 @@ import torch
 from opendit.data import MediaDataset
 from opendit.data.base import SampleKey
 from opendit.data.held_out import SEED
-from opendit.data.order.permutation import permuted
+from opendit.data.order.sequences import permuted
 from opendit.training.specification import RunSpecification
 
 LEVELS = 10  # noise levels, each an equal share of what training draws

@@ -30,7 +30,7 @@ from opendit.data.fill import MediumTokens, fill_of
 from opendit.data.look_page import GAP, LINE, THUMBNAIL, Findings, Look, draw_histograms, draw_sheet
 from opendit.data.medium import Medium
 from opendit.data.moving_digits import make_demo
-from opendit.data.order.blend import SourceRows
+from opendit.data.order.schedule import SourceRows
 from opendit.data.shards import cache
 from opendit.data.video_file import write_mp4
 from tests.data.shards.tars import captioned, write_tar

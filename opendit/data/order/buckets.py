@@ -1,20 +1,25 @@
-"""Shapes that media of any size are cropped to: aspect ratios and durations whose tokens fit a budget."""
+"""Shapes that media of any size are cropped to, and the tokens of a sample of each shape.
+
+A shape table holds aspect ratios and durations whose tokens fit a budget; every medium is assigned one of its shapes.
+"""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-LONGEST = 4  # a shape is at most so many times as long as it is wide
-STEP = 1.1  # from one aspect ratio to the next, of buckets
+LONGEST = 4  # the largest ratio of a shape's sides
+STEP = 1.1  # from one aspect ratio of buckets to the next
 LEVELS = 7  # areas: that of a square of --image_size, half of it, and so on to a 64th
 _ROWS = 65536  # media assigned at once
+_CHUNK = 2**20  # rows summarised at once
 
 
 @dataclass(frozen=True)
 class TokenSize:
-    """The pixels that a token stands for.
+    """The size of a token.
 
-    frames: of latents, in a token of a clip; a picture is one token long. temporal: frames of a clip for each latent
+    frames: latent frames in a token of a clip; a picture is one token long. temporal: frames of a clip for each latent
     frame after the first. side: (height, width) in pixels.
     """
 
@@ -23,7 +28,7 @@ class TokenSize:
     side: tuple[int, int]
 
     def length(self, frames: int) -> int:
-        """Tokens along time of a clip of ``frames`` frames, which it can have."""
+        """Return the tokens along time of a clip of ``frames`` frames, which must be a possible length."""
         return 1 if frames == 1 else ((frames - 1) // self.temporal + 1) // self.frames
 
     def clip_frames(self, tokens: int) -> int:
@@ -32,8 +37,8 @@ class TokenSize:
 
 @dataclass(frozen=True)
 class ShapeTable:
-    """shapes: (n, 3) int32, each frames, height and width, in frames and pixels. tokens: (n,) int64 of each. level:
-    (n,) int8, 0 for the largest area."""
+    """shapes: (n, 3) int32, the frames, height and width of each, in frames and pixels. tokens: (n,) int64. level: (n,)
+    int8, 0 for the largest area."""
 
     shapes: np.ndarray
     tokens: np.ndarray
@@ -41,11 +46,17 @@ class ShapeTable:
 
 
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
-    """All shapes of at most ``most`` tokens: of each area those of every aspect ratio up to ``LONGEST``, as pictures
-    and as clips of ``num_frames`` frames, half of them, a quarter, and so on. num_frames: 1 for pictures alone. fine:
-    every aspect ratio that whole tokens make, rather than steps of a tenth.
+    """Return all shapes of at most ``most`` tokens.
 
-    Raises ValueError if the square of ``image_size`` has more tokens.
+    These have, for each area, every aspect ratio up to ``LONGEST``, as pictures and as clips of ``num_frames`` frames,
+    half of them, a quarter, and so on.
+
+    Args:
+        num_frames: 1 for pictures alone.
+        fine: include every aspect ratio that whole tokens can make, rather than steps of a tenth.
+
+    Raises:
+        ValueError: the square of ``image_size`` has more tokens.
     """
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
         raise ValueError(
@@ -72,7 +83,7 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """(rows, columns) in tokens of the shapes of this square's area, or as little less as whole tokens allow."""
+    """Return (rows, columns) in tokens of the shapes with this square's area, or just less."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
@@ -92,12 +103,12 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return, for each medium, the number of its shape in ``table``, int16; -1 if it is smaller than all of them.
+    """Return the number of each medium's shape in ``table``, (n,) int16; -1 for one that is smaller than all of them.
 
-    Of the shapes that it need not be enlarged for by more than ``upscale``, and has frames for, those of the largest
-    area; of these the longest ones; of these the one that least of it is cropped for.
+    A shape is possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Of the
+    possible shapes those of the largest area are taken, then the longest, then the one that crops the least.
 
-    sizes: (n, 3) frames, height and width. interval: of the frames read.
+    sizes: (n, 3) frames, height and width. interval: between the frames that are read.
     """
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
@@ -110,7 +121,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
             kept = height * width / (scale**2 * high * wide)
         possible = (np.minimum(high, wide) > 0) & (scale <= upscale * (1 + 1e-9))
         possible &= (frames == 1) | (1 + (frames - 1) * interval <= long)
-        # By area, then length, then what is kept: no sum of the later ones outweighs a step of an earlier one.
+        # By area, then length, then the share kept: no sum of later terms outweighs a step of an earlier one.
         order = -1e9 * table.level[None] + frames * 1e3 + kept * 10
         best = np.where(possible, order, -np.inf).argmax(axis=1)
         best[~possible.any(axis=1)] = -1
@@ -123,3 +134,43 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
     sizes, shapes = sizes.astype(np.float64), shapes.astype(np.float64)
     scale = np.maximum(shapes[:, 1] / sizes[:, 1], shapes[:, 2] / sizes[:, 2])
     return shapes[:, 1] * shapes[:, 2] / (scale**2 * sizes[:, 1] * sizes[:, 2])
+
+
+# ------------------------------------------------------------------------------------------ tokens of every row
+
+
+class Lengths:
+    """The tokens of every row's sample, indexed as an array of them would be, looked up by shape instead of stored.
+
+    keys: (rows,) the number of each row's shape; may be mapped from a file. tokens: (shapes,) of a sample of each.
+    """
+
+    def __init__(self, keys: np.ndarray, tokens: np.ndarray):
+        self.keys, self.tokens = keys, tokens
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self.tokens[self.keys[rows]]
+
+
+class Summary(NamedTuple):
+    """rows: their number. least, most, total: of their tokens."""
+
+    rows: int
+    least: int
+    most: int
+    total: int
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.rows
+
+
+def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
+    """Summarise rows [start, stop), at least one, in memory that does not grow with them."""
+    parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
+    found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
+    least, most, total = zip(*found, strict=True)
+    return Summary(stop - start, min(least), max(most), sum(total))

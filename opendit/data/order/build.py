@@ -1,12 +1,11 @@
-"""The schedule of a data set."""
+"""Choose the schedule of a data set."""
 
 from typing import cast
 
 from opendit.data.base import MediaDataset
-from opendit.data.order.blend import BlendSchedule
 from opendit.data.order.packs import PackSchedule
-from opendit.data.order.pool import RowsByKey
-from opendit.data.order.schedule import BatchSchedule, BucketSchedule
+from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule
+from opendit.data.order.sequences import RowsByKey
 from opendit.data.shaped import ShapedDataset
 
 
@@ -20,10 +19,16 @@ def build_schedule(
     pack_tokens: int | None = None,
     attention: float = float("inf"),
 ) -> BatchSchedule:
-    """The data set's schedule: in buckets if its samples have several shapes, by weights if it has several sources.
+    """Return the data set's schedule: in buckets if its samples have several shapes, by weights if it has several
+    sources.
 
-    bucket_tokens: of a unit of several samples of one shape; pack_tokens: of a unit of any samples; either of a
-    ``ShapedDataset``. attention: see ``PackSchedule``. Raises ValueError if there are too few samples.
+    Args:
+        bucket_tokens: tokens of a unit of several samples of one shape; for a ``ShapedDataset``.
+        pack_tokens: tokens of a unit of any samples; for a ``ShapedDataset``.
+        attention: see ``PackSchedule``.
+
+    Raises:
+        ValueError: there are too few samples.
     """
     if pack_tokens is not None:
         tokens, sources = cast(ShapedDataset, dataset).token_counts(), dataset.source_rows()

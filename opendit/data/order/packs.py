@@ -1,47 +1,103 @@
 """Choose the samples of a step's packs, by a deterministic fold over the order of samples.
 
 Samples come in the keyed order of every data set: pass after pass over each source, each pass in another order. The
-fold cuts that order into windows, and a window fills whole steps of packs. What finds no room waits, and is placed
-before all others in the next window. So the packs of a step depend on the seed, the lengths and the packs of a step
-alone, and any number of ranks that divides these reads the same ones. A checkpoint keeps where the window under way
-begins in the order, and what waits then. A run goes on from there to the same packs without the windows before.
+fold cuts that order into windows, and a window fills whole steps of packs. Samples that find no room wait, and are
+placed before all others in the next window. So the packs of a step depend only on the seed, the lengths and the packs
+of a step, and any number of ranks that divides these reads the same ones. A checkpoint keeps where the current window
+begins in the order, and which samples wait then. From there a run plans the same packs without the earlier windows.
 
-A window takes its samples from one pass over each source, so its steps may come in any order. What is left of a pass
-when it fills no step makes a step together with samples of the next pass, and is placed first there. Should some of it
-still find no room, such steps follow until all of it has. No step takes a sample of a pass while one of the same source
-waits that the pass before the last should have had. So at any step each sample of a source was seen at most two times
-more often than any other.
+A window takes its samples from one pass over each source, so its steps may come in any order. The rest of a pass that
+fills no step makes a step together with samples of the next pass, and is placed first there. If some of it still finds
+no room, more such steps follow until all of it has. No step takes a sample of a pass while one of the same source waits
+that the pass before the last should have had. So at any step each sample of a source was seen at most two times more
+often than any other.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from opendit.data.order.blend import BlendSchedule, SourceRows
-from opendit.data.order.lengths import Lengths, summary_of
-from opendit.data.order.packing import Packer, work_of
-from opendit.data.order.permutation import permuted
-from opendit.data.order.schedule import PARTS, BatchSchedule, Key
+from opendit.data.order.buckets import Lengths, summary_of
+from opendit.data.order.schedule import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows
+from opendit.data.order.sequences import permuted
 
 WINDOW = 192  # packs that are planned together, or a step's if it has more
-SPARE = 0.02  # tokens of a window beyond what fills its packs, to choose from
-SAMPLED = 4  # windows whose fill is taken for that of all, at least
-PASSES = 16  # that say as much, where a window holds more
-COUNTED = 4096  # samples whose steps are counted, not estimated, at least
-KEPT = 16  # whole windows in memory
-EVERY = 64  # whole windows after which a beginning is remembered as well
+SPARE = 0.02  # share of a window's tokens beyond what fills its packs, to choose from
+SAMPLED = 4  # windows, at least, from whose fill that of all is estimated
+PASSES = 16  # passes that are enough for the estimate, where a window holds more
+COUNTED = 4096  # samples, at least, whose steps are counted rather than estimated
+KEPT = 16  # full windows in memory
+EVERY = 64  # full windows after which a beginning is remembered
 _CHUNK = 4096  # samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
+def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
+    """Return the cost of samples of these lengths, float64, in tokens of a model without attention.
+
+    attention: the length at which attention takes as long as the linear layers (6 x the width of a DiT whose MLP is 4
+    times as wide).
+    """
+    return lengths * (1 + lengths / attention)
+
+
+class Packer:
+    """Fill ``count`` packs of ``capacity`` tokens so that each is full and their costs are equal.
+
+    Samples are placed longest first, as first-fit-decreasing does, but each goes to the pack with the least work so
+    far among those with room for it (LPT, Graham 1969, within the capacity). A sample that finds no room is longer than
+    what any pack has left and any sample placed after it together, so that exchanging two samples fills no pack
+    further.
+
+    least: tokens of the shortest possible sample. attention: see :func:`work_of`. ``packs`` holds the numbers of each
+    pack's samples.
+    """
+
+    def __init__(self, count: int, capacity: int, least: int, attention: float):
+        self.least, self.attention = least, attention
+        self.packs: list[list[int]] = [[] for _ in range(count)]
+        self._room = [capacity] * count
+        self._open = [(0.0, pack) for pack in range(count)]  # by work: packs that had room when last examined
+        self._shut: list[tuple[int, float, int]] = []  # by room, the largest first: they reopen for shorter samples
+
+    def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
+        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens, and return the numbers of those that no
+        pack has room for.
+
+        Samples of earlier calls are in the packs already. Of equal lengths the first comes first.
+        """
+        order = np.argsort(-lengths, kind="stable")
+        work = work_of(lengths[order], self.attention).tolist()
+        left, room, open_packs, shut = [], self._room, self._open, self._shut
+        for number, tokens, cost_of in zip(numbers[order].tolist(), lengths[order].tolist(), work, strict=True):
+            while shut and -shut[0][0] >= tokens:
+                _, cost, pack = heappop(shut)
+                heappush(open_packs, (cost, pack))
+            while open_packs:
+                cost, pack = heappop(open_packs)
+                if room[pack] >= tokens:
+                    room[pack] -= tokens
+                    self.packs[pack].append(number)
+                    if room[pack] >= self.least:
+                        heappush(open_packs, (cost + cost_of, pack))
+                    break
+                heappush(shut, (-room[pack], cost, pack))
+            else:
+                left.append(number)
+        return left
+
+
 @dataclass(frozen=True)
 class Beginning:
-    """The state at the beginning of a window. step: its first. position: in the order of samples. carry: the positions
-    before it that wait, rising. stages: where in the order the weights of a blend have changed so far, 0 the first."""
+    """The state at the beginning of a window.
+
+    step: its first step. position: in the order of samples. carry: earlier positions that wait, ascending. stages:
+    where in the order the weights of a blend have changed so far, the first 0."""
 
     step: int
     position: int
@@ -50,7 +106,7 @@ class Beginning:
 
 
 class _Samples(NamedTuple):
-    """Samples in their order, each a field of (n,) int64 arrays. passes: over the sample's source, from 0."""
+    """Samples in their order; each field (n,) int64. passes: over the sample's source, from 0."""
 
     places: np.ndarray
     rows: np.ndarray
@@ -82,14 +138,19 @@ class _Window(NamedTuple):
 
 
 class PackSchedule(BatchSchedule):
-    """A schedule whose units are packs: of each pack's samples the longest come first, equal ones in their order.
+    """A schedule whose units are packs: in each pack the longest samples come first, equal ones in their order.
 
-    tokens: (rows,) the length of every row's sample. capacity: tokens of a pack. global_batch: packs of one optimizer
-    step = batch_size x data-parallel ranks x grad_accumulation. sources: of a data set of several. attention: see
-    ``work_of``.
+    A step's packs have nearly equal costs, and are sorted by cost, so that ranks get neighbours.
 
-    A step's packs cost alike, and are sorted by cost, so that ranks get neighbours. Raises ValueError for a sample that
-    is longer than a pack.
+    Args:
+        tokens: (rows,) the length of every row's sample.
+        capacity: tokens of a pack.
+        global_batch: packs of one optimizer step = batch_size x data-parallel ranks x grad_accumulation.
+        sources: of a data set with several.
+        attention: see ``work_of``.
+
+    Raises:
+        ValueError: a sample is longer than a pack.
     """
 
     def __init__(
@@ -106,18 +167,19 @@ class PackSchedule(BatchSchedule):
         self.capacity, self.attention = capacity, attention
         if global_batch < 1:
             raise ValueError(f"a step needs at least one pack, not {global_batch}")
-        whole = summary_of(self.tokens, 0, len(self.tokens)) if len(self.tokens) else None
-        if whole is None or whole.least < 1:
+        summary = summary_of(self.tokens, 0, len(self.tokens)) if len(self.tokens) else None
+        if summary is None or summary.least < 1:
             raise ValueError("every sample needs a token at least")
-        if whole.most > capacity:
-            raise ValueError(f"--pack_tokens {capacity}: a sample has {whole.most:,} tokens; raise it to that at least")
+        if summary.most > capacity:
+            most = f"a sample has {summary.most:,} tokens"
+            raise ValueError(f"--pack_tokens {capacity}: {most}; raise it to that at least")
         if sources is not None:
             sources.check()
         self.dataset_size, self.global_batch, self.seed, self.sources = len(self.tokens), global_batch, seed, sources
         self.steps_per_window = -(-WINDOW // global_batch)
         self._base: tuple[tuple[int, ...], BatchSchedule] | None = None
         self._first_steps: tuple[np.ndarray, float] | None = None
-        self._whole = whole
+        self._summary = summary
         self.begin_at(0)
 
     packed = True
@@ -126,7 +188,7 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------------------- of a step
 
     def rows(self, step: int) -> list[int]:
-        """Data set rows of all packs of ``step``, pack after pack."""
+        """Return the data set's rows in all packs of ``step``, pack after pack."""
         window, place = self._of_step(step)
         return window.rows[place]
 
@@ -135,11 +197,11 @@ class PackSchedule(BatchSchedule):
         return window.ends[place]
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Those of several packs lie in one sequence: together by falling length."""
+        """Return the samples by falling length: those of several packs lie in one sequence."""
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
-        """Return the number of complete passes over the data before ``step``, by the count of samples."""
+        """Return the number of complete passes over the data before ``step``, by the number of samples."""
         return self.drawn(step) // self.samples_of_a_pass
 
     def drawn(self, step: int) -> int:
@@ -147,8 +209,8 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the whole steps in these passes, one at least: counted as far as the first windows go, and from there
-        on estimated by their fill and the mean lengths of the blend's stages."""
+        """Return the whole steps in ``epochs`` passes, at least one: counted within the first windows, and beyond them
+        estimated from their fill and the mean lengths of the blend's stages."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -163,8 +225,8 @@ class PackSchedule(BatchSchedule):
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
-        """{"fill": share of the last step's packs that is no padding}, and of several sources "sources" as of
-        ``BlendSchedule``."""
+        """Return {"fill": the share of the last step's packs that is not padding}, and with several sources "sources"
+        as ``BlendSchedule`` does."""
         tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
@@ -177,8 +239,8 @@ class PackSchedule(BatchSchedule):
     def seen(self, step: int) -> dict[int, int] | None:
         """Implement ``BatchSchedule.seen``; None for several sources, whose epochs are in :meth:`log`.
 
-        All samples before a place of the order are taken, but for those that wait there and those of the window's
-        steps that are still to come.
+        All samples before a place of the order were drawn, except for those that wait there and those in the window's
+        later steps.
         """
         if self.sources is not None:
             return None
@@ -187,7 +249,7 @@ class PackSchedule(BatchSchedule):
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
         rows, missed = np.unique(self._samples_at(waiting, begin.stages).rows, return_counts=True)
         first = passes * self.dataset_size
-        here = np.ones(len(rows), dtype=bool)  # which of them the pass under way has had: all, if they wait since
+        here = np.ones(len(rows), dtype=bool)  # rows that come before the place in the current pass
         if len(waiting) and waiting[0] < first:
             here = np.isin(rows, self._order(begin.stages).rows_between(first, begin.position))
         for due, less in zip((passes + here).tolist(), missed.tolist(), strict=True):
@@ -201,7 +263,7 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """The share of the first windows' packs that is no padding."""
+        """The share of the first windows' packs that is not padding."""
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
@@ -219,9 +281,9 @@ class PackSchedule(BatchSchedule):
         return self._first_steps
 
     def _mean_lengths(self) -> list[tuple[float, float]]:
-        """(first step, mean tokens of a sample) of every stage of the blend."""
+        """Return (first step, mean tokens of a sample) of every stage of the blend."""
         if self.sources is None:
-            return [(0.0, self._whole.mean)]
+            return [(0.0, self._summary.mean)]
         starts, ends = [0, *self.sources.ends[:-1]], self.sources.ends
         means = [summary_of(self.tokens, a, b).mean for a, b in zip(starts, ends, strict=True)]
         return [
@@ -232,7 +294,7 @@ class PackSchedule(BatchSchedule):
     # ------------------------------------------------------------------------------------------- of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after ``step`` steps keeps, as JSON: where the window of the next one begins."""
+        """Return the state of a checkpoint after ``step`` steps, as JSON: where the next step's window begins."""
         begin = self._beginning(step)
         return {
             "step": begin.step,
@@ -244,12 +306,17 @@ class PackSchedule(BatchSchedule):
         }
 
     def restore(self, state: dict[str, Any], step: int) -> bool:
-        """Go on from what :meth:`state` gave after ``step`` steps; return whether the packs are those of a run that was
-        not stopped.
+        """Continue from the ``state`` that :meth:`state` returned after ``step`` steps.
 
-        With packs of another size, or another number of them a step, the samples that were not taken yet come in
-        another order. So do they after a checkpoint of the releases whose windows had a fixed number of steps: it is
-        followed by the samples from the beginning of its window on. Raises ValueError for what can't have been given.
+        With packs of another size, or another number of packs a step, the samples that were not drawn yet come in
+        another order. Old releases, whose windows had a fixed number of steps, stored no first step of the window: the
+        run continues with the samples from the beginning of that window.
+
+        Returns:
+            True if the next packs are those of a run that was not stopped.
+
+        Raises:
+            ValueError: the state is damaged, or the blend has fewer changes than before.
         """
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
@@ -270,7 +337,7 @@ class PackSchedule(BatchSchedule):
             return "step" in state
         if begins < step:
             how: dict[str, Any] = {"sources": self.sources, "attention": self.attention}
-            before = PackSchedule(self.tokens, max(capacity, self._whole.most), packs, self.seed, **how)
+            before = PackSchedule(self.tokens, max(capacity, self._summary.most), packs, self.seed, **how)
             before.restore({**state, "capacity": before.capacity}, step)
             order, waiting = before._after(step)
             begin = replace(order, step=step, carry=tuple(waiting.tolist()))
@@ -278,13 +345,13 @@ class PackSchedule(BatchSchedule):
         return False
 
     def begin_at(self, step: int) -> None:
-        """Take ``step`` for the first one: of a run that had no such packs before."""
+        """Begin the order at ``step``, in a run that had no packs before."""
         self._go_on(Beginning(step, 0))
 
     def _go_on(self, begin: Beginning) -> None:
         self._beginnings = {begin.step: begin}
         self._windows: OrderedDict[int, _Window] = OrderedDict()
-        self._planned = 0  # steps of all windows that are kept
+        self._planned = 0  # steps of all windows in memory
 
     # ------------------------------------------------------------------------------------------------- the fold
 
@@ -293,7 +360,7 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return where the steps before ``step`` end in the order, and the places before it that none has taken."""
+        """Return where the steps before ``step`` end in the order, and the earlier places that none of them drew."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -333,12 +400,12 @@ class PackSchedule(BatchSchedule):
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        alike = int(np.argmax(levels > 0)) or len(levels)  # the first are of one pass over each source
-        steps = min(self.steps_per_window, int(ends[alike - 1]) // step_tokens)
+        same = int(np.argmax(levels > 0)) or len(levels)  # the first samples belong to one pass over each source
+        steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
         packs = steps * self.global_batch
-        packer = Packer(packs, self.capacity, self._whole.least, self.attention)
+        packer = Packer(packs, self.capacity, self._summary.least, self.attention)
         left = self._fill(packer, found.of(slice(count)), levels[:count], waited)
         lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, waited)], dtype=int))
         position = begin.position + max(0, count - waited)
@@ -384,7 +451,7 @@ class PackSchedule(BatchSchedule):
         tokens, position = int(waiting.lengths.sum()), begin.position
         for wanted in (self._turn_tokens, self.steps_per_window * self._step_tokens):
             while tokens < wanted:
-                some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._whole.mean)))
+                some = self._read(stages, position, 1 + min(_CHUNK, int((wanted - tokens) / self._summary.mean)))
                 position += len(some.rows)
                 parts.append(some)
                 tokens += int(some.lengths.sum())
@@ -406,12 +473,12 @@ class PackSchedule(BatchSchedule):
         return left
 
     def _stages(self, begin: Beginning) -> tuple[int, ...]:
-        """Return where the weights have changed, with those that change with this window: at the first one that begins
-        at their step or after it."""
+        """Return where the weights have changed, including changes in this window: weights change at the first window
+        that begins at their step or after it."""
         if self.sources is None:
             return begin.stages
         due = sum(step <= begin.step for step, _ in self.sources.stages)
-        # Two changes in one window: the later one counts, and the one before it is of no sample.
+        # Of two changes in one window the later one counts; the other applies to no sample.
         return begin.stages + (begin.position,) * (due - len(begin.stages))
 
     def _order(self, stages: tuple[int, ...]) -> BatchSchedule:
@@ -431,7 +498,7 @@ class PackSchedule(BatchSchedule):
         return _Samples(np.arange(start, start + count), rows, sources, passes, self.tokens[rows].astype(np.int64))
 
     def _samples_at(self, places: np.ndarray, stages: tuple[int, ...]) -> _Samples:
-        """Return the samples at ``places`` (n,) int64 of the order, rising, which lie in few stretches."""
+        """Return the samples at ``places`` (n,) int64 of the order, ascending, which lie in few stretches."""
         chunks = places // _CHUNK
         parts = [self._read(stages, 0, 0)]
         for chunk in np.unique(chunks).tolist():

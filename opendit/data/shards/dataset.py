@@ -24,7 +24,7 @@ from opendit.data.media_size import SIZES, Size, known_sizes, stored_clip_size, 
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
-from opendit.data.order.pool import RowsByKey
+from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import next_of_key

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data.loader import Requests
-from opendit.data.order.blend import BlendSchedule, SourceRows
+from opendit.data.order.schedule import BlendSchedule, SourceRows
 
 
 def sources_of(sizes, *stages, epoch=None):

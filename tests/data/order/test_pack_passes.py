@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.order.blend import SourceRows
 from opendit.data.order.packs import PackSchedule
+from opendit.data.order.schedule import SourceRows
 
 DRAWN = 2500  # samples of an example, about
 KINDS = {

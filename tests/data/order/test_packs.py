@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.bench_packing import MIXES, balance
-from opendit.data.order.blend import BlendSchedule, SourceRows
-from opendit.data.order.packing import Packer, work_of
-from opendit.data.order.packs import PackSchedule
-from opendit.data.order.schedule import BatchSchedule
+from opendit.data.order.packs import Packer, PackSchedule, work_of
+from opendit.data.order.schedule import BatchSchedule, BlendSchedule, SourceRows
 
 LENGTHS = st.lists(st.integers(8, 64), min_size=3, max_size=60)
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.order import permutation
-from opendit.data.order.permutation import permuted, permuted_each
+from opendit.data.order import sequences
+from opendit.data.order.sequences import permuted, permuted_each
 
 
 @settings(deadline=None, max_examples=60)
@@ -15,7 +15,7 @@ def test_every_number_once_however_it_is_asked_for(size, seed, domain, epoch, ne
     positions = np.arange(size)
     with pytest.MonkeyPatch.context() as patch:
         if network:
-            patch.setattr(permutation, "SORTED", 0)
+            patch.setattr(sequences, "SORTED", 0)
         whole = permuted(positions, size, seed, domain, epoch)
         assert np.array_equal(np.sort(whole), positions) and whole.dtype == np.int64
         some = positions[seed % 7 :: 3]
@@ -41,7 +41,7 @@ def test_a_hundred_million_rows():
 def test_all_places_are_equally_likely(network, monkeypatch):
     """Three neighbouring numbers go to every place, and come in every order, equally often over many keys."""
     if network:
-        monkeypatch.setattr(permutation, "SORTED", 0)
+        monkeypatch.setattr(sequences, "SORTED", 0)
     size, keys = 97, 3000
     found = np.array([permuted(np.array([40, 41, 42]), size, seed, 1, seed % 5) for seed in range(keys)])
     for column in found.T:
@@ -76,7 +76,7 @@ def test_the_permutations_never_change():
 def test_many_permutations_at_once_are_those_one_by_one():
     of = np.random.default_rng(0).integers(0, 5, 400)
     sizes, domains, epochs = np.array(
-        [[1, 9, permutation.SORTED + 1, 10**8, 10**8], [3, 2, 7, 7, 2**24], [0, 4, 4, 2**33, 1]]
+        [[1, 9, sequences.SORTED + 1, 10**8, 10**8], [3, 2, 7, 7, 2**24], [0, 4, 4, 2**33, 1]]
     )[:, of]
     positions = np.arange(400) * 7919 % sizes
     found = permuted_each(positions, sizes, 11, domains, epochs)

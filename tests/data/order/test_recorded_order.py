@@ -7,11 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from opendit.data.order.blend import BlendSchedule, SourceRows
-from opendit.data.order.lengths import Lengths, summary_of
+from opendit.data.order.buckets import Lengths, summary_of
 from opendit.data.order.packs import PackSchedule
-from opendit.data.order.pool import RowsByKey
-from opendit.data.order.schedule import BatchSchedule, BucketSchedule
+from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
+from opendit.data.order.sequences import RowsByKey
 
 ROWS = 200_003  # more than are sorted to permute them, and no multiple of a block
 KEYS = np.random.Generator(np.random.Philox(7)).integers(0, 12, ROWS, dtype=np.int16)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from opendit.data import BatchSchedule, BucketSchedule
 from opendit.data.loader import Requests
-from opendit.data.order import pool
 from opendit.data.order import schedule as schedules
-from opendit.data.order.pool import RowsByKey
+from opendit.data.order import sequences
+from opendit.data.order.sequences import RowsByKey
 
 
 @settings(deadline=None, max_examples=60)
@@ -126,8 +126,8 @@ def test_rows_of_a_key_are_those_that_a_list_of_them_names(kinds, seed, count):
 @pytest.mark.parametrize("few", [0, 2, 32])
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int64])
 def test_keys_that_first_come_late_are_found(monkeypatch, few, kind):
-    monkeypatch.setattr(pool, "CHUNK", 1024)
-    monkeypatch.setattr(pool, "FEW", few)
+    monkeypatch.setattr(sequences, "CHUNK", 1024)
+    monkeypatch.setattr(sequences, "FEW", few)
     keys = np.array([9] * 1500 + [3] * 1000 + [100] * 1024 + [9, 3, 1], kind)
     values = RowsByKey(keys).values
     assert values.tolist() == [1, 3, 9, 100] and values.dtype == kind and RowsByKey(keys[:0]).values.dtype == kind
