@@ -31,9 +31,9 @@ from opendit.data.latents import FILES
 from opendit.data.latents_folder import index_locked
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.moving_digits import make_demo
-from opendit.data.shards.cache import FileCache
 from opendit.data.shards.latents import tars_of
 from opendit.data.shards.program import index_tars, make_shards
+from opendit.data.shards.remote import FileCache
 from opendit.data.size_cache import locked
 from opendit.encoders.pictures import save_animation, save_contact_sheet, save_grid
 from opendit.evaluation.extract import Features

@@ -14,7 +14,7 @@ from opendit.data.animation_header import count_frames, durations_of
 from opendit.data.base import BadSample
 from opendit.data.files import TIME_LIMIT
 from opendit.data.frame_times import Timeline
-from opendit.data.mp4_header import MAX_FRAMES
+from opendit.data.mp4 import MAX_FRAMES
 from opendit.data.picture_colours import conversion_of, note_codes
 from opendit.data.picture_file import PictureFile, on_white, open_picture_file, reason, upright, upright_size
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from contextlib import closing
 from statistics import median
 
-from opendit.data.apart import run_apart
 from opendit.data.base import DataError, name_few
 from opendit.data.captions import count_texts, says_nothing
 from opendit.data.csv_table import TableRow, read_csv, write_csv
 from opendit.data.files import printable, problem
 from opendit.data.medium import Medium, count_colours
 from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
 
 REASONS = ("missing", "undecodable", "too short", "too small", "empty caption")

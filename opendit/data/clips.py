@@ -24,7 +24,7 @@ from opendit.data.colours import is_high_definition
 from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
-from opendit.data.mp4_header import MAX_FRAMES
+from opendit.data.mp4 import MAX_FRAMES
 from opendit.data.video_readers import (
     OPENERS,
     Contents,

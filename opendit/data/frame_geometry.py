@@ -1,4 +1,4 @@
-"""Crop, stretch and turn decoded frames as a player does, by what the file says."""
+"""Crop, stretch and turn decoded frames as a player does, by the file's metadata."""
 
 import struct
 from collections.abc import Iterator
@@ -9,22 +9,21 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from opendit.data.mp4_header import read_movie
-from opendit.data.mp4_track import clean_apertures
+from opendit.data.mp4 import clean_apertures, read_movie
 
 Crop = tuple[int, int, int, int]  # rows and columns cut off: left, right, top, bottom
 
 _READ = 1 << 16  # bytes of a Matroska file's beginning
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
 _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # in the order of Crop
-_MOST_STRETCH = 100  # one pixel's sides; more is no shape that anybody meant
+_MOST_STRETCH = 100  # ratio of a pixel's sides; more is a mistake
 
 
 class Geometry:
-    """The changes that every frame of a stream needs, in order: ``crop`` cuts off what the container hides, pixels that
-    are not square are stretched along their longer side, and the display matrix turns and mirrors.
+    """Geometric changes for every frame of a stream: ``crop`` cuts off what the container hides, pixels that are not
+    square are stretched along their longer side, and then the display matrix turns and mirrors.
 
-    stream: PyAV's. crop: of :func:`container_crop`."""
+    stream: PyAV's. crop: from :func:`container_crop`."""
 
     def __init__(self, stream: Any, crop: Crop = (0, 0, 0, 0)):
         self.crop = crop
@@ -33,13 +32,13 @@ class Geometry:
             self.pixel = Fraction(1)
 
     def size(self, frame: Any) -> tuple[int, int]:
-        """(height, width) of one of PyAV's frames as it is shown."""
+        """Return (height, width) of one of PyAV's frames as it is shown."""
         height, width = self._stretched(*self._cut(frame.height, frame.width))
         a, b, c, d = _matrix(frame)
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
     def declared(self, height: int, width: int) -> int:
-        """The pixels of a frame of this size as it is shown."""
+        """Return the number of pixels of a frame of this coded size as it is shown."""
         height, width = self._stretched(*self._cut(height, width))
         return height * width
 
@@ -49,7 +48,7 @@ class Geometry:
         return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
     def __call__(self, frame: Any, pixels: np.ndarray) -> np.ndarray:
-        """The pixels (H, W, C) uint8 of one of PyAV's frames as they are shown, likewise."""
+        """Return the pixels (H, W, C) uint8 of one of PyAV's frames as they are shown."""
         left, _, top, _ = self.crop
         height, width = self._cut(*pixels.shape[:2])
         if (height, width) != pixels.shape[:2]:
@@ -95,8 +94,10 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def container_crop(name: str, container: str, number: int) -> Crop:
-    """Return the borders that a file's container hides of its video stream ``number``: outside an MP4's clean aperture,
-    or cropped by a Matroska file. FFmpeg's libraries leave that to players. container: as FFmpeg names it."""
+    """Return the borders that a file's container hides of its video stream ``number``.
+
+    They lie outside an MP4's clean aperture, or are cropped by a Matroska file; FFmpeg's libraries leave that to
+    players. container: FFmpeg's name."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0
@@ -107,7 +108,7 @@ def container_crop(name: str, container: str, number: int) -> Crop:
                 crops = clean_apertures(movie) if b"clap" in movie else []
             else:
                 crops = _matroska_crops(file)
-    except (OSError, ValueError, KeyError, StopIteration, struct.error):
+    except (OSError, ValueError, LookupError, StopIteration, struct.error):
         return 0, 0, 0, 0
     found = crops[number] if number < len(crops) else None
     return found or (0, 0, 0, 0)
@@ -127,7 +128,7 @@ def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(Identifier, contents) of EBML elements, the last one cut off where the data end."""
+    """Yield (identifier, contents) of EBML elements, the last one cut off where the data end."""
     at = 0
     while at < len(data):
         length = 9 - data[at].bit_length()

@@ -1,15 +1,15 @@
-"""Choose the frames of a clip to read by the times at which they are shown: every n-th, or n a second."""
+"""Choose which frames of a clip to read: every n-th, or n a second by the times at which they are shown."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-# Seconds by which a time may be too late: Matroska rounds them to milliseconds, and its files are copied into others.
+# Seconds by which a time may be too late: Matroska rounds to milliseconds, and its streams are copied to other files.
 ROUNDING = 1e-3 + 1e-6
 
 
 class Timeline(NamedTuple):
-    """seconds: (frames,) float64, rising: when each frame of a clip is shown."""
+    """seconds: (frames,) float64, ascending, when each frame of a clip is shown."""
 
     seconds: np.ndarray
 
@@ -22,8 +22,8 @@ class Timeline(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Frames a second: all of them over the time that they take, where they are equally far apart but for rounding;
-        of a variable rate that of the median distance. 0 of a single frame."""
+        """Frames a second: the mean rate if frames are equally far apart up to rounding, otherwise that of the median
+        distance. 0 for a single frame."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -36,14 +36,15 @@ class Timeline(NamedTuple):
         return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:
-        """The frame that a player shows at each time: the last one that is due by then, or within a millisecond, to
-        which files round."""
+        """Return the frame that a player shows at each time: the last one that is due by then, within the rounding of
+        files."""
         found = np.searchsorted(self.seconds, times + ROUNDING, side="right") - 1
         return found.clip(0, len(self.seconds) - 1).tolist()
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Indices of ``num_frames`` frames ``frame_interval`` apart in a clip of ``length`` frames; None if they don't fit.
+    """Return indices of ``num_frames`` frames ``frame_interval`` apart in a clip of ``length`` frames; None if they
+    don't fit.
 
     start: a number in [0, 1) picks among all windows that fit, evenly; None takes the middle one.
     """
@@ -55,10 +56,10 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
-    """Indices of the frames that are shown at ``num_frames`` times 1 / ``fps`` seconds apart; None if the clip ends
-    before the last of them. A window begins with a frame, when that is first shown.
+    """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart; None if the clip is shorter.
 
-    start: as of ``clip_window``; it picks among all frames from which on a window fits.
+    A window begins when a frame is first shown. start: as in ``clip_window``; it picks among all frames from which a
+    window fits.
     """
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
@@ -71,5 +72,5 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Indices of the frames that are shown at ``num_frames`` times spread evenly from the first frame to the last."""
+    """Return indices of the frames shown at ``num_frames`` times spread evenly from the first frame to the last."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))

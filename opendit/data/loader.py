@@ -1,38 +1,385 @@
-"""Read the samples of a step: any number of ranks, micro-batches and worker processes divides the same global
-batch."""
+"""Read the batches of every step, in worker processes that read ahead.
 
+Any number of ranks, micro-batches and worker processes divides the same global batch. The workers are watched while
+they read, and ended whatever happens to the process that asks: a worker can die, run out of memory or hang, and that
+process can fail or be killed. In every case the outcome is one error that names the file, and no process is left.
+"""
+
+import ctypes
 import math
+import signal
+import threading
+import time
+import traceback
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import RawArray, util
+from multiprocessing.connection import wait
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from opendit.data.base import BadFileCounter, Embedding, Item, MediaDataset, SampleKey, to_pixels
+from opendit.data.base import BadFileCounter, DataError, Embedding, Item, MediaDataset, SampleKey, to_pixels
 from opendit.data.enlarging import Small
 from opendit.data.order.schedule import BatchSchedule
-from opendit.data.read_ahead import AHEAD, ReadAhead
+from opendit.data.processes import (
+    collection_paused,
+    end_processes,
+    end_with_parent,
+    leave_inherited_garbage,
+    state_of,
+)
 from opendit.data.verification import Verification
+
+AHEAD = 2  # batches that a worker process is asked for before the first of them is taken
+POLL = 1.0  # seconds between checks of the workers while a batch is awaited
+
+# A thread that frees a tensor while the interpreter ends aborts the process ("terminate called without an active
+# exception"): tensors that such a thread may still hold are kept forever.
+not_ended: list[Any] = []
+
+
+class ReadAhead:
+    """Iterator over the results of ``reader`` for a sequence of requests, in order, computed in worker processes.
+
+    A context manager. The workers start once, here, and live until ``close()``; with 0 workers this process reads.
+
+    Args:
+        reader: turns a request into a result; its ``dataset`` is the MediaDataset that it reads.
+        requests: what to read, an iterable.
+        patience: seconds that a single file may take while its batch is awaited, before DataError names it; 0: no
+            limit.
+        log: called with the file's name after half of them.
+        on_hang: with 0 workers, where nothing can interrupt a read: called with the error's text, in another thread.
+    """
+
+    def __init__(
+        self,
+        reader: Any,
+        requests: Any,
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        patience: float = 0.0,
+        log: Callable[[str], None] | None = None,
+        on_hang: Callable[[str], None] | None = None,
+    ):
+        self.dataset, self.patience, self.log = reader.dataset, patience, log
+        self.num_workers = num_workers
+        self.reading = _Reading(max(1, num_workers))
+        reader.dataset.on_read = self.reading.begin
+        # A process that this one's main thread starts can be told to end with it.
+        in_main = threading.current_thread() is threading.main_thread()
+        handler = signal.getsignal(signal.SIGCHLD)
+        with collection_paused(), warnings.catch_warnings():
+            # More workers than cores are right where reading waits for a disk. (torch warns when a loader is made, and
+            # some versions when it starts.)
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader = DataLoader(
+                _Guarded(reader, self.reading) if num_workers else reader,
+                batch_size=None,  # a request is a whole batch
+                sampler=requests,
+                num_workers=num_workers,
+                prefetch_factor=AHEAD if num_workers else None,
+                collate_fn=_unchanged,
+                pin_memory=pin_memory,
+                worker_init_fn=partial(_start_worker, with_parent=in_main),
+            )
+            self._results: Any = iter(loader)
+        # With torch's handler a worker's death raises at whatever line the program is: in the middle of saving, or
+        # where Python swallows the error. Without it the next request for a result raises.
+        if signal.getsignal(signal.SIGCHLD) is not handler:
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+        self._workers = list(getattr(self._results, "_workers", []))
+        # Before multiprocessing's own exit, which ends its processes by a signal that these ignore, and waits.
+        self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
+        me = weakref.ref(self)
+        if num_workers:
+            self._results._get_data = lambda: cast(ReadAhead, me())._wait_for_result()
+        self._asked: float | None = None  # since when the main process waits for a result
+        self._hung = ""  # why the workers were given up
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=_watch, args=(me, self._closing, on_hang), name="reading", daemon=True)
+        if patience:
+            self._watcher.start()
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> "ReadAhead":
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next result. Raises DataError if a worker process died or hangs, or the error that it met."""
+        if self._results is None:
+            raise StopIteration
+        if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
+            self._check_deaths(patience=0)
+        self._asked = time.monotonic()
+        try:
+            result = next(self._results)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not isinstance(error, DataError):
+                self._check_deaths(patience=1, cause=error)
+            raise
+        finally:
+            self._asked = None
+            if not self._workers:
+                self.reading.end()
+        if isinstance(result, _Failed):
+            raise result.error(self.dataset)
+        return result
+
+    def _wait_for_result(self):
+        """Wait as DataLoader does, which checks its workers only every five seconds."""
+        while True:
+            arrived, result = self._results._try_get_data(timeout=POLL)
+            if arrived:
+                return result
+
+    def _give_up(self, late: str) -> None:
+        """Kill the workers because a file is late. The main process may be taking over a result from one of them, where
+        only that worker's end wakes it."""
+        self._hung = _no_data(late, self.patience)
+        for worker in self._workers:
+            worker.kill()
+
+    def _late(self, seconds: float) -> str:
+        """Return the files that have been read for ``seconds``, with their readers; or, if nothing moves though no file
+        is read, the worker that is stopped. Empty if there is progress."""
+        if not self._workers:
+            row, took = self.reading.at(0)
+            return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
+        late, idle = [], 0
+        for number, worker in enumerate(self._workers):
+            row, took = self.reading.at(number)
+            if took < seconds:
+                continue
+            state = state_of(worker.pid)
+            name = f"loader process {worker.pid}{f' ({state})' if state else ''}"
+            if row is not None:
+                late.append(f"{name} has been reading {self.dataset.source(row)} for {took:.0f} s")
+            else:
+                idle += 1
+                late += [f"{name} does not go on"] if state else []
+        if not late and idle == len(self._workers):
+            late = ["the loader processes do nothing"]
+        return "; ".join(late)
+
+    def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
+        """Raise DataError if a worker died.
+
+        A result can fail to arrive a moment before its worker's death shows, so this waits up to ``patience`` seconds
+        for one."""
+        if self._hung:
+            raise DataError(self._hung) from cause
+        ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
+        dead = []
+        for number, worker in enumerate(self._workers):
+            if worker.sentinel in ending:  # its files are closed; its exit code follows within moments
+                worker.join(timeout=5)
+            if worker.exitcode not in (None, 0):
+                row, _ = self.reading.at(number)
+                where = "" if row is None else f" while it read {self.dataset.source(row)}"
+                dead.append(f"exit code {worker.exitcode}{where}")
+        if dead:
+            raise DataError(
+                f"a process that reads the data died, {', '.join(dict.fromkeys(dead))}; usual causes: out of "
+                "memory (-9: lower --num_workers), too small a /dev/shm in a container (-7: raise its size), a damaged "
+                "file that crashes its decoder (-11: --num_workers 0 shows where)"
+            ) from cause
+
+    def close(self) -> None:
+        """End the worker processes, within seconds even if they are stuck; may be called twice."""
+        results, self._results = self._results, None
+        self._closing.set()
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join(timeout=1)  # it must not free the batches; it may be ending the program itself
+        if results is None or not self._workers:
+            self.reading.end()
+            return
+        # In a thread, because torch's waits are unbounded: workers that answer end at once, the others are killed.
+        orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
+        orderly.start()
+        orderly.join(timeout=1)
+        self._end()
+        orderly.join(timeout=1)
+        if orderly.is_alive():  # on a busy machine; it must not be the one that frees the batches
+            not_ended.append(results)
+
+
+def shut_down(results: Any) -> None:
+    with suppress(Exception):  # of queues whose other end was just killed
+        results._shutdown_workers()
+
+
+def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
+    """Watch a reader from a thread, and give up on what takes longer than its patience."""
+    told = False
+    while (ahead := reads()) is not None and not closing.is_set():
+        patience, asked = ahead.patience, ahead._asked
+        waited = 0.0 if asked is None else time.monotonic() - asked
+        if waited < patience / 2:
+            told = False
+        elif not told and ahead.log and (late := ahead._late(patience / 2)):
+            ahead.log(f"note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
+            told = True
+        if waited >= patience and (late := ahead._late(patience)):
+            if ahead._workers:
+                ahead._give_up(late)
+                closing.wait(5)
+            if on_hang is not None and ahead._asked is not None and ahead._asked == asked:
+                on_hang(_no_data(late, patience))
+            return
+        pause = min(POLL, patience / 4)
+        del ahead
+        closing.wait(pause)
+
+
+def _no_data(late: str, patience: float) -> str:
+    return (
+        f"no data came for {patience:g} s (--data_timeout): {late}. Is its disk or network alive? A larger "
+        "--data_timeout waits longer, 0 for ever"
+    )
+
+
+class _Reading:
+    """The row that each worker reads, in memory shared with the main process.
+
+    These are two numbers a worker, written at every file. Times are time.monotonic(), which all processes of a machine
+    share."""
+
+    def __init__(self, workers: int):
+        self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
+        for number in range(workers):
+            self._rows[number], self._since[number] = -1, time.monotonic()
+
+    def begin(self, row: int) -> None:
+        worker = get_worker_info()
+        number = 0 if worker is None else worker.id
+        self._rows[number], self._since[number] = row, time.monotonic()
+
+    def end(self) -> None:
+        self.begin(-1)
+
+    def at(self, number: int) -> tuple[int | None, float]:
+        """Return the row that a worker reads, or None, and the seconds since it began or ended a row."""
+        row = self._rows[number]
+        return None if row < 0 else row, time.monotonic() - self._since[number]
+
+    def here(self) -> int | None:
+        """Return the row that this process reads, or None."""
+        worker = get_worker_info()
+        return self.at(0 if worker is None else worker.id)[0]
+
+
+@dataclass
+class _Failed:
+    """An exception of a worker process, as a result: DataLoader would raise it with the worker's traceback as its
+    text."""
+
+    kind: str  # "data", "memory", "shm", or "bug"
+    text: str
+    row: int | None
+    trace: str
+
+    @staticmethod
+    def of(error: Exception, row: int | None) -> "_Failed":
+        text = str(error) or type(error).__name__
+        if isinstance(error, DataError | OSError):
+            return _Failed("data", text, row, "")
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+            return _Failed("memory", text, row, "")
+        if "shared memory" in text or "shm" in text or "torch_" in text and "No space left" in text:
+            return _Failed("shm", text, row, "")
+        return _Failed("bug", f"{type(error).__name__}: {text}", row, traceback.format_exc())
+
+    def error(self, dataset: MediaDataset) -> Exception:
+        """Return the error that the main process raises."""
+        where = "" if self.row is None else f" at {dataset.source(self.row)}"
+        text = " ".join(self.text.split())
+        if self.kind == "data":
+            return DataError(text)
+        if self.kind == "memory":
+            return DataError(f"a loader process ran out of memory{where} ({text}); lower --num_workers or --batch_size")
+        if self.kind == "shm":
+            return DataError(
+                f"a loader process found too little shared memory{where} ({text}); raise the size of /dev/shm (docker "
+                "run --shm-size) or lower --num_workers"
+            )
+        error = RuntimeError(f"a loader process failed{where}: {text}")
+        error.__cause__ = _WorkerTraceback(self.trace)
+        return error
+
+
+class _WorkerTraceback(Exception):
+    """Cause of an error from another process; its text is that process's traceback."""
+
+    def __str__(self) -> str:
+        return "\n" + self.args[0]
+
+
+class _Guarded(Dataset[Any]):
+    """Reader that returns its exceptions as results."""
+
+    def __init__(self, reader: Dataset[Any], reading: _Reading):
+        self.reader, self.reading = reader, reading
+
+    def __getitem__(self, request):
+        try:
+            return self.reader[request]
+        except Exception as error:
+            return _Failed.of(error, self.reading.here())
+        finally:
+            self.reading.end()
+
+
+def _start_worker(worker: int, with_parent: bool) -> None:
+    """Initialize a worker process; torch has already set it to one thread."""
+    leave_inherited_garbage()
+    if with_parent:
+        end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process handles them: it may save first
+        signal.signal(number, signal.SIG_IGN)
+    warnings.filterwarnings("ignore", module="PIL")  # about large or odd pictures; unusable ones are named anyway
+
+
+def _unchanged(result):
+    return result
+
+
+# ------------------------------------------------------------------------------------------ batches
 
 
 @dataclass
 class Batch:
     """The samples that one rank processes at once.
 
-    x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any order of memory; of packs a tuple of B such tensors
-    without the B, each of its own size, the ones with the most tokens first. segments_in_step: samples of the step, of
-    all ranks and micro-batches. weights: (B,) float32 of the samples' losses, None for 1. y: (B,) int64 classes. text:
-    B captions, or None where the data set's conditioning is by label. index: (B,) int64 positions in the global batch,
-    the key of all the samples' randomness. micro: which of the step's gradient-accumulation parts this is. skipped:
-    "path: reason" of the unreadable files met. shortened: clips read at a smaller interval than asked for. bytes_read:
-    what the samples take of files and tars. small: what ``enlarge`` still has to do with ``x`` where the loader leaves
-    it to the device; None where nothing is left.
+    Attributes:
+        x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format; for packs a tuple of B such tensors
+            without the B, of different sizes, those with the most tokens first.
+        y: (B,) int64 classes.
+        index: (B,) int64 positions in the global batch, the key of all the samples' randomness.
+        micro: the number of the micro-batch in the step's gradient accumulation.
+        segments_in_step: samples of the step, over all ranks and micro-batches.
+        weights: (B,) float32 of the samples' losses; None for 1.
+        skipped: "path: reason" for every unreadable file.
+        shortened: clips read at a smaller interval than asked for.
+        bytes_read: bytes of files and tars that were read.
+        text: B captions; None where the conditioning is by label.
+        small: for every sample what ``enlarge`` still has to do on the device; None where nothing is left.
     """
 
     x: Tensor | tuple[Tensor, ...]
@@ -49,7 +396,7 @@ class Batch:
     text: tuple[str, ...] | None = None
     embedding: Embedding | None = None  # of the captions, where it is cached
     small: tuple[Small | None, ...] | None = None
-    shared: Tensor | tuple[Tensor, ...] | None = None  # of a pinned batch: ``x`` as the worker shares it
+    shared: Tensor | tuple[Tensor, ...] | None = None  # for a pinned batch: ``x`` in the worker's memory
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle a worker's batch: samples stay in shared memory, and small parts become arrays in the message, because
@@ -59,7 +406,7 @@ class Batch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, y=torch.from_numpy(state["y"]), index=torch.from_numpy(state["index"]))
 
-    def pin_memory(self) -> "Batch":  # what DataLoader calls on a batch of a type of one's own
+    def pin_memory(self) -> "Batch":  # DataLoader calls this on a batch of a custom type
         embedding = self.embedding and Embedding(*(part.pin_memory() for part in self.embedding))
         x = self.x.pin_memory() if isinstance(self.x, Tensor) else tuple(part.pin_memory() for part in self.x)
         pinned = dict(x=x, y=self.y.pin_memory(), index=self.index.pin_memory(), embedding=embedding)
@@ -77,7 +424,7 @@ class _Request:
 
 
 class Requests:
-    """The sampler: what to read, step after step, micro-batch after micro-batch."""
+    """Sampler of what a rank reads, step after step, micro-batch after micro-batch."""
 
     def __init__(
         self,
@@ -105,7 +452,7 @@ class Requests:
 
 
 class _BatchReader(Dataset[Any]):
-    """Turns a request into a batch; runs in the worker processes."""
+    """Reader that turns a request into a batch, in the worker processes."""
 
     def __init__(self, dataset: MediaDataset, enlarge: bool):
         self.dataset = copy(dataset)
@@ -118,8 +465,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         before, x, items = self._counts(), None, []
-        # Each sample moves to the batch before the next is read: memory of one clip is used over and over, that of all
-        # of them would go back to the kernel and be asked for again, 1 ms a clip.
+        # Each sample moves to the batch before the next is read: the memory of one clip is used over and over, where
+        # that of all of them would be returned to the kernel and requested again, 1 ms a clip.
         for i, item in enumerate(self.dataset.items(request.sample_keys)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
@@ -127,7 +474,7 @@ class _BatchReader(Dataset[Any]):
         return self._batch(request, cast(Tensor, x), items, before)
 
     def _packed(self, request: _Request) -> Batch:
-        """Samples of any sizes: one after the other in one piece of memory, of which the batch has views."""
+        """Read samples of any sizes into one piece of memory, of which the batch has views."""
         before, items = self._counts(), list(self.dataset.items(request.sample_keys))
         shapes = [_whole_shape(item) for item in items]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -168,29 +515,29 @@ def _whole_shape(item: Item) -> tuple[int, ...]:
 
 
 def _place(item: Item, target: Tensor) -> None:
-    """Copies a sample to its place in a batch, a small one to the upper left corner of it."""
+    """Copy a sample to its place in a batch, a small one to its upper left corner."""
     if item.small is not None:
         target = target[..., : item.small.height, : item.small.width]
     target.copy_(item.x)
 
 
 class _RingBuffer:
-    """The memory that batches are collated in: a worker's ring buffer, which it shares with the main process.
+    """Memory in which batches are collated: a worker's ring buffer, which it shares with the main process.
 
     New shared memory for every batch costs the kernel more than the copy: 2.3 ms of the 7 that a clip of 16 x 256 x 256
     takes. A worker makes a batch when it is asked to, and it is asked for batch n + ``AHEAD`` only once the main
-    process has batch n, which it copies before it asks for more (``BatchIterator``): so batch n + ``AHEAD`` + 1 may
-    take n's place.
+    process has batch n, which it copies before it asks for more (``BatchIterator``). So batch n + ``AHEAD`` + 1 may
+    replace n.
     """
 
     def __init__(self):
         self.storages: list[torch.UntypedStorage] = []
         self.made = 0
-        self.own = OwnMemory()  # of a process that reads for itself
+        self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """(count, *shape), not filled, in the type and the order of memory of ``like``, which has as many axes: clips
-        have their colours next to each other, and to sort them takes longer than to copy them."""
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has the
+        same axes: clips are channels-last, and permuting them takes longer than copying."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -201,7 +548,7 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Filled once, for small samples leave gaps: what was never written is slow to read.
+            # Filled once: small samples leave gaps, and pages that were never written are slow to read.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -209,26 +556,26 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Memory that is used over and over: what is freed between two batches goes back to the system, and to be given it
-    again costs as much as to copy a batch."""
+    """Memory that is reused: memory freed between two batches returns to the system, and getting it again costs as much
+    as copying a batch."""
 
     def __init__(self):
-        # Each piece, and the view of it that the storage which was made last holds for as long as it is used itself.
+        # Each piece, and the view of it that its latest storage holds for as long as that is used.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
-        """``size`` bytes, not filled, that no other storage shares."""
+        """Return ``size`` uninitialized bytes that no other storage shares."""
         pieces = self._pieces
         piece = next((piece for piece, view in pieces if view() is None and len(piece) == size), None)
         if piece is None:
             piece = np.empty(size, dtype=np.uint8)
-            pieces = [each for each in pieces if each[1]() is not None]  # what is free is of another size
+            pieces = [each for each in pieces if each[1]() is not None]  # free pieces have another size
         view = piece[:]
         self._pieces = [*(each for each in pieces if each[0] is not piece), (piece, weakref.ref(view))]
         return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
-        """``x``, which has no gaps, in memory of its own."""
+        """Return a copy of ``x``, which has no gaps."""
         out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
         return out.copy_(x)
 
@@ -238,10 +585,10 @@ def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
 
 
 class BatchIterator:
-    """Yields ``Batch`` after ``Batch``; a context manager, which ends its worker processes.
+    """Iterator over batches; a context manager, which ends its worker processes.
 
-    read: files tried so far. skipped: how many were unreadable. shortened: how many clips were read at a smaller
-    interval than asked for. bytes_read: what the samples took of files and tars."""
+    read: files tried so far. skipped: those that were unreadable. shortened: clips read at a smaller interval than
+    asked for. bytes_read: bytes of files and tars that were read."""
 
     def __init__(
         self,
@@ -252,7 +599,7 @@ class BatchIterator:
     ):
         self._batches, self._counter, self._as_bytes = batches, counter, as_bytes
         self._own_memory = OwnMemory()
-        # The last batches as the workers share them: to map their memory anew for every batch costs as much as to copy.
+        # The last batches in shared memory: mapping it again for every batch costs as much as a copy.
         self._mapped: deque[Tensor] = deque(maxlen=(AHEAD + 1) * max(1, batches.num_workers))
         self.verification = verification
         self.shortened = self.bytes_read = 0
@@ -267,11 +614,13 @@ class BatchIterator:
         return self
 
     def __next__(self) -> Batch:
-        """Raises DataError if too many files are unreadable, a worker process died or hangs, or a file of the data set
-        was found to be damaged."""
+        """Return the next batch.
+
+        Raises DataError if too many files are unreadable, a worker process died or hangs, or a file of the data set was
+        found to be damaged."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # only now: its thread starts after the worker processes
+            self.verification.check()  # here, so that its thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -281,12 +630,12 @@ class BatchIterator:
             self._mapped.append(came)
         if isinstance(batch.x, Tensor):
             return replace(batch, x=self._own(batch.x, self._own_memory.copy), shared=None)
-        # Of a pack no two samples may have one size, nor any of the next: their memory could hardly be used again.
+        # The samples of packs have many sizes, so that their memory could hardly be reused.
         return replace(batch, x=tuple(self._own(part, Tensor.clone) for part in batch.x), shared=None)
 
     def _own(self, x: Tensor, copied: Callable[[Tensor], Tensor]) -> Tensor:
         x = x if self._as_bytes else to_pixels(x)
-        return copied(x) if x.is_shared() else x  # the worker writes there again, see _RingBuffer
+        return copied(x) if x.is_shared() else x  # the worker overwrites it, see _RingBuffer
 
     @property
     def read(self) -> int:
@@ -297,7 +646,7 @@ class BatchIterator:
         return self._counter.skipped
 
     def close(self) -> None:
-        """Ends the worker processes and the verification; may be called twice."""
+        """End the worker processes and the verification; may be called twice."""
         if self.verification is not None:
             self.verification.close()
         self._batches.close()
@@ -324,14 +673,21 @@ def build_loader(
     log: Callable[[str], None] | None = None,
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
-    """The batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or for ever).
+    """Return the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or forever).
 
-    For every step and micro-batch: units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the global
-    batch. The worker processes live until ``close()``; 0 workers read in this process, with the same
-    result. ``on_skip`` is told of every unreadable file once; a share of them past ``max_bad`` is a DataError.
-    as_bytes: clips stay uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the device.
-    enlarge: False leaves clips that are smaller than asked for to ``enlarging.enlarge``; it goes with as_bytes.
-    patience, log, on_hang: of a file that takes for ever, see ``ReadAhead``.
+    For every step and micro-batch these are units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the
+    global batch. The worker processes live until ``close()``; with 0 workers this process reads, with the same result.
+
+    Args:
+        max_bad: the share of unreadable files beyond which DataError is raised.
+        on_skip: called once for every unreadable file.
+        as_bytes: keep clips uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the
+            device.
+        enlarge: False leaves clips that are smaller than asked for to ``enlarging.enlarge``; needs ``as_bytes``.
+        patience, log, on_hang: for a file that never arrives, see ``ReadAhead``.
+
+    Raises:
+        ValueError: the schedule doesn't fit the data set, the ranks or the batch size.
     """
     if dp_size * batch_size * micro_batches != schedule.global_batch:
         raise ValueError(
@@ -361,9 +717,10 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """The batches of these samples in order, pixels of 8 bits as bytes; those of one batch are of one step and shape.
+    """Return the batches of these samples in order, with 8-bit pixels as bytes.
 
-    how: of ``ReadAhead``: num_workers, patience, log, on_hang. max_bad, on_skip: as of :func:`build_loader`.
+    The samples of one batch have one step and shape. max_bad, on_skip: see :func:`build_loader`. how: num_workers,
+    patience, log and on_hang of ``ReadAhead``.
     """
     requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True), requests, pin_memory=False, **how)

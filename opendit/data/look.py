@@ -12,7 +12,6 @@ from PIL import Image
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import DataError
 from opendit.config.data_sources import inline_sources, is_address
-from opendit.data.apart import run_apart
 from opendit.data.base import MediaDataset, name_few
 from opendit.data.blend import BlendedDataset
 from opendit.data.files import printable
@@ -21,6 +20,7 @@ from opendit.data.latents_index import read_indexes
 from opendit.data.look_page import THUMBNAIL, Findings, Look, draw_histograms, draw_sheet, make_page
 from opendit.data.medium import count_colours
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
+from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
 from opendit.data.resolve import build_dataset
 from opendit.data.shards.latents import fetch_latents_indexes

@@ -23,9 +23,9 @@ from opendit.data.captions import CaptionCount
 from opendit.data.latents import FILES
 from opendit.data.latents_folder import LOCK, complete_shards, index_locked, put_index, take_index
 from opendit.data.latents_index import INDEX, ShardForm
+from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
-from opendit.data.read_ahead import ReadAhead
 from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
 from opendit.encoders.text import TextEncoder

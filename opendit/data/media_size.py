@@ -11,7 +11,7 @@ from opendit.data.base import BadSample
 from opendit.data.clips import clip_size
 from opendit.data.frame_times import Timeline
 from opendit.data.memory_file import as_file
-from opendit.data.mp4_header import table_parts
+from opendit.data.mp4 import table_parts
 from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
 from opendit.data.size_cache import locked

@@ -1,4 +1,4 @@
-"""Bytes in memory under a path, for decoders that read files alone."""
+"""Bytes in memory under a path, for decoders that only read files."""
 
 import os
 import tempfile
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """A path under which there is a file of ``size`` bytes, zeros but for ``parts``: (where they begin, the bytes). In
-    memory where the system has files there."""
+    """Yield the path of a file of ``size`` bytes: ``parts``, (where they begin, bytes), and zeros elsewhere.
+
+    It is in memory where the system supports that."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)

@@ -1,4 +1,4 @@
-"""Pictures and clips as their files have them: decoded as training does, neither cropped nor resized."""
+"""Open pictures and clips as their files have them: decoded as in training, neither cropped nor resized."""
 
 import threading
 
@@ -11,12 +11,12 @@ from opendit.data.picture_file import read_picture
 
 
 def open_picture(path: str, content: bytes | None = None) -> tuple[Medium, np.ndarray]:
-    """A picture as (1, H, W, 3) uint8; content: see ``read_picture``. Raises BadSample."""
+    """Return a picture as (1, H, W, 3) uint8. content: see ``read_picture``. Raises BadSample."""
     return of_picture(read_picture(path, content=content))
 
 
 def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
-    """A clip's first, middle and last frame (2 or 3, H, W, 3) uint8, without the ``middle`` one unless asked for.
+    """Return a clip's first, ``middle`` (if asked for) and last frame, (2 or 3, H, W, 3) uint8.
 
     Raises an exception of any kind."""
     found: list[Timeline] = []
@@ -33,5 +33,5 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
     [times] = found
     length, duration = len(times.seconds), times.end - float(times.seconds[0])
     if times.rate and abs(length / times.rate - duration) <= ROUNDING:
-        duration = 0.0  # what the frames and their rate say
+        duration = 0.0  # as the frames and their rate imply
     return Medium(length, height, width, times.rate, duration, colours_in(path)), frames

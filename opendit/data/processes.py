@@ -1,6 +1,9 @@
-"""Processes that read for another one: none outlives it, and none holds its end up."""
+"""Processes that work for another one: none outlives it, and none delays its end.
 
-import contextlib
+``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs on files that may crash or hang their decoder, so that such
+a file costs only itself.
+"""
+
 import ctypes
 import gc
 import multiprocessing
@@ -9,25 +12,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from opendit.common.utils import DataError
+from opendit.data.files import printable
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-@contextlib.contextmanager
+@contextmanager
 def collection_paused() -> Iterator[None]:
-    """Around the start of processes that may be forked: they begin without collection of garbage, and
-    ``leave_inherited_garbage`` begins it.
+    """Start processes that may be forked without garbage collection, which ``leave_inherited_garbage`` begins there.
 
-    A forked process inherits this one's garbage but not its threads. To collect an object that ends a thread, such as a
-    process group or a store of torch.distributed, waits there for ever or crashes.
+    A forked process inherits this one's garbage but not its threads. Collecting an object that ends a thread, such as a
+    process group or a store of torch.distributed, waits there forever or crashes.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -39,17 +44,17 @@ def collection_paused() -> Iterator[None]:
 
 
 def leave_inherited_garbage() -> None:
-    """First act of a process started under ``collection_paused``: only what it makes itself is ever collected."""
+    """Begin garbage collection in a process started under ``collection_paused``, of its own objects only."""
     gc.freeze()
     gc.enable()
 
 
 def end_with_parent() -> None:
-    """First act of such a process: from now on it ends when its parent does, also if that is killed.
+    """Make this process end when its parent does, even if that is killed.
 
-    The kernel sees to it (on Linux), also while this process is stopped or stuck in a read. Where it was not forked by
-    its parent itself but by Python's fork server, a thread does. Call this only in a process that its parent's main
-    thread started: the kernel means the thread, not the process.
+    On Linux the kernel ends it, even while it is stopped or stuck in a read. If Python's fork server rather than the
+    parent forked it, a thread does. Call this only in a process that its parent's main thread started: the kernel
+    watches the thread, not the process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -63,8 +68,9 @@ def _follow(parent: BaseProcess) -> None:
 
 
 def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
-    """Kills processes that hold nothing that must be put away, and waits for their end, ``patience`` seconds in all:
-    one that the kernel can't end yet, because it waits for a dead network disk, is left behind."""
+    """Kill processes that need no cleanup, and wait for their end, ``patience`` seconds in all.
+
+    A process that the kernel can't end yet, because it waits for a dead network disk, is left behind."""
     for process in processes:
         process.kill()
     until = time.monotonic() + patience
@@ -74,7 +80,7 @@ def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> No
 
 def state_of(pid: int) -> str:
     """Return a process's state if it matters: ``stopped`` or ``waiting for a disk``; otherwise an empty string."""
-    with contextlib.suppress(OSError, IndexError):
+    with suppress(OSError, IndexError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk"}.get(letter, "")
     return ""
@@ -86,9 +92,9 @@ def _begin_process() -> None:
 
 
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
-    """``work(job)`` of every job as they are done; the first error ends all.
+    """Yield ``work(job)`` for all jobs as they are done, computed in ``count`` processes. The first error ends all.
 
-    Raises it, and DataError of a process that was killed."""
+    Raises that error, or DataError if a process was killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return
@@ -104,3 +110,107 @@ def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> I
             raise DataError("a process was killed (is there too little memory?); run the command again") from error
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+# ------------------------------------------------------------------------------------------ jobs that may crash or hang
+
+
+def run_apart(
+    function: Callable[..., Any], work: Sequence[tuple[Any, ...]], num_workers: int, time_limit: float
+) -> Generator[tuple[int, Any], None, None]:
+    """Yield (index, ``function(*work[index])``) for all of the work, in the order of completion.
+
+    The result of a job that failed is the reason, a string; the function itself must not return strings. A
+    multiprocessing pool gives up, or waits forever, when one of its processes dies; here only that job is lost.
+
+    time_limit: seconds for one job.
+    """
+    todo = iter(range(len(work)))
+    running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
+
+    def give(pipe: Connection, process) -> None:
+        """Send the next job to a free process, or end it."""
+        index = next(todo, None)
+        if index is None:
+            # Closing the pipe isn't enough: processes forked later hold copies of it, which keep it open.
+            with suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+            process.join(5)
+            return
+        running[pipe] = [process, index, time.monotonic() + time_limit]
+        with suppress(OSError):  # if it died while idle, the pipe reads as closed and the job is named
+            pipe.send(work[index])
+
+    try:
+        for _ in range(min(num_workers, len(work))):
+            give(*_start_worker(function))
+        while running:
+            left = min(deadline for _, _, deadline in running.values()) - time.monotonic()
+            ready = wait(list(running), timeout=max(0.0, left))
+            late = [p for p, (_, _, deadline) in running.items() if p not in ready and deadline <= time.monotonic()]
+            for pipe in [*ready, *late]:
+                process, index, _ = running.pop(pipe)
+                try:
+                    result = f"no answer in {time_limit:g} s" if pipe in late else pipe.recv()
+                    lost = pipe in late
+                except (EOFError, OSError):
+                    process.join()
+                    result, lost = f"the decoder crashed ({process.exitcode})", True
+                yield index, result
+                if lost:
+                    _end(pipe, process)
+                    pipe, process = _start_worker(function)
+                give(pipe, process)
+    finally:
+        for pipe, (process, _, _) in running.items():
+            _end(pipe, process)
+
+
+def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiprocessing.Process]:
+    # A forked process starts at once; others import torch for seconds, and again after every crash.
+    methods = multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
+    with collection_paused():
+        process.start()
+    theirs.close()  # so that its death closes the pipe
+    return ours, process
+
+
+def _end(pipe: Connection, process: multiprocessing.Process) -> None:
+    pipe.close()
+    end_processes([process])
+
+
+def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
+    """Answer jobs with the function's result, or the reason why there is none, in a worker process."""
+    leave_inherited_garbage()
+    end_with_parent()
+    _silence()
+    while True:
+        # A parent that was killed sends nothing, and the pipe stays open in processes forked later.
+        while not pipe.poll(1.0):
+            if os.getppid() != parent:
+                return
+        try:
+            job = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if job is None:
+            return
+        try:
+            answer = function(*job)
+        except Exception as error:  # decoders raise any type
+            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # a BadSample's
+            lines = [line.strip() for line in message.splitlines() if line.strip()]
+            answer = (lines[0] if lines else type(error).__name__)[:200]
+        pipe.send(answer)
+
+
+def _silence() -> None:
+    """Silence FFmpeg's messages about broken files, which would tear the progress bar; each is named at the end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

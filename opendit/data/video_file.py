@@ -1,4 +1,4 @@
-"""Writes clips as H.264 MP4 files that browsers, players and decord read."""
+"""Write clips as H.264 MP4 files that browsers, players and decord read."""
 
 import os
 from fractions import Fraction
@@ -19,11 +19,14 @@ def write_mp4(
     comment: str | None = None,
     root: Path | None = None,
 ) -> None:
-    """Encodes RGB ``frames``, uint8 of shape (T, H, W, 3), and replaces ``path`` when the file is whole.
+    """Encode RGB ``frames``, (T, H, W, 3) uint8, and replace ``path`` when the file is complete.
 
-    H.264's 4:2:0 colours need even sizes: an odd height or width grows by one row or column, a copy of the last one.
-    The same frames give the same bytes, in any process. ``comment`` is written into the file as the tag of that name.
-    root: the folder below which no link is followed (opendit/common/safe_files.py).
+    H.264's 4:2:0 colours need even sizes: an odd height or width grows by a copy of the last row or column. The same
+    frames give the same bytes, in any process.
+
+    Args:
+        comment: written into the file as the tag of that name.
+        root: the folder below which no link is followed (opendit/common/safe_files.py).
 
     Raises:
         ValueError: no frames, or frames of another shape or type, or ``fps`` not positive.
@@ -44,7 +47,7 @@ def write_mp4(
 
     path = Path(path)
     with replacing(path, root=root, make=True, temporary=f"{path.name}.{os.getpid()}.partial") as new:
-        # faststart: the index stands first, so that a browser plays the clip while it loads.
+        # faststart: the index comes first, so that a browser plays the clip while it loads.
         with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
@@ -52,7 +55,7 @@ def write_mp4(
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-            # Said in the file, or players take what is larger than a DVD for BT.709 and shift its colours.
+            # Without these, players take clips larger than a DVD for BT.709 and shift their colours.
             stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
             for picture in frames:
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")

@@ -1,10 +1,10 @@
 """Decode clips with torchcodec, decord or PyAV, behind one interface; all give the same pixels.
 
-The frames of a file and their number are those that FFmpeg's decoding from the start gives. Each reader has files of
-which it gives others without a word: decord takes no notice of edit lists, of frames that are shown before the key
-frame that they are stored after, and of key frames from which a picture is complete some frames later only. So what a
-file holds is looked up first, and only what a reader is known to get right is read by jumping to key frames; the rest
-is decoded from the start by PyAV (``opendit.data.clips``).
+The frames of a file and their number are those that FFmpeg gives when it decodes from the start. Each reader silently
+gives other frames for some files: decord ignores edit lists, frames that are shown before the key frame that they are
+stored after, and key frames from which a picture is complete only some frames later. So the contents of a file are
+looked up first, and only files that a reader is known to get right are read by seeking to key frames; the others are
+decoded from the start by PyAV (``opendit.data.clips``).
 """
 
 import tempfile
@@ -32,18 +32,18 @@ from opendit.data.colours import (
 from opendit.data.container_header import IN_ORDER, ContainerHeader
 from opendit.data.frame_geometry import Crop, Geometry, container_crop
 from opendit.data.frame_times import Timeline
-from opendit.data.mp4_track import PlainTrack, begins_anew
+from opendit.data.mp4 import PlainTrack, begins_anew
 from opendit.data.picture_file import on_white
 
-READERS = ("torchcodec", "decord", "pyav")  # as auto prefers them: the fastest first
+READERS = ("torchcodec", "decord", "pyav")  # in auto's order of preference: the fastest first
 CHOICES = ("auto", *READERS)
-# Containers that hold a clip itself. Playlists, descriptions and devices are none: they name other files.
+# Containers that hold a clip themselves. Playlists, descriptions and devices name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
-_OF_DECORD = ("avc1", "vp09", "av01")  # as MP4 files name their codecs
+_OF_DECORD = ("avc1", "vp09", "av01")  # MP4's names of codecs
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
-_BT709, _FULL_RANGE = 1, 2  # as H.273 and FFmpeg number a matrix and a range
-_SEEKABLE = ("mov", "matroska", "avi")  # files of these have an index that leads to the frames it says
-# Codecs whose packets may all be key frames: of frames that refer to none, or looked at one by one.
+_BT709, _FULL_RANGE = 1, 2  # numbers of a matrix in H.273, and of a range in FFmpeg
+_SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable index of frames
+# Codecs whose packets may all be key frames, because no frame refers to another.
 _KEYS_ONLY = (
     "mjpeg",
     "prores",
@@ -57,17 +57,19 @@ _KEYS_ONLY = (
     "jpeg2000",
     "v210",
 )
-_SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the frame before, and are not shown
+_SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The frames of a file. length: how many. counted: whether FFmpeg gives as many; else only decoding them all tells,
-    and none is found by its number. times: of the frames in the order they are shown, in units of time_base, or None
-    if one of them has none or two have the same. keys: (time shown, time decoded) of the frames that decoding can begin
-    at. rate: frames a second as the container has it, 0 of one that says nothing. crop: what the container hides.
-    converted: the frames are HDR, of a wide gamut or transparent, or of high definition without a matrix: only
-    :class:`ToRgb` shows them as players do."""
+    """The frames of a file.
+
+    length: the number of frames. counted: whether FFmpeg gives as many; otherwise only decoding all of them tells, and
+    no frame is found by its number. times: of the frames in the order they are shown, in units of time_base; None if
+    a frame has none or two have the same. keys: (time shown, time decoded) of the frames at which decoding can begin.
+    rate: the container's frames a second, 0 if unknown. crop: the borders that the container hides. converted: the
+    frames are HDR, of a wide gamut or transparent, or of high definition without a matrix: only :class:`ToRgb` shows
+    them as players do."""
 
     container: str
     codec: str
@@ -85,7 +87,7 @@ class Contents:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
     def timeline(self) -> Timeline:
-        """Return the times at which the frames are shown, by the rate for a file without times."""
+        """Return the times at which the frames are shown; for a file without times, computed from the rate."""
         if self.times is None:
             return Timeline(np.arange(self.length) / (self.rate or 1.0))
         return Timeline(self.times * float(self.time_base))
@@ -100,13 +102,13 @@ class UnknownColours(ValueError):
 
 
 class Reader(Protocol):
-    """A clip that was opened. length: its frames."""
+    """An open clip. length: its number of frames."""
 
     length: int
-    declared: int  # pixels of a frame, as the file's header has it
+    declared: int  # pixels of a frame, by the file's header
 
     def size(self) -> tuple[int, int]:
-        """(height, width) of the frames as they are shown."""
+        """Return (height, width) of the frames as they are shown."""
         ...
 
     def timeline(self) -> Timeline:
@@ -114,19 +116,19 @@ class Reader(Protocol):
         ...
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """These frames, ascending, as (T, H, W, 3) uint8. Raises an exception of any kind if they can't be had."""
+        """Return these frames, ascending, as (T, H, W, 3) uint8. Raises an exception of any kind if it can't."""
         ...
 
 
 def open_container(name: str) -> Any:
-    """PyAV's container of a file that ``name_for_ffmpeg`` named, of a kind that opens no other file."""
+    """Open a file that ``name_for_ffmpeg`` named with PyAV, if its container can't open other files."""
     import av
 
     return av.open(name, options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file,fd,pipe"})
 
 
 def video_stream(file: Any) -> Any:
-    """The stream of a container that players show: FFmpeg's best one, of those that are no cover. Raises NoVideo."""
+    """Return the stream that players show: FFmpeg's best one, without covers. Raises NoVideo."""
     from av.stream import Disposition
 
     streams = file.streams.video
@@ -139,8 +141,10 @@ def video_stream(file: Any) -> Any:
 
 
 class Packet(NamedTuple):
-    """The facts about a packet with a frame. hidden: by an edit list. holds: it is what it says: a frame that is shown,
-    whole, and that decoding can begin at if it is a key frame."""
+    """A packet with a frame.
+
+    shown, decoded: times. hidden: by an edit list. holds: it contains a complete frame that is shown, at which decoding
+    can begin if it is a key frame."""
 
     shown: int | None
     decoded: int | None
@@ -150,10 +154,10 @@ class Packet(NamedTuple):
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
-    """A file's contents by PyAV, with nothing decoded. whole: whether all of the file is there, and not only what tells
-    of its frames.
+    """Read a file's contents with PyAV, decoding nothing.
 
-    Raises NoVideo, UnknownColours, or libav's errors."""
+    whole: False if only the parts that describe the frames are there. Raises NoVideo, UnknownColours, or libav's
+    errors."""
     with open_container(name) as file:
         stream = video_stream(file)
         context = stream.codec_context
@@ -163,7 +167,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
         packets = _packets(file, stream, whole)
         shown = [packet.shown for packet in packets if not packet.hidden]
         times = rising_times(shown)
-        # AVI has no times: those of frames that are stored in another order than they are shown are guesses.
+        # AVI has no times: for frames that are not stored in the order they are shown they are guesses.
         guessed = container == "avi" and (context.has_b_frames or codec not in ("mpeg4", "mjpeg"))
         halves = context.field_order > 1 and container.split(",")[0] not in _SEEKABLE  # a packet may be half a frame
         counted = not guessed and not halves and times is not None and _can_be_counted(packets, times, codec)
@@ -185,7 +189,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
 
 
 def colours_of(stream: Any) -> str:
-    """Name a stream's colours if they are converted; see ``kind_of_colours``."""
+    """Return the name of a stream's colours if they need conversion; see ``kind_of_colours``."""
     context = stream.codec_context
     return kind_of_colours(int(context.color_primaries), int(context.color_trc))
 
@@ -203,7 +207,7 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a stream of VP8 or VP9 has its alpha beside it, which FFmpeg's own decoders pass over."""
+    """Return True if a stream of VP8 or VP9 has its alpha in side data, which FFmpeg's own decoders ignore."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
@@ -224,8 +228,9 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 
 
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
-    """Those of a stream that hold anything. whole: False leaves out what takes more than a packet's size, and says of
-    frames that would need it that they do not hold."""
+    """Return the packets of a stream that contain anything.
+
+    whole: False reads the contents of the first packet only, and marks frames that need more as not holding."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []
@@ -251,11 +256,11 @@ def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> boo
     if not first.key or not all(packet.holds for packet in packets):
         return False
     if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
-        return False  # as a file says that has no list of its key frames
-    # A frame that is shown before the first key frame needs others that are not there.
+        return False  # the file has no list of its key frames
+    # A frame that is shown before the first key frame needs missing ones.
     if first.shown != times[0] and not first.hidden:
         return False
-    # Of several edits a decoder starts anew within the file, and frames that refer to hidden ones are lost.
+    # With several edits a decoder restarts within the file, and frames that refer to hidden ones are lost.
     hidden = [packet.shown for packet in packets if packet.hidden]
     stored = [packet.decoded for packet in packets if packet.decoded is not None]
     return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
@@ -267,7 +272,7 @@ def crop_of(name: str, file: Any, stream: Any) -> Crop:
 
 
 def rising_times(times: list[int | None]) -> np.ndarray | None:
-    """These times in order; None if there are none, one is not known, or two are the same."""
+    """Return these times in order; None if there are none, one is unknown, or two are the same."""
     if not times or None in times:
         return None
     ordered = np.sort(np.array(times, dtype=np.int64))
@@ -275,7 +280,7 @@ def rising_times(times: list[int | None]) -> np.ndarray | None:
 
 
 def _is_unseen(codec: str, packet: Any) -> bool:
-    """Return True if a packet of VP8 or VP9 holds only a frame that others refer to and that is not shown."""
+    """Return True if a packet of VP8 or VP9 holds only a reference frame that is not shown."""
     data = memoryview(packet)
     if codec == "vp8":
         return not data[0] >> 4 & 1
@@ -286,15 +291,16 @@ def _is_unseen(codec: str, packet: Any) -> bool:
 
 
 class ToRgb:
-    """Frames of PyAV to RGB with the pixels that decord and torchcodec give; HDR and wide gamuts by the rule of
-    ``opendit.data.colours``, transparent frames on white."""
+    """Converter of PyAV's frames to RGB, with the pixels that decord and torchcodec give.
+
+    HDR and wide gamuts are converted as in ``opendit.data.colours``, transparent frames lie on white."""
 
     def __init__(self):
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
 
     def __call__(self, frame: Any) -> np.ndarray:
-        """(H, W, 3) uint8, as the decoder gives it: neither cropped, nor stretched, nor turned."""
+        """Return (H, W, 3) uint8, neither cropped nor stretched nor turned."""
         deep = max(part.bits for part in frame.format.components) > 8
         alpha = any(part.is_alpha for part in frame.format.components)
         conversion = of_clip(int(frame.color_primaries), int(frame.color_trc))
@@ -313,14 +319,14 @@ class ToRgb:
         return np.asarray(on_white(opaque, Image.fromarray(np.ascontiguousarray(mask))))
 
     def _converted(self, frame: Any, conversion: Conversion, alpha: bool) -> tuple[np.ndarray, np.ndarray | None]:
-        """(H, W, 3) uint8 that were converted, and (H, W) uint8 of alpha, if there is any."""
+        """Return the converted pixels (H, W, 3) uint8, and alpha (H, W) uint8 or None."""
         codes = int(frame.color_primaries), int(frame.color_trc), int(frame.colorspace)
         matrix, name = matrix_of(*codes, frame.width, frame.height), frame.format.name
         parts = frame.format.components
         if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
             pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
             return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
-        # Not by the scaler: from 4:2:0 it makes up to 1 % of another luma.
+        # Not with the scaler, which changes the luma of 4:2:0 by up to 1 %.
         bits = parts[0].bits
         kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
         planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
@@ -349,14 +355,14 @@ class ToRgb:
 
 
 def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
-    """(height, width) of a plane of PyAV's frame; of one that is smaller each number stands for those around it."""
+    """Return a plane of PyAV's frame as (height, width); the numbers of a smaller plane are repeated."""
     numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
     down, across = -(-height // plane.height), -(-width // plane.width)
     return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
 class ShownFrames:
-    """Frames of PyAV's stream as players show them. crop: what the container hides."""
+    """Converter of the frames of PyAV's stream to what players show. crop: the borders that the container hides."""
 
     def __init__(self, stream: Any, crop: Crop):
         self._to_rgb, self._geometry = ToRgb(), Geometry(stream, crop)
@@ -371,8 +377,8 @@ class ShownFrames:
 
 
 class TorchCodecReader:
-    """Read clips with torchcodec, which needs FFmpeg's shared libraries. It turns frames itself, but neither
-    stretches, mirrors nor crops them."""
+    """Reader with torchcodec, which needs FFmpeg's shared libraries. It turns frames itself, but does not stretch,
+    mirror or crop them."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -385,7 +391,7 @@ class TorchCodecReader:
         with open_container(name) as file:
             stream = video_stream(file)
             frame = next(file.decode(stream))
-            # Where a file asks for more than a turn, another reader is right.
+            # Files that need more than a turn are left to another reader.
             shown = Geometry(stream, contents.crop)
             if shown.changes_more_than_turns(frame) or shown.size(frame) != self.size():
                 raise ValueError("frames that are shown otherwise")
@@ -402,7 +408,7 @@ class TorchCodecReader:
         if times is None:
             raise ValueError("no times")
         batch = self._decoder.get_frames_at(list(indices))
-        # What it returns says when it is shown: another frame would be told by that.
+        # The times of the returned frames show whether they are the right ones.
         wanted = torch.from_numpy(times[list(indices)] * float(self._contents.time_base))
         if not torch.allclose(batch.pts_seconds.double(), wanted, rtol=0, atol=1e-4):
             raise ValueError("other frames than asked for")
@@ -410,7 +416,7 @@ class TorchCodecReader:
 
 
 class PyAVReader:
-    """Read clips with PyAV, from the key frame before the first frame that is wanted."""
+    """Reader with PyAV, which decodes from the key frame before the first frame that is wanted."""
 
     def __init__(self, name: str, contents: Contents):
         self._file, self._contents = open_container(name), contents
@@ -446,13 +452,13 @@ class PyAVReader:
 
 
 class DecordReader:
-    """Read clips with decord, from files whose header describes all of their frames: see ``finds``.
+    """Reader with decord, for files whose header describes all of their frames: see ``finds``.
 
-    It takes frames for wider pixels where the bytes of a row, padded for the processor, are a whole number of frame
-    widths but not three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64 those 32, 96 or 144
-    wide as well. It says so, and they are decoded from the start.
+    decord misreads the width of frames where the bytes of a row, padded for the processor, are a whole number of frame
+    widths other than three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64 also those 32,
+    96 or 144 wide. It reports that, and they are decoded from the start.
 
-    track: of the file's header, of an MP4."""
+    track: of an MP4's header."""
 
     def __init__(self, name: str, track: PlainTrack | None = None):
         self._reader = import_decord().VideoReader(name, num_threads=1)
@@ -472,7 +478,7 @@ class DecordReader:
         return height, width
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        # As a tensor, but without a copy: asnumpy() makes one of the full-size frames.
+        # As a tensor without a copy: asnumpy() would copy the full-size frames.
         return import_decord().bridge.to_torch(self._reader.get_batch(list(indices)))
 
     @staticmethod
@@ -483,16 +489,16 @@ class DecordReader:
 
 @cache
 def import_decord():
-    """decord, imported by the process that reads: a run on pictures works without it."""
+    """Import decord in the process that reads: a run on pictures works without it."""
     import decord
 
-    decord.logging.set_level(decord.logging.QUIET)  # what is wrong with a file is reported once, by its name
+    decord.logging.set_level(decord.logging.QUIET)  # a broken file is reported once, by its name
     return decord
 
 
 @cache
 def import_torchcodec() -> Any:
-    """torchcodec's decoders, likewise."""
+    """Import torchcodec's decoders, likewise."""
     import torchcodec.decoders  # pyright: ignore[reportMissingImports]
 
     return torchcodec.decoders
@@ -503,7 +509,7 @@ OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "decord": DecordReade
 
 @cache
 def problem_of(reader: str) -> str:
-    """Why a reader can't be used here, in a few words; empty if it gives the frames of a small clip as PyAV does."""
+    """Return why a reader can't be used here, briefly; empty if it reads a small clip as PyAV does."""
     from opendit.data.video_file import write_mp4
 
     # Of a width that decord reads on any processor, see DecordReader.
@@ -530,7 +536,7 @@ def problem_of(reader: str) -> str:
 
 @cache
 def choose_reader(asked: str = "auto") -> tuple[str, str]:
-    """(the reader that ``--video_reader asked`` means here, why).
+    """Return the reader that ``--video_reader asked`` means on this machine, and why.
 
     Raises ValueError, naming the flag, for one that doesn't work here."""
     if asked not in CHOICES:

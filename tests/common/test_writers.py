@@ -23,7 +23,7 @@ ALLOWED = {
     ("opendit/config/checks.py", "mkdir"): "makes the folder that a flag names, to see whether that can be done",
     ("opendit/config/checks.py", "TemporaryFile"): "a file without a name, in the folder that a flag names",
     ("opendit/config/console.py", "open"): "/dev/null in the place of a closed stream",
-    ("opendit/data/apart.py", "open"): "/dev/null",
+    ("opendit/data/processes.py", "open"): "/dev/null",
     ("opendit/data/memory_file.py", "NamedTemporaryFile"): "a file of this process's in the system's temporary folder",
     ("opendit/data/memory_file.py", "open"): "a file in memory",
     ("opendit/data/memory_file.py", "truncate"): "of that file",

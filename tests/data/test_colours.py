@@ -16,7 +16,7 @@ from opendit.data import check_csv, clips, colours
 from opendit.data.base import BadSample
 from opendit.data.container_header import read_header
 from opendit.data.medium import Medium, count_colours
-from opendit.data.mp4_track import dolby_profile
+from opendit.data.mp4 import dolby_profile
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import read_picture
 from opendit.data.video_readers import READERS, look_up, problem_of

@@ -22,7 +22,7 @@ from opendit.data import (
     SampleKey,
     build_dataset,
     build_loader,
-    read_ahead,
+    loader,
 )
 from opendit.data.blend import BlendedDataset
 from opendit.data.csv_table import TableRow, write_csv
@@ -197,14 +197,14 @@ def test_workers_live_through_the_epochs_with_one_thread_each_and_end_on_close()
 
 def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
     """At the interpreter's end the freeing of its tensors there would abort the process."""
-    slow, shut_down, seen = threading.Event(), read_ahead.shut_down, []
+    slow, shut_down, seen = threading.Event(), loader.shut_down, []
 
     def end_slowly(results):
         seen.append(weakref.ref(results))
         slow.wait(60)
         shut_down(results)
 
-    monkeypatch.setattr(read_ahead, "shut_down", end_slowly)
+    monkeypatch.setattr(loader, "shut_down", end_slowly)
     iterator = build_loader(Numbers(8), BatchSchedule(8, 2, 0), dp_rank=0, dp_size=1, batch_size=2, num_workers=1)
     next(iterator)
     iterator.close()  # gives it two seconds
@@ -214,7 +214,7 @@ def test_a_loader_that_ends_slowly_is_not_freed_by_its_thread(monkeypatch):
     gc.collect()
     (results,) = seen
     assert not thread.is_alive() and results() is not None
-    read_ahead.not_ended.clear()
+    loader.not_ended.clear()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

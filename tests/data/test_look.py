@@ -31,7 +31,7 @@ from opendit.data.look_page import GAP, LINE, THUMBNAIL, Findings, Look, draw_hi
 from opendit.data.medium import Medium
 from opendit.data.moving_digits import make_demo
 from opendit.data.order.schedule import SourceRows
-from opendit.data.shards import cache
+from opendit.data.shards import remote
 from opendit.data.video_file import write_mp4
 from tests.data.shards.tars import captioned, write_tar
 from tests.data.shards.test_remote import Handler
@@ -139,7 +139,7 @@ def test_latents_are_shown_in_false_colours(data, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(data)))
     server.faults, server.ranges = [], 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
     try:
         behind = found_in(f"http://127.0.0.1:{server.server_port}/latents")
         assert [each.medium for each in behind.looks] == [each.medium for each in found.looks]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from opendit.data.check_csv import probe
 from opendit.data.clips import clip_size, clip_window, decode_frames
 from opendit.data.media_size import stored_clip_size
-from opendit.data.mp4_track import is_closed
+from opendit.data.mp4 import is_closed
 from opendit.data.open_medium import open_clip
 from opendit.data.video_readers import READERS, problem_of
 

@@ -20,18 +20,17 @@ from opendit.data.medium import Medium, of_picture
 from opendit.data.memory_file import as_file
 from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.fields import Fields, split_name, suffix_of
-from opendit.data.shards.tar_headers import BLOCK, members
+from opendit.data.shards.scan import BLOCK, Fields, members, split_name, suffix_of
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
-TRIED = 100  # samples at the start, of which the first that is readable tells what all are
+TRIED = 100  # samples at the start, of which the first readable one determines the parts that all have
 
 Cooker = Callable[[dict[str, Any]], Any]
 
 
 def load_cooker(name: str) -> Cooker:
-    """``module:function``, from where Python finds modules and from the working directory. Raises ValueError."""
+    """Import ``module:function`` from Python's path or the working directory. Raises ValueError."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"{FLAG} {name}: must be MODULE:FUNCTION, such as my_data:cook for cook() of my_data.py")
@@ -39,7 +38,7 @@ def load_cooker(name: str) -> Cooker:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module does
+    except Exception as error:  # the user's module raises any type
         raise ValueError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"{FLAG} {name}: {function} is no function")
@@ -47,7 +46,7 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """The key of a sample and its members by ending, of their bytes as a tar has them."""
+    """Return the key of a sample and its members by ending, from their bytes in a tar."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.regular and (split := split_name(member.name, fields.exact)) is not None:
@@ -58,7 +57,7 @@ def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
 
 
 def decoded(ending: str, content: bytes) -> Any:
-    """JSON as what it holds, texts as such, classes as numbers, anything else as bytes."""
+    """Decode a member: JSON to its value, texts to strings, classes to numbers; anything else stays bytes."""
     suffix = suffix_of(ending)
     if suffix in (".json", ".jsn"):
         return json.loads(content)
@@ -76,8 +75,8 @@ class CookedDataset(ShardDataset):
     - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
     - ``caption``: a text; or ``label``: the number of a class, where the folder has a class_names.json.
 
-    What the first readable sample has, all must have; a sample of which the function raises an error, or returns None,
-    counts as unreadable. name: of the function, which stands in messages and in the identity.
+    All samples must have the parts of the first readable one. A sample for which the function raises an error or
+    returns None counts as unreadable. name: of the function, for messages and the identity.
     """
 
     size_threads = 1  # a user's function may not be ready for more
@@ -122,15 +121,15 @@ class CookedDataset(ShardDataset):
         raise ValueError(f"{self.shown}: {FLAG} {self.name} reads none of the first samples ({reason}); correct it")
 
     def _cook(self, row: int) -> dict[str, Any]:
-        """image or video, and caption or label. Raises BadSample."""
-        if self._cooked[0] == row:  # a picture and its caption ask for the same one
+        """Return image or video, and caption or label. Raises BadSample."""
+        if self._cooked[0] == row:  # asked for by a picture and by its caption
             return self._cooked[1]
         content = self.read_medium(row)
         try:
             key, parts = members_of(content, self.fields)
             raw = {ending: decoded(ending, part) for ending, part in parts.items()}
             made = self.cooker({"__key__": key, "__subflavors__": dict(self.subflavors), **raw})
-        except Exception as error:  # whatever the user's code does
+        except Exception as error:  # the user's code raises any type
             raise BadSample(self.source(row), f"{self.name}: {type(error).__name__}: {error}") from error
         found = {}
         for name in ("image", "video", "caption", "label"):
@@ -143,7 +142,7 @@ class CookedDataset(ShardDataset):
         return found
 
     def _medium(self, row: int) -> Any:
-        """A clip's or picture's file, or a PIL image. Raises BadSample."""
+        """Return the file of a clip or picture, or a PIL image. Raises BadSample."""
         made = self._cook(row)
         wanted = "video" if self._video else "image"
         if wanted not in made or ("caption" in made) != (self.conditioning == "text"):
@@ -202,7 +201,7 @@ class CookedDataset(ShardDataset):
 
 
 def _problem(found: dict[str, Any], classes: int) -> str:
-    """Explain what is wrong with a cooker's result; empty if nothing is."""
+    """Return what is wrong with a cooker's result; empty if nothing is."""
     image, video, caption, label = (found.get(name) for name in ("image", "video", "caption", "label"))
     if (image is None) == (video is None):
         return "no picture and no clip" if image is None else "a picture and a clip"

@@ -1,4 +1,4 @@
-"""A metadataset: a YAML file of Energon's, of prepared folders and their shares, in its first and second version."""
+"""Read a metadataset, Energon's YAML file of prepared folders and their shares, in its first and second version."""
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -14,7 +14,7 @@ from opendit.data.files import expanded, printable
 MOST_FOLDERS, MOST_FILES = 1_000, 16  # prepared folders in all, and files that lead to each other
 LONGEST = 4096  # characters of a path, a name or a number
 
-ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # what the shares of leaves are
+ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of the shares of leaves
 
 _REFERENCE = ("path", "split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
 _FIRST = (*_REFERENCE, "subflavor", "weight")
@@ -24,8 +24,8 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """The samples of a split that are used: of samples [first, last) (None: the end) the part from ``start`` to
-    ``end``, shares of 1. Numbers are rounded where and as Energon rounds them."""
+    """The samples of a split that are used: among samples [first, last) (None: the end) the part from ``start`` to
+    ``end``, fractions of 1. Numbers are rounded as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
@@ -33,14 +33,14 @@ class Subset:
     last: int | None = None
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """This subset, of which ``outer`` takes a part. Only this one may count samples."""
+        """Return the part of this subset that ``outer`` selects. Only this one may count samples."""
         if outer is None:
             return self
         length = self.end - self.start
         return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
 
     def of(self, samples: int) -> tuple[int, int]:
-        """(first, last) of so many samples. Raises ValueError."""
+        """Return (first, last) for a number of samples. Raises ValueError."""
         last = samples if self.last is None else self.last
         if not self.first <= last <= samples:
             raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
@@ -50,7 +50,7 @@ class Subset:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A prepared folder of a metadataset. share: its weight among all of them, or how often it is repeated."""
+    """A prepared folder of a metadataset. share: its weight among all folders, or the number of its repetitions."""
 
     folder: Path
     split: str
@@ -69,7 +69,7 @@ def is_metadataset(content: Any) -> bool:
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Read the first of ``splits`` that the file has: the meaning of the shares, and the leaves.
+    """Read the first of ``splits`` that the file has; return the meaning of the shares, and the leaves.
 
     Raises ValueError, which begins with ``shown``; NoSuchSplitThere if it has none of them; OSError."""
     return _Reader(shown).file(path, splits)
@@ -92,8 +92,9 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """(what the shares are, leaves) of a file that those ``above`` it lead to. inherited: their subflavors. subset:
-        what they take of it."""
+        """Read a file to which the files ``above`` lead; return the meaning of the shares, and the leaves.
+
+        inherited: their subflavors. subset: the part of it that they select."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -175,7 +176,7 @@ class _Reader:
         for value in (split, *configs.values()):
             right = value is None or isinstance(value, str) and len(value) <= LONGEST
             self._check(right, where, f"{node['path']}: {short(value)} is no name")
-        for value in configs.values():  # of a file in .nv-meta
+        for value in configs.values():  # names of files in .nv-meta
             right = value is None or Path(value).name == value
             self._check(right, where, f"{node['path']}: {short(value)} is no plain name of a file")
         subset = self._subset(node, where, at.subset)
@@ -199,7 +200,7 @@ class _Reader:
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
-        """Read the subset of a node's samples, of which ``outer`` takes a part."""
+        """Return the part of a node's subset that ``outer`` selects."""
         content = node.get("subset")
         if content is None:
             return outer
@@ -232,7 +233,7 @@ class _Reader:
         self._check(not counts, where, "a subset of numbers must be that of a prepared folder; give percentages here")
 
     def _positive(self, value: Any, name: str, entry: dict[str, Any], where: str) -> Fraction:
-        try:  # 1e3 is a text in YAML
+        try:  # 1e3 is a string in YAML
             number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
             if 1e-15 < number < 1e15:
                 return Fraction(str(value))
@@ -255,7 +256,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _At:
-    """The place in the files at which a reference stands."""
+    """The place of a reference in the files."""
 
     folder: Path
     split: str

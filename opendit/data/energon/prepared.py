@@ -1,19 +1,33 @@
-"""A folder that ``energon prepare`` has been in: what its ``.nv-meta/`` says."""
+"""Read a folder that ``energon prepare`` has prepared: the files in its ``.nv-meta/``, and the indexes of its tars.
 
+An index is beside its tar, if ``preprocess.py index`` made it for the same fields, or in a folder of this machine,
+where it is made when the set is first opened.
+"""
+
+import fcntl
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from opendit.common.json_file import LARGEST, MIB
+from opendit.common.json_file import MIB
+from opendit.common.rules import LARGEST
+from opendit.common.safe_files import open_to_write
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.data.base import name_few
-from opendit.data.energon.braces import expand_all
 from opendit.data.files import printable
-from opendit.data.shards.fields import Fields, suffix_of
+from opendit.data.processes import in_processes
+from opendit.data.progress import Progress
+from opendit.data.shards.index import TarIndex, index_of, write_index
+from opendit.data.shards.remote import FOLDER, FileCache
+from opendit.data.shards.scan import Fields, scan, suffix_of
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
@@ -24,7 +38,7 @@ COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# How Energon decodes and shuffles, which is done in other ways here.
+# Settings of how Energon decodes and shuffles, which is done differently here.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
@@ -40,15 +54,21 @@ _KNOWN = (
     *_IGNORED,
 )
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
+SMALL = 64 << 20  # bytes of tars that are read faster than processes start
+MOST_TARS = 1_000_000  # names of all patterns of a file
+MOST_LETTERS = 1 << 27  # characters of these names together
+MOST_DEPTH, MOST_PARTS = 16, 1_000  # of one pattern
+_DIGITS = 18  # of a number in braces
+
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class PreparedSet:
     """One split of a prepared folder.
 
-    tars: names of its tars, relative to ``folder``, and how many samples each has: those that are read and others.
-    without: (tar, key) of samples that are left out. fields: where pictures and captions stand. subflavors: what is
-    handed to a cooker with each sample.
+    tars: the names of its tars, relative to ``folder``, and the number of all samples in each. without: (tar, key) of
+    samples that are left out. fields: where pictures and captions are. subflavors: passed to a cooker with each sample.
     """
 
     folder: Path
@@ -59,7 +79,7 @@ class PreparedSet:
 
     @property
     def plan(self) -> str:
-        """Return the hash by which an index of the tars records what it was made for."""
+        """Return the hash that an index of the tars records, of the fields that it was made for."""
         return hash_parts("energon", repr(self.fields))
 
 
@@ -76,10 +96,10 @@ def read_prepared(
     split_config: str | None = None,
     cooked: bool = False,
 ) -> PreparedSet:
-    """The first of ``splits`` that the folder has; None: the tars of all of them. cooked: code of the user's reads the
-    samples.
+    """Read the first of ``splits`` that the folder has; with None the tars of all splits.
 
-    Raises ValueError or FileNotFoundError, which begin with ``shown`` and say what to do."""
+    cooked: the user's code reads the samples. Raises ValueError or FileNotFoundError, which begin with ``shown`` and
+    name the fix."""
     meta = folder / META
     counts = _counts(meta, shown)
     tars, without = list(counts), frozenset()
@@ -90,7 +110,7 @@ def read_prepared(
 
 
 def all_tars(folder: Path, cooked: bool = False) -> PreparedSet:
-    """The tars of all splits. Raises as :func:`read_prepared`."""
+    """Read the tars of all splits. Raises as :func:`read_prepared`."""
     return read_prepared(folder, f"DIR {printable(folder)}", splits=None, cooked=cooked)
 
 
@@ -118,7 +138,7 @@ def _counts(meta: Path, shown: str) -> dict[str, int]:
 def _split(
     meta: Path, shown: str, splits: Sequence[str], config: str | None, counts: dict[str, int]
 ) -> tuple[list[str], frozenset[tuple[str, str]]]:
-    """The tars of a split in their order, and the samples of them that are left out."""
+    """Return the tars of a split in their order, and the samples of them that are left out."""
     path = meta / (config or "split.yaml")
     if config is None and not path.exists():
         path = meta / "split.json"
@@ -151,7 +171,7 @@ def _split(
         raise ValueError(f"{shown}: {path} names {printable(twice)} twice in the split {chosen}; name it once")
     if not names:
         raise ValueError(f"{shown}: every tar of the split {chosen} is excluded in {path}; leave some")
-    # TAR/KEY, both of which may have slashes.
+    # TAR/KEY, both of which may contain slashes.
     most = max(tar.count("/") for tar in counts)
     samples = {(tar, name[len(tar) + 1 :]) for name in left_out for tar in _prefixes(name, most) if tar in counts}
     return names, frozenset(samples)
@@ -176,7 +196,7 @@ def _prefixes(name: str, most: int) -> Iterator[str]:
 
 
 def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any]]:
-    """Read the members of a sample, and its subflavors, from a dataset.yaml."""
+    """Read the fields of a sample, and its subflavors, from a dataset.yaml."""
     if not path.exists():
         if cooked:
             return Fields(exact=True, whole=True), {}
@@ -216,7 +236,7 @@ def _fields(path: Path, shown: str, cooked: bool) -> tuple[Fields, dict[str, Any
 
 
 def _mapped(mapping: dict[str, str], where: str) -> Fields:
-    """``image: jpg,png`` and ``caption: json[texts][0],txt`` as fields."""
+    """Return the fields of a map like ``{image: "jpg,png", caption: "json[texts][0],txt"}``."""
     found: dict[str, tuple[Any, ...]] = {"medium": (), "caption": (), "label": ()}
     for name in ("video", "image", "caption", "label"):
         if name in mapping:
@@ -245,6 +265,192 @@ def _mapped(mapping: dict[str, str], where: str) -> Fields:
 
 
 def _access(option: str) -> tuple[str, ...]:
-    """``json[a][0]`` -> json, a, 0."""
+    """Parse ``json[a][0]`` as (json, a, 0)."""
     found = re.fullmatch(r"([^\[\]]+)((?:\[[^\[\]]+\])*)", option)
     return (option,) if found is None else (found[1], *re.findall(r"\[([^\[\]]+)\]", found[2]))
+
+
+# ------------------------------------------------------------------------------------------ indexes of the tars
+
+
+def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
+    """Open the index of every tar, in order. Missing ones are made, with a bar, by one process of this machine.
+
+    Raises ValueError, which begins with ``shown``, for a tar that is missing, damaged or has other samples than Energon
+    counted, and for a folder that can't be written to; DataError if a process was killed."""
+    folder = FileCache.of_environment().folder / "energon"
+    places = {}
+    for name, _ in prepared.tars:
+        path = prepared.folder / name
+        try:
+            places[path] = _place(path, prepared.plan, folder)
+        except OSError as error:
+            raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
+    if any(not place.exists() for place in places.values()):
+        try:
+            with _locked(folder):  # one of the ranks on this machine makes them
+                _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
+        except OSError as error:
+            what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"
+            fix = f"set {FOLDER} to another folder, or run: python preprocess.py index {printable(prepared.folder)}"
+            raise ValueError(f"{shown}: {what}; {fix}") from error
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+    indexes = []
+    for (name, count), place in zip(prepared.tars, places.values(), strict=True):
+        try:
+            index = TarIndex(place)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{shown}: {error}") from error
+        check_count(prepared.folder / name, index, count, shown)
+        indexes.append(index)
+    return indexes
+
+
+def check_count(tar: Path, index: TarIndex, count: int, shown: str) -> None:
+    """Raise ValueError for a tar that is no longer the one that Energon prepared."""
+    if (found := index.header.rows + index.header.left_out) != count:
+        raise ValueError(
+            f"{shown}: {printable(tar)} has {found:,} samples, and {count:,} when Energon prepared it; prepare it again"
+        )
+
+
+def _place(tar: Path, plan: str, folder: Path) -> Path:
+    """Return the path of a tar's index, whether or not it exists yet."""
+    beside, state = index_of(tar), os.stat(tar)
+    if beside.exists():
+        try:
+            header = TarIndex(beside).header
+            if (header.plan, header.tar_bytes) == (plan, state.st_size):
+                return beside
+        except ValueError:
+            pass
+    return folder / f"{hash_parts(plan, str(tar.absolute()), f'{state.st_size} {state.st_mtime_ns}')[:40]}.index"
+
+
+def _make(todo: dict[Path, Path], prepared: PreparedSet) -> None:
+    size = sum(tar.stat().st_size for tar in todo)
+    count = 1 if size < SMALL else min(8, os.cpu_count() or 1)
+    work = partial(_make_one, fields=prepared.fields, plan=prepared.plan)
+    with Progress(len(todo), "tars", title="indexing, once") as bar:
+        for _ in in_processes(work, list(todo.items()), count):
+            bar.update()
+
+
+def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
+    tar, place = job
+    write_index(place, *scan(tar, fields, checksums=False, plan=plan))
+
+
+@contextmanager
+def _locked(folder: Path):
+    """Hold a lock on this folder among the processes of this machine. Raises OSError."""
+    with open(open_to_write(folder / "lock", os.O_WRONLY | os.O_CREAT, root=folder.parent, make=True), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
+        yield
+
+
+# ------------------------------------------------------------------------------------------ names in braces
+
+
+def expand_all(patterns: Iterable[str]) -> list[str]:
+    """Expand patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do, one after the other.
+
+    Raises ValueError for braces that do not match, or for more or longer names than the limits allow, which hold for
+    all patterns together."""
+    names: list[str] = []
+    size = 0
+    for pattern in patterns:
+        _check_depth(pattern)
+        found = _expand(pattern, pattern)
+        names += found
+        size += sum(map(len, found))
+        _check(pattern, len(names), size)
+    return names
+
+
+def _check(pattern: str, names: int, size: int) -> None:
+    if names > MOST_TARS or size > MOST_LETTERS:
+        raise ValueError(
+            f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
+        )
+
+
+def _check_depth(pattern: str) -> None:
+    depth = 0
+    for found in re.finditer(r"[{}]", pattern):
+        depth += 1 if found[0] == "{" else -1
+        if depth < 0:
+            raise ValueError(f"{short(pattern)} has a }} without its {{")
+        if depth > MOST_DEPTH:
+            raise ValueError(f"{short(pattern)} has braces more than {MOST_DEPTH} levels deep")
+    if depth:
+        raise ValueError(f"{short(pattern)} has a {{ without its }}")
+
+
+def _expand(text: str, pattern: str) -> list[str]:
+    """Return the names of ``text``, a part of ``pattern`` (for messages) whose braces match."""
+    if "{" not in text:
+        return [text]
+    parts = _parts(text, pattern)
+    names, size = [""], 0
+    for part in parts:
+        size = size * len(part) + sum(map(len, part)) * len(names)
+        _check(pattern, len(names) * len(part), size)
+        names = [before + after for before, after in product(names, part)]
+    return names
+
+
+def _parts(text: str, pattern: str) -> list[list[str]]:
+    """Return the choices of each consecutive part."""
+    parts, start, at = [], 0, 0
+    for found in re.finditer(r"[{}]", text):
+        if found.start() < at:
+            continue  # inside braces that are done
+        at = found.start()
+        end = _end(text, at)
+        parts += [[text[start:at]], _choices(text[at + 1 : end], pattern)]
+        if len(parts) > MOST_PARTS:
+            raise ValueError(f"{short(pattern)} has more than {MOST_PARTS:,} parts")
+        start = at = end + 1
+    return [*parts, [text[start:]]]
+
+
+def _end(text: str, start: int) -> int:
+    """Return where the brace at ``start`` ends."""
+    depth = 0
+    for found in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if found[0] == "{" else -1
+        if depth == 0:
+            return found.start()
+    raise AssertionError("braces that match have an end")
+
+
+def _choices(inner: str, pattern: str) -> list[str]:
+    if (found := _RANGE.fullmatch(inner)) is not None:
+        return _numbers(found[1], found[2], found[3] or "1", pattern)
+    items, level, start = [], 0, 0
+    for found in re.finditer(r"[{},]", inner):
+        level += (found[0] == "{") - (found[0] == "}")
+        if found[0] == "," and level == 0:
+            items.append(inner[start : found.start()])
+            start = found.end()
+    if not items:  # {x} is literal
+        return ["{" + name + "}" for name in _expand(inner, pattern)]
+    names, size = [], 0
+    for item in [*items, inner[start:]]:
+        names += (found := _expand(item, pattern))
+        size += sum(map(len, found))
+        _check(pattern, len(names), size)
+    return names
+
+
+def _numbers(first: str, last: str, step: str, pattern: str) -> list[str]:
+    if max(map(len, (first, last, step))) > _DIGITS:
+        raise ValueError(f"{short(pattern)} has a number of more than {_DIGITS} digits")
+    padded = any(re.match(r"-?0\d", text) for text in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    low, high, by = int(first), int(last), abs(int(step)) or 1
+    _check(pattern, abs(high - low) // by + 1, 0)
+    numbers = range(low, high + 1, by) if low <= high else range(low, high - 1, -by)
+    return [f"{number:0{width}d}" for number in numbers]

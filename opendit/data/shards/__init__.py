@@ -1,5 +1,6 @@
 """Shards: WebDataset tars, read by offset from an index beside each, without unpacking.
 
-``index`` is the file beside a tar, ``scan`` makes one, ``store`` reads bytes, ``dataset`` is what trains on them,
-``writer`` and ``program`` are ``preprocess.py shards`` and ``preprocess.py index``.
+``index`` is the file beside a tar, and ``scan`` makes it. ``store`` and ``remote`` read bytes from disks and addresses,
+``dataset`` and ``latents`` are the data sets for training. ``writer`` and ``program`` implement ``preprocess.py
+shards`` and ``preprocess.py index``.
 """

@@ -1,4 +1,4 @@
-"""The data set of a list of indexed tars."""
+"""The data set of indexed tars."""
 
 import copy
 import io
@@ -28,24 +28,21 @@ from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import next_of_key
-from opendit.data.shards.ahead import ByteRange, grouped
-from opendit.data.shards.fields import read_caption
-from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, Record, TarIndex, is_clip
-from opendit.data.shards.kept import KeptRows
-from opendit.data.shards.remote import RemoteTars
+from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptRows, Record, TarIndex, is_clip
+from opendit.data.shards.remote import ByteRange, RemoteTars, grouped
+from opendit.data.shards.scan import read_caption
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.size_cache import kept_array
 from opendit.data.verification import Verification
 
 CHECKED = 1 << 22  # samples whose records are checked at the start
-REMOTE_CAPTIONS = 64  # that are fetched, one after the other, to be counted before a start
-OPEN_A_THREAD = 16  # indexes, and as many tars, of each thread that looks for sizes
+REMOTE_CAPTIONS = 64  # fetched, one after the other, to be counted before a start
+OPEN_A_THREAD = 16  # indexes, and as many tars, open in each thread that looks for sizes
 
 
 @dataclass(frozen=True)
 class IndexedTar:
-    """A tar and its index. name: as messages show it; path: where the tar is; kept: the samples that are used, None:
-    all."""
+    """A tar and its index. name: for messages. kept: the samples that are used; None: all."""
 
     name: str
     path: str
@@ -56,7 +53,7 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if the header counts pictures as they are used: it counts animations as clips."""
+        """Return True if the header's count of pictures is the right one: it counts animations as clips."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
@@ -67,7 +64,7 @@ class IndexedTar:
         return int((self.shapes(use_video) == PICTURE).sum())
 
     def shapes(self, use_video: bool) -> np.ndarray:
-        """Return a byte for each sample, picture or clip; looked up only if there are both."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8; records are read only if there are both."""
         header = self.index.header
         if self._told(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
@@ -78,17 +75,18 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Samples of tars, in the order of the tars and of the samples in them. The conditioning is that of the indexes:
-    captions, classes, or one class if there are neither.
+    """Samples of tars, in the order of the tars and of the samples in them.
 
-    image_size, options: as of ``PicturesAndClips``, which says what samples are. random_flip: None means yes for
-    classes and no for captions, which may speak of left and right.
+    The conditioning is that of the indexes: captions, classes, or one class if there are neither.
 
-    Raises ValueError, which names the flag and what to do.
+    image_size, options: see ``PicturesAndClips``, which describes samples. random_flip: None flips with classes, and
+    not with captions, which may mention left and right.
+
+    Raises ValueError, which names the flag and the fix.
     """
 
-    size_threads = 8  # that look for the sizes of media
-    names_file = CLASS_NAMES  # which messages name
+    size_threads = 8  # threads that look for the sizes of media
+    names_file = CLASS_NAMES  # named in messages
     empty_captions = False  # whether a caption may be empty
 
     def __init__(
@@ -117,12 +115,12 @@ class ShardDataset(PicturesAndClips):
             self.counted_captions = REMOTE_CAPTIONS
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
-        self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and what was found
+        self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and the result
         self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
-        # Finds the samples that are used among all; None: every one is.
+        # Finds the used samples among all; None: all are used.
         self.used = self._find_pictures() if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
@@ -132,9 +130,9 @@ class ShardDataset(PicturesAndClips):
         return RowsByKey(self._shapes())
 
     def _shapes(self) -> np.ndarray:
-        """Return a byte for each of all samples, picture or clip; mapped from a file if they are many."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8; mapped from a file if there are many."""
         if self._kinds is None:
-            written = (str(shard.index.written) for shard in self.shards)  # an index may be made anew, of other samples
+            written = (str(shard.index.written) for shard in self.shards)  # an index may be remade, with other samples
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
             name = partial(hash_parts, kinds, *self._contents(), *written)
             self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
@@ -150,19 +148,19 @@ class ShardDataset(PicturesAndClips):
         return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def _index(self, number: int) -> TarIndex:
-        """A tar's index; of many, the files of those used last are open."""
+        """Return a tar's index. Only the files of recently used ones are open."""
         if number in self._recent:
             self._recent.move_to_end(number)
             return self._recent[number]
-        index = copy.copy(self.shards[number].index)  # whose file no other copy of the data set closes
+        index = copy.copy(self.shards[number].index)  # so that no other copy of the data set closes its file
         self._recent[number] = index
         while len(self._recent) > MOST_OPEN:
             self._recent.popitem(last=False)[1].close()
         return index
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
-        """(number of the tar, sample in it, its record)."""
-        if self._found[0] != row:  # a picture and its caption ask for the same one
+        """Return (number of the tar, sample in it, its record)."""
+        if self._found[0] != row:  # asked for by a picture and by its caption
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
@@ -184,7 +182,7 @@ class ShardDataset(PicturesAndClips):
         return self._clip(row, self.read_medium(row), flip, start, shape)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        if isinstance(self.store, RemoteTars):  # a disk answers at once
+        if isinstance(self.store, RemoteTars):  # disks need no prefetching
             self.store.prefetch(group for row in rows for group in grouped(self._ranges(row)))
 
     def _ranges(self, row: int) -> Iterator[ByteRange]:
@@ -199,7 +197,7 @@ class ShardDataset(PicturesAndClips):
         return record.medium_bytes > MAX_WHOLE_FILE and self._is_picture(number, record)
 
     def read_medium(self, row: int) -> bytes:
-        """The bytes of a sample's medium, compared with their checksum. Raises BadSample."""
+        """Read the bytes of a sample's medium, and compare them with their checksum. Raises BadSample."""
         number, _, record = self.find_record(row)
         if self._is_too_large(number, record):
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
@@ -232,7 +230,7 @@ class ShardDataset(PicturesAndClips):
             lambda at, size: self._read(row, number, record.medium_at + at, size),
         )
 
-    rated = 8  # of clips that may have to be fetched
+    rated = 8  # clips whose rate is read; they may have to be fetched
 
     def rate_at(self, row: int) -> float:
         content = self.read_medium(row)
@@ -250,7 +248,7 @@ class ShardDataset(PicturesAndClips):
 
         def look(row: int) -> Size:
             mine: ShardDataset | None = getattr(local, "dataset", None)
-            # Every thread remembers what it has looked up, and opens a few files of its own.
+            # Every thread has its own cache of lookups, and a few open files.
             if mine is None or len(mine._recent) > OPEN_A_THREAD:
                 mine = local.dataset = copy.copy(self)
                 mine.store = copy.copy(self.store)
@@ -263,7 +261,7 @@ class ShardDataset(PicturesAndClips):
         if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
             raise BadSample(self.source(row), reason)
-        try:  # the sample's name is looked up only if a message needs it
+        try:  # the sample's name is looked up only for an error
             image = read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
@@ -309,7 +307,7 @@ class ShardDataset(PicturesAndClips):
         return self._shapes() if self.use_video and self.pictures and self.clips else None
 
     def shape_key(self, row: int) -> int:
-        """0: a picture. 1: a clip."""
+        """Return ``PICTURE`` (0) or ``CLIP`` (1)."""
         if not self.clips or not self.use_video:
             return PICTURE
         if not self.pictures:
@@ -366,7 +364,7 @@ class ShardDataset(PicturesAndClips):
 
 
 def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
-    """Return the conditioning that all tars have; without captions and classes there is one class."""
+    """Return the conditioning that all tars have; without captions and classes "label", with one class."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)
@@ -382,9 +380,7 @@ def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
 
 
 def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
-    """Check the records of the first ``CHECKED`` samples before any is used; others are checked when they are read.
-
-    Raises ValueError."""
+    """Check the records of the first ``CHECKED`` samples; others are checked when they are read. Raises ValueError."""
     left = CHECKED
     for shard in shards:
         left -= shard.index.header.rows
@@ -397,7 +393,7 @@ def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
 
 
 def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
-    """Return the largest label of tars with classes, and the tar and the key of a sample that has it."""
+    """Return the largest label, and the tar and the key of a sample that has it."""
     shard = max(shards, key=lambda shard: shard.index.header.num_classes)
     label, row = shard.index.largest_label()
     return label, printable(shard.name), printable(shard.index.key(row)[:200])
@@ -406,9 +402,9 @@ def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
 def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
-    """Return the names of the classes of tars: ``names``, those of ``names_file``, or where there are none the numbers.
+    """Return the names of the tars' classes: ``names``, which come from ``names_file``, or without any the numbers.
 
-    Raises ValueError, which names the tar and the sample, for a label that has no name, or is beyond all bounds."""
+    Raises ValueError, which names the tar and the sample, for a label that has no name or is too large."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:

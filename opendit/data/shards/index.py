@@ -1,7 +1,7 @@
 """The index beside a tar: where every sample's picture or clip, caption and label are.
 
 ``NAME.tar`` has its index in ``NAME.tar.index``: 8 bytes ``ODSHARD1``, the length of the header (uint32), the header
-(JSON: see ``HEADER``), zeros up to a multiple of 64, one record of ``ROW`` a sample, and the keys one behind the other.
+(JSON: see ``HEADER``), zeros up to a multiple of 64, one record of ``ROW`` a sample, and the keys one after the other.
 All numbers are little-endian. Records and keys stay in the file, and so in the page cache that all processes share: a
 process reads the one that it needs.
 """
@@ -11,7 +11,7 @@ import json
 import os
 import struct
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -27,14 +27,15 @@ from opendit.data.files import printable
 from opendit.data.folders import CLIPS
 from opendit.data.retry import retried_disk
 
-SUFFIX = ".index"  # behind the tar's whole name
+_AGAIN = "make it again: python preprocess.py index FOLDER"
+SUFFIX = ".index"  # after the tar's full name
 MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
 MAX_TEXT = 2**20  # bytes of a caption's or label's member
-_CHUNK = 1 << 16  # records that are checked at once
-ANIMATED = "animated"  # before the suffix of an animation in a header's ``suffixes``
+_CHUNK = 1 << 16  # records checked at once
+ANIMATED = "animated"  # prefix of an animation's suffix in a header's ``suffixes``
 ROW = np.dtype(
     [
         ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
@@ -46,12 +47,12 @@ ROW = np.dtype(
         ("crc32", "<u4"),  # of the medium, if the header says ``checked``
         ("suffix", "u1"),  # which of the header's ``suffixes`` the medium has
         ("caption", "u1"),  # which of the header's ``captions`` gives the caption
-        ("number", "<u4"),  # of the sample in the tar, counting those that are left out; 0 in indexes of before
+        ("number", "<u4"),  # of the sample in the tar, counting those that are left out; 0 in old indexes
         ("padding", "u1", 2),
     ]
 )
 
-_RECORD = struct.Struct("<QQQIiIIBBI2x")  # ROW, of which numpy takes five times as long to read one
+_RECORD = struct.Struct("<QQQIiIIBBI2x")  # ROW: numpy takes five times as long to read a single one
 
 _NAMES = listed(string(1 << 16), most=256)
 HEADER = FileKind(
@@ -81,7 +82,7 @@ NAMES_OF_CLASSES = FileKind(listed(string(1 << 16), least=1, most=MOST_CLASSES),
 
 
 class Record(NamedTuple):
-    """One record; the fields are those of ``ROW``."""
+    """One record, with the fields of ``ROW``."""
 
     medium_at: int
     medium_bytes: int
@@ -99,12 +100,16 @@ class Record(NamedTuple):
 class Header:
     """The header of an index, which describes its tar as a whole.
 
-    tar_bytes, sha256: the tar's size and checksum; "" where nobody has read all of it. checked: whether records have
-    the CRC-32 of their medium. pictures: how many samples are pictures; the others are clips. conditioning: "text" if
-    samples have captions, "label" if classes, "none" if neither. num_classes: the largest label + 1. suffixes: of the
-    media, with their dots; of animations with ``ANIMATED`` before them. captions: where a caption stands: the member's
-    ending, then keys inside of its JSON. left_out: samples of the tar that are in no record, of which examples says
-    "key: why" of a few. plan: what the tar was written from, "" if by another program.
+    Attributes:
+        tar_bytes, sha256: the tar's size and checksum; "" if not all of it was read.
+        checked: whether records have the CRC-32 of their medium.
+        pictures: the number of samples that are pictures; the others are clips.
+        conditioning: "text" if samples have captions, "label" if they have classes, "none" if neither.
+        num_classes: the largest label + 1.
+        suffixes: of the media, with their dots; those of animations begin with ``ANIMATED``.
+        captions: where captions are: the member's ending, then keys inside its JSON.
+        left_out: samples of the tar without a record; examples: "key: why" for a few of them.
+        plan: hash of what the tar was written from; "" if another program wrote it.
     """
 
     rows: int
@@ -124,8 +129,9 @@ class Header:
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
-    """Return True if media with this suffix, as a header has it, are clips. Without ``use_video`` an animation is a
-    picture, its first frame."""
+    """Return True if media with this suffix of a header are clips.
+
+    Without ``use_video`` an animation is a picture, its first frame."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -134,7 +140,7 @@ def index_of(tar: str | Path) -> Path:
 
 
 def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
-    """Writes an index under another name and renames it, so that one that exists is whole. Raises OSError.
+    """Write an index under another name and rename it, so that an existing one is always complete. Raises OSError.
 
     root: the folder below which no link is followed (opendit/common/safe_files.py)."""
     text = json.dumps(asdict(header), sort_keys=True).encode()
@@ -145,9 +151,9 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An index, opened: its header is read and compared with the file's size, everything else is read when needed.
+    """An open index. Its header is read and compared with the file's size; everything else is read when needed.
 
-    Raises ValueError, which names the file, if it is no index, damaged or of another version; OSError.
+    Raises ValueError, which names the file, if it is not an index, damaged or of another version; OSError.
     """
 
     def __init__(self, path: Path):
@@ -160,13 +166,13 @@ class TarIndex:
 
     @property
     def rows(self) -> np.ndarray:
-        """(rows,) records of ``ROW``, mapped anew each time: for a look at all of them."""
+        """All records, (rows,) of ``ROW``, in a new mapping each time."""
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Return one record, read from the file: of a mapping the kernel would count 64 KiB around it to this process.
+        """Read one record from the file: with a mapping the kernel would add 64 KiB around it to this process.
 
-        Raises DataError, which names the sample, for a record that can't be one of its tar."""
+        Raises DataError, which names the sample, for an impossible record."""
         found = self._record(row)
         if why := self._problem(found):
             raise DataError(f"{self.path} is damaged: the record of {self._shown(row)} {why}; {_AGAIN}")
@@ -214,7 +220,7 @@ class TarIndex:
                 row = start + int((np.diff(ends) < 0).argmax())
                 raise DataError(f"{self.path} is damaged: the key of sample {row:,} ends before it begins; {_AGAIN}")
             last, pictures = int(ends[-1]), pictures + int((~clips[part["suffix"]]).sum())
-        self.close()  # of thousands of tars, which a process may not all have open
+        self.close()  # a process can't have thousands of files open
         if (pictures, last) != (header.pictures, header.key_bytes):
             what = f"{header.pictures:,} pictures and {header.key_bytes:,} bytes of keys"
             raise DataError(
@@ -228,7 +234,7 @@ class TarIndex:
         return int(labels[row]), row
 
     def key(self, row: int) -> str:
-        """The sample's key: the name that its members share. Raises DataError."""
+        """Return the sample's key, the name that its members share. Raises DataError."""
         first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
         if not first <= end <= self.header.key_bytes:
             raise DataError(
@@ -259,11 +265,11 @@ class TarIndex:
             return os.pread(self._file, size, at)
         except OSError:
             with suppress(OSError):
-                self.close()  # of a disk that was down it stays stale
+                self.close()  # after a disk was down the descriptor stays stale
             raise
 
     def close(self) -> None:
-        """Closes the file; the next record opens it again."""
+        """Close the file; the next record opens it again."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -273,11 +279,11 @@ class TarIndex:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}  # descriptors don't travel to a process that isn't forked
+        return {**self.__dict__, "_file": None}  # descriptors can't be pickled for a spawned process
 
 
 def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, int]:
-    """(header, where the records begin) of an index of ``size`` bytes. Raises ValueError, as :class:`TarIndex` says."""
+    """Return the header of an index of ``size`` bytes, and where its records begin. Raises ValueError."""
     start = file.read(len(MAGIC) + 4)
     if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 4:
         raise ValueError(f"{path} is no index of a tar; {_AGAIN}")
@@ -295,7 +301,7 @@ def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, in
 
 
 def check_whole(content: bytes) -> None:
-    """Raises OSError of the bytes of an index that are not all of it; ValueError of what is none."""
+    """Raise OSError if these bytes are an incomplete index, ValueError if they are not an index."""
     try:
         _read_start("what came", io.BytesIO(content), len(content))
     except ValueError as error:
@@ -313,4 +319,29 @@ def is_index(path: Path) -> bool:
     return True
 
 
-_AGAIN = "make it again: python preprocess.py index FOLDER"
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows of an index that a data set uses, if not all: those in [first, last) that are not in ``without``.
+
+    ``without`` is ascending and within that range. The data set numbers the rows left 0, 1, ..."""
+
+    first: int
+    last: int
+    without: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        return self.last - self.first - len(self.without)
+
+    def row(self, place: int) -> int:
+        """Return the ``place``-th row."""
+        if not len(self.without):
+            return self.first + place
+        before = self.without - self.first - np.arange(len(self.without))  # rows left before each gap
+        return self.first + place + int(np.searchsorted(before, place, side="right"))
+
+    def rows(self) -> np.ndarray:
+        """Return all rows, ascending."""
+        return np.setdiff1d(np.arange(self.first, self.last), self.without, assume_unique=True)
+
+    def identity(self) -> str:
+        return f"{self.first}-{self.last} without {self.without.tolist()}"

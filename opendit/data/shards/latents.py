@@ -1,4 +1,4 @@
-"""Cached latents in tars: what ``preprocess.py latents`` writes, and the data set that reads it.
+"""Cached latents in tars: those that ``preprocess.py latents`` writes, those of other programs, and their data set.
 
     latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
       __opendit__/shard.json                the settings it was made with and the files that couldn't be read
@@ -12,19 +12,32 @@ The safetensors file has the tensors
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
     pooled   (D,) float16                 and its pooled vector
 
-Pictures of several sizes lie side by side, each in tars of its own. ``empty-caption.safetensors``: see ``text_cache``.
+Pictures of several sizes lie side by side, each in its own tars. ``empty-caption.safetensors``: see ``text_cache``.
+
+Of latents that another program put into tars, a sample's array is its member ``.npz``, ``.npy`` or ``.safetensors``.
+``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays, and
+``TarLatents`` reads them in place. For a VAE with C latent channels, before its scaling factor, a form is
+
+    mean_std     (2C, [t,] h, w)   mean and standard deviation
+    mean_logvar  (2C, [t,] h, w)   mean and logarithm of the variance: diffusers' ``latent_dist.parameters``
+    sample       (C, [t,] h, w)    the mean, or a latent that was drawn once and is used unchanged each time
+
+A leading batch dimension of 1 is removed. The mirror image of the array NAME, if there is one, is NAME_flip.
 """
 
+import io
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -38,26 +51,26 @@ from opendit.data.latents_index import INDEX, TARS_VERSION, CachedLatents, Shard
 from opendit.data.latents_schema import LATENTS_SIZES, SHARD
 from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.fields import Fields
-from opendit.data.shards.foreign_latents import read_moments
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
 from opendit.data.shards.remote import Remote, RemoteTars
-from opendit.data.shards.scan import scan
+from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
 from opendit.data.shards.store import LocalTars
-from opendit.data.shards.tar_headers import BLOCK, members
-from opendit.data.shards.writer import member_header
 from opendit.data.size_cache import kept_array
 from opendit.data.text_cache import padded
 from opendit.data.verification import Verification
 
-ABOUT = "__opendit__/shard.json"  # in double underscores: no sample, for readers of WebDataset's tars
+ABOUT = "__opendit__/shard.json"  # double underscores: not a sample for readers of WebDataset's tars
 SUFFIX = "safetensors"
 FIELDS = Fields((SUFFIX,), (("txt",),), (("cls",),), empty=True)
-HEADERS = 3 * BLOCK + 512  # bytes of a sample beside its numbers: two members' headers, a class or caption, names
+HEADERS = 3 * BLOCK + 512  # bytes of a sample without its numbers: two members' headers, a class or caption, names
+SUFFIXES = ("safetensors", "npz", "npy")
+MIRRORED = "_flip"
+_USUAL = ("moments", "latents", "latent")  # preferred names of the array, if several have its shape
+_TIMES = 128  # bytes of a sample's arrays for each number of its latents: a small .npz can unpack to any size
 
 
 def tars_of(image_size: int) -> ShardForm:
-    """The tars of pictures of one size."""
+    """Return the shard form of tars of pictures of one size."""
     return ShardForm(f"latents-{image_size}-*.tar", partial(_name, image_size), read_header, write_shard, TARS_VERSION)
 
 
@@ -66,9 +79,9 @@ def _name(image_size: int, shard: int, shards: int) -> str:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Writes a tar and then its index, each under another name first; returns the tar's SHA-256.
+    """Write a tar and then its index, each under another name first, and return the tar's SHA-256.
 
-    tensors: moments (n, F, 2C, ...), labels and rows (n,), and those of ``text_cache`` where there are captions."""
+    tensors: moments (n, F, 2C, ...), labels and rows (n,), and with captions those of ``text_cache``."""
     refuse_links(path.parent, [path.name, index_of(path).name])
     for left in path.parent.glob(f"{index_of(path).name}.*.partial"):  # of a process that was killed
         remove(left)
@@ -80,7 +93,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
             found = scan(Path(new.name), FIELDS, plan=_plan(settings), sha256=sha256)
             if found[0].rows != count:
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
-        else:  # no file of it could be read
+        else:  # none of its files could be read
             size = os.fstat(new.fileno()).st_size
             header = Header(0, 0, size, sha256, True, 0, "none", 0, [], [], plan=_plan(settings))
             found = header, np.zeros(0, ROW), b""
@@ -94,7 +107,7 @@ def _plan(settings: dict[str, Any]) -> str:
 
 
 def _blocks(about: bytes, tensors: dict[str, Tensor]) -> Iterator[bytes]:
-    """The bytes of a tar, which depend on the samples alone."""
+    """Yield the bytes of a tar, which depend on the samples alone."""
     total = 0
     for name, content in [(ABOUT, about), *_members(tensors)]:
         block = member_header(name, len(content)) + content + bytes(-len(content) % BLOCK)
@@ -123,7 +136,7 @@ def _members(tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """(samples, settings, skipped files) of a tar with its index; None if it isn't a whole one of ours."""
+    """Return (samples, settings, skipped files) of a tar with its index; None if it isn't a complete one of ours."""
     try:
         header = TarIndex(index_of(path)).header
         with open(open_regular(path), "rb") as file:
@@ -138,7 +151,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
 
 
 def open_tars(folder: Path, index: dict[str, Any]) -> list[IndexedTar]:
-    """The tars of an index. Raises ValueError, which names the one that is missing, of another size or another one."""
+    """Open the tars of an index. Raises ValueError, which names a tar that is missing or differs from the index."""
     tars = []
     for shard in index["shards"]:
         path = folder / shard["file"]
@@ -159,11 +172,88 @@ def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] 
 
 
 def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
-    """Raises ValueError for a tar's index that is not the one that a cache's index means."""
+    """Raise ValueError if a tar's index is not the one that a cache's index describes."""
     header = index.header
     if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
         raise ValueError(f"{index_of(name)} is of another tar than index.json means; {REPAIR}")
     return index
+
+
+# ------------------------------------------------------------------------------------------ latents of other programs
+
+
+def arrays_of(
+    content: bytes, suffix: str, shape: tuple[int, ...], names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Return the arrays of numbers in a member, by name; that of a ``.npy`` is called "".
+
+    names: only these are unpacked. shape: (2C, [t,] h, w) of the latents among them. Raises ValueError for a ``.npz``
+    that unpacks to far more than such latents take, and any exception for damaged bytes."""
+    if suffix == ".safetensors":
+        return load(content)
+    if suffix == ".npy":
+        return {"": torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))}
+    with zipfile.ZipFile(io.BytesIO(content)) as packed:
+        if (size := sum(member.file_size for member in packed.infolist())) > (most := _TIMES * int(np.prod(shape))):
+            raise ValueError(f"its .npz unpacks to {size:,} bytes, more than {most:,}")
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        found = {name: arrays[name] for name in arrays.files if names is None or name in names}
+    return {name: torch.from_numpy(array) for name, array in found.items() if array.dtype.kind in "fi"}
+
+
+def choose_arrays(arrays: Mapping[str, Tensor], form: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the name of the array of latents, and that of its mirror image if there is one.
+
+    Raises ValueError if no array has the shape, or several without a usual name."""
+    stored = _stored_shape(form, shape)
+    fits = [name for name in arrays if _fits(arrays[name], stored) and not name.endswith(MIRRORED)]
+    chosen = [name for name in _USUAL if name in fits][:1] or fits
+    if len(chosen) != 1:
+        of = ", ".join(f"{name[:40] or 'a .npy'} {list(array.shape)}" for name, array in arrays.items())
+        which = "several of them fit" if fits else f"none is {list(stored)} of floating point"
+        raise ValueError(f"it has {of or 'no arrays'}, and {which}")
+    mirrored = f"{chosen[0]}{MIRRORED}"
+    return (chosen[0], mirrored) if mirrored in arrays and _fits(arrays[mirrored], stored) else (chosen[0],)
+
+
+def read_moments(content: bytes, suffix: str, foreign: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """Return the mean and standard deviation (F, 2C, [t,] h, w) fp32 of a sample, and of its mirror image if F is 2.
+
+    foreign: the index's description of these latents: ``form``, ``array`` and, with mirror images, ``mirrored``. Raises
+    ValueError for an array that is missing, of another shape or not finite, and as :func:`arrays_of`."""
+    names = [foreign[key] for key in ("array", "mirrored") if key in foreign]
+    arrays, stored = arrays_of(content, suffix, shape, names), _stored_shape(foreign["form"], shape)
+    views = []
+    for name in names:
+        if name not in arrays:
+            raise ValueError(f"it has no array {name!r}")
+        if not _fits(arrays[name], stored):
+            raise ValueError(f"latents of shape {list(arrays[name].shape)}, not {list(stored)}")
+        views.append(_moments(arrays[name].reshape(stored).float(), foreign["form"]))
+    found = torch.stack(views)
+    if not found.isfinite().all():
+        raise ValueError("latents that are not finite")
+    return found
+
+
+def _moments(x: Tensor, form: str) -> Tensor:
+    if form == "sample":
+        return torch.cat([x, torch.zeros_like(x)])
+    if form == "mean_logvar":
+        mean, logvar = x.chunk(2)
+        return torch.cat([mean, torch.exp(0.5 * logvar.clamp(-30, 20))])  # the limits are diffusers'
+    return x
+
+
+def _stored_shape(form: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (shape[0] // 2, *shape[1:]) if form == "sample" else shape
+
+
+def _fits(array: Tensor, shape: tuple[int, ...]) -> bool:
+    return array.is_floating_point() and tuple(array.shape) in (shape, (1, *shape))
+
+
+# ------------------------------------------------------------------------------------------ the data set
 
 
 class TarLatents(CachedLatents, ShardDataset):
@@ -171,7 +261,7 @@ class TarLatents(CachedLatents, ShardDataset):
     (2C, t, h, w). The attributes are those of ``latents.LatentDataset``.
 
     index: of one size. tars: its shards. empty_caption: the empty string's embedding, None without an encoder.
-    Raises ValueError, which begins with ``name``, for a run that asks for what these latents are not.
+    Raises ValueError, which begins with ``name``, for flags that don't fit these latents.
     """
 
     empty_captions = True  # a table's rows may have such
@@ -213,8 +303,8 @@ class TarLatents(CachedLatents, ShardDataset):
         self._loaded: tuple[Any, ...] = (None, None)
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
-        """A sample's tensors. Raises BadSample for others than the index says."""
-        if self._loaded[0] == row:  # latents and the caption's embedding ask for the same ones
+        """Return a sample's tensors. Raises BadSample if they differ from the index."""
+        if self._loaded[0] == row:  # asked for by the latents and by the caption's embedding
             return self._loaded[1]
         try:
             tensors = self._read_tensors(row)
@@ -245,7 +335,7 @@ class TarLatents(CachedLatents, ShardDataset):
         return self._tensors(row)["moments"][int(flip)].float()
 
     def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        return self.load_at(row, flip, start)  # of the one shape that it has
+        return self.load_at(row, flip, start)  # latents have one shape
 
     def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
         return self._looked(self.load(row, False))
@@ -270,7 +360,7 @@ class TarLatents(CachedLatents, ShardDataset):
         return [(end, (lengths[key], height, width)) for end, key in of]
 
     def _frames(self, key: int) -> int:
-        """Return the frames of the latents in the tars of a key: pictures among clips have one; no index records it."""
+        """Return the frames of the latents in tars with this key, which no index has: 1 for pictures among clips."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():

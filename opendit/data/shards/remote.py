@@ -1,13 +1,19 @@
-"""Tars elsewhere: whatever fsspec opens (http, https, s3, gs, ...), read by ranges of bytes."""
+"""Tars behind addresses: whatever fsspec opens (http, https, s3, gs, ...), read by ranges of bytes.
+
+What was read is kept in a cache on this machine, and what will be read next is fetched ahead.
+"""
 
 import asyncio
 import atexit
+import hashlib
 import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,32 +21,204 @@ from functools import partial
 from html import unescape
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urljoin, urlsplit
 
 from opendit.common.json_file import MIB
-from opendit.common.safe_files import make_folder, write_whole
-from opendit.common.utils import DataError
+from opendit.common.safe_files import make_folder, remove, replacing, touch, write_whole
+from opendit.common.stages import Background
+from opendit.common.utils import DataError, read_size
 from opendit.data.files import printable
 from opendit.data.retry import retried
-from opendit.data.shards.ahead import ByteRange, FetchAhead, Ranges
-from opendit.data.shards.cache import FOLDER, FileCache
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
-TIME_LIMIT = 30.0  # seconds of one attempt, beside those that its bytes take at the slowest rate
+TIME_LIMIT = 30.0  # seconds of one attempt, plus those that its bytes take at the slowest rate
 SLOWEST = 1 << 20  # bytes a second
-CHUNK = 1 << 18  # bytes that are read at once
-AT_ONCE = 16  # indexes that are fetched
+CHUNK = 1 << 18  # bytes read at once
+AT_ONCE = 16  # indexes fetched at once
 MOST_TARS = 1_000_000
 MOST_LETTERS = 1 << 28  # of the addresses of all tars
 MOST_PAGE = 16 * MIB  # bytes of a web server's list of a folder
 MOST_INDEX = 1024 * MIB  # of the index of one tar
 NO_RANGES = "its server does not answer requests of ranges; take another one"
+FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # of the environment
+DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
+GROUPS = 16  # fetched ahead and not yet taken
+BYTES = 2**28  # of them, beyond the first: clips are large
+GAP = 2**14  # bytes between two ranges that cost less to read than another request
+
+
+# ------------------------------------------------------------------------------------------ cache
+
+
+class FileCache:
+    """Contents by name, in files of ``folder``, which several processes may use at once.
+
+    A content is written under another name and renamed, so that an existing one is complete even if a writer was
+    killed. Whenever a process has written a hundredth of ``limit`` it checks the folder, and deletes the least recently
+    used contents until nine tenths of ``limit`` are left.
+    """
+
+    def __init__(self, folder: Path, limit: int):
+        self.folder, self.limit = folder, limit
+        self._written, self._off = 0, False
+
+    @classmethod
+    def of_environment(cls) -> "FileCache":
+        """Return the cache that OPENDIT_SHARD_CACHE and OPENDIT_SHARD_CACHE_SIZE specify. Raises ValueError."""
+        folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
+        return cls(folder, read_size(os.environ.get(SIZE) or DEFAULT_SIZE, SIZE))
+
+    def path(self, name: str) -> Path:
+        """Return the path of the content with this name, whether or not it exists."""
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+        return self.folder / digest[:2] / digest[2:40]
+
+    def has(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def get(self, name: str) -> bytes | None:
+        path = self.path(name)
+        try:
+            content = path.read_bytes()
+            touch(path)
+        except OSError:
+            return None
+        return content
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store a content. If the disk is full or not writable, print a note once and store nothing from then on."""
+        if self._off or len(content) > self.limit:
+            return
+        path = self.path(name)
+        partial = f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial"
+        try:
+            with replacing(path, root=self.folder, make=True, temporary=partial) as file:
+                file.write(content)
+        except OSError as error:
+            self._off = True
+            why = error.strerror or error
+            print(f"note: {self.folder}: {why}; what is read is not kept there", file=sys.stderr, flush=True)
+            return
+        self._written += len(content)
+        if self._written >= self.limit // 100:
+            self._written = 0
+            self._evict()
+
+    def forget(self, name: str) -> None:
+        remove(self.path(name), root=self.folder)
+
+    def _evict(self) -> None:
+        found = []
+        for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
+            with suppress(OSError), os.scandir(folder) as files:
+                for file in files:
+                    if file.name.endswith(".partial"):  # being written by another process; killed ones leave few
+                        continue
+                    with suppress(OSError):  # another process may delete it
+                        state = file.stat()
+                        found.append((state.st_mtime_ns, state.st_size, file.path))
+        used = sum(size for _, size, _ in found)
+        if used <= self.limit:
+            return
+        for _, size, path in sorted(found):
+            if used <= self.limit * 9 // 10:
+                return
+            with suppress(OSError):
+                remove(Path(path), root=self.folder)
+            used -= size
+
+
+# ------------------------------------------------------------------------------------------ fetching ahead
+
+
+class ByteRange(NamedTuple):
+    """A range of bytes in the tar with this number."""
+
+    tar: int
+    at: int
+    size: int
+
+
+Ranges = Sequence[ByteRange]  # fetched by one request
+
+
+def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
+    """Group ranges of one tar that lie next to each other, up to headers in between; otherwise keep their order."""
+    groups: list[list[ByteRange]] = []
+    for part in ranges:
+        near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
+        if (group := next(near, None)) is None:
+            groups.append([part])
+        else:
+            group.append(part)
+    return groups
+
+
+def _end(part: ByteRange) -> int:
+    return part.at + part.size
+
+
+class _Begun(NamedTuple):
+    ranges: set[ByteRange]  # not yet taken
+    size: int
+    work: Background[dict[ByteRange, bytes]]
+
+
+class FetchAhead:
+    """Fetch groups of ranges in threads while the reading process decodes earlier ones.
+
+    A thread that is stuck blocks only the caller who takes its group: no thread is waited for when the process ends.
+
+    fetch: returns a group's contents; its errors are raised when one of its ranges is taken.
+    """
+
+    def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
+        self._fetch, self._process = fetch, 0
+        self._waiting: deque[Ranges] = deque()
+        self.begun: deque[_Begun] = deque()
+
+    def begin(self, groups: Iterable[Ranges]) -> None:
+        """Begin to fetch the ranges that will be taken next, in order. Those of earlier calls are dropped."""
+        self._process = os.getpid()  # threads stay behind where a process is forked
+        self._waiting, self.begun = deque(groups), deque()
+        self._begin_more()
+
+    def take(self, part: ByteRange) -> bytes | None:
+        """Wait for a content and return it, once; None for a range that isn't fetched ahead, left to the caller."""
+        if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
+            return None
+        while part not in self.begun[0].ranges:  # of samples that were skipped
+            self.begun.popleft()
+        found = self.begun[0]
+        found.ranges.discard(part)
+        if not found.ranges:
+            self.begun.popleft()
+        self._begin_more()
+        return found.work.result().pop(part)
+
+    def _begin_more(self) -> None:
+        size = sum(begun.size for begun in self.begun)
+        while self._waiting and len(self.begun) < GROUPS:
+            group = self._waiting[0]
+            size += sum(part.size for part in group)
+            if self.begun and size > BYTES:
+                return
+            self._waiting.popleft()
+            work = Background(partial(self._fetch, group), "fetch ahead")
+            self.begun.append(_Begun(set(group), sum(part.size for part in group), work))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FetchAhead, (self._fetch,)  # threads stay in their process
+
+
+# ------------------------------------------------------------------------------------------ stores
 
 
 def expand(address: str) -> list[str]:
-    """Return the addresses that ranges in braces mean: ``s3://b/train-{0000..0003}.tar`` has four. Any other address is
-    itself. Raises ValueError."""
+    """Expand ranges in braces: ``s3://b/train-{0000..0003}.tar`` gives four addresses, any other address itself.
+
+    Raises ValueError."""
     shown, parts, at, count = f"--data_path {printable(address)[:200]}", [], 0, 1
     for found in re.finditer(r"\{(\d+)\.\.(\d+)\}", address, re.ASCII):
         fits = max(map(len, found.groups())) <= 18 and int(found[1]) <= int(found[2]) < int(found[1]) + MOST_TARS
@@ -60,12 +238,14 @@ def expand(address: str) -> list[str]:
 
 
 class _RefusedAnswer(DataError):
-    """An answer that is not taken, and would be the same if it was asked for again."""
+    """An answer that is refused, and would be the same in another attempt."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
-    """Return all bytes that ``read`` gives, at most ``most``, as long as they come at ``SLOWEST`` bytes a second or
-    faster after ``TIME_LIMIT`` seconds. Raises _RefusedAnswer for more, and asyncio.TimeoutError."""
+    """Return all bytes that ``read`` gives, at most ``most``.
+
+    Raises _RefusedAnswer for more bytes, and asyncio.TimeoutError if they come more slowly than ``SLOWEST`` bytes a
+    second after ``TIME_LIMIT`` seconds."""
     parts, size, begin = [], 0, time.monotonic()
     while True:
         left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
@@ -79,7 +259,7 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Compare an answer's Content-Range with what was asked for. whole: bytes that the file must have, if known."""
+    """Compare an answer's Content-Range with the request. whole: the size that the file must have, if known."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -88,14 +268,14 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file of a web server, or of it ``most`` bytes from ``start`` on."""
+    """Return a file of a web server, or ``most`` bytes of it from ``start``."""
     import aiohttp
 
-    headers = {"Accept-Encoding": "identity"}  # else a few bytes could unpack to any number
+    headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could unpack to any number
     if start is not None:
         headers["Range"] = f"bytes={start}-{start + most - 1}"
     session = await system.set_session()
-    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take have theirs
+    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take have limits
     asked = session.get(system.encode_url(address), headers=headers, auto_decompress=False, timeout=no_limit)
     try:
         answer = await asyncio.wait_for(asked, TIME_LIMIT)
@@ -121,7 +301,7 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
 
 
 async def _get_s3(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return an object of S3, or of it ``most`` bytes from ``start`` on."""
+    """Return an object of S3, or ``most`` bytes of it from ``start``."""
     bucket, key, version = system.split_path(address)
     asked = {} if start is None else {"Range": f"bytes={start}-{start + most - 1}"}
     asked |= {"VersionId": version} if version else {}
@@ -140,7 +320,7 @@ async def _get_s3(system: Any, address: str, start: int | None, most: int, whole
 
 
 class Remote:
-    """A store behind addresses of one kind; made anew in a forked process, as fsspec's connections must be."""
+    """A store behind addresses of one kind. Its connections are recreated in a forked process, as fsspec requires."""
 
     def __init__(self, address: str):
         self.kind = address.partition("://")[0].lower()
@@ -149,7 +329,7 @@ class Remote:
 
     @property
     def system(self) -> Any:
-        """fsspec's file system. Raises ValueError if fsspec, or what it needs for this kind, is not installed."""
+        """fsspec's file system. Raises ValueError if fsspec, or its part for this kind, is not installed."""
         if self._process != os.getpid():
             try:
                 import fsspec
@@ -164,9 +344,9 @@ class Remote:
         return {"kind": self.kind, "_system": None, "_process": None}
 
     def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
-        """Return ``size`` bytes from ``start`` on; tried again when it fails. whole: bytes that the file must have.
+        """Return ``size`` bytes from ``start``, with retries. whole: the size that the file must have.
 
-        Raises DataError, which names the address, also for a server that sends other bytes than the range."""
+        Raises DataError, which names the address, also if the server sends other bytes than the range."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
@@ -185,8 +365,9 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a whole file of at most ``most`` bytes; tried again where it fails, or ``check`` raises an error of
-        what came. Raises DataError, which names the address."""
+        """Return a file of at most ``most`` bytes, with retries, also if ``check`` raises an error for the content.
+
+        Raises DataError, which names the address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -204,18 +385,18 @@ class Remote:
             raise
 
     def version(self, address: str) -> str:
-        """Changes with the file, as far as its server tells; empty if that can't be asked for."""
+        """Return a text that changes with the file, as far as its server tells; empty if it doesn't."""
 
         def once() -> dict[str, Any]:
             try:
                 return self.call("info", address)
-            except FileNotFoundError:  # fsspec takes any failure of HTTP for this; who reads the file hears the truth
+            except FileNotFoundError:  # raised for any failure of HTTP; reading the file raises the real one
                 return {}
 
         if not (found := retried(address, once)):
             return ""
         told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
-        # Of web servers, some of which give no ETag.
+        # For web servers, some of which give no ETag.
         told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
         return " ".join(f"{name}={value}" for name, value in told.items())
 
@@ -228,7 +409,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars that a web server's page of a folder links to, on that server."""
+        """Return the tars on the same server that a web server's page of a folder links to."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -241,7 +422,7 @@ class Remote:
     def _cat(
         self, address: str, start: int | None = None, end: int = 0, most: int = 0, whole: int | None = None
     ) -> bytes:
-        """Return a file of at most ``most`` bytes, or of it those from ``start`` to before ``end``."""
+        """Return a file of at most ``most`` bytes, or its bytes [start, end)."""
         system, most = self.system, most if start is None else end - start
         if self.kind in ("http", "https") or hasattr(system, "_call_s3"):
             from fsspec.asyn import sync
@@ -259,7 +440,7 @@ class Remote:
         return system.cat_file(address, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Return what fsspec's method of this name gives, within bounds of time and, of ``cat_file``, of bytes."""
+        """Call fsspec's method of this name, within bounds of time and, for ``cat_file``, of bytes."""
         if name == "cat_file":
             return self._cat(*args, **options)
         system = self.system
@@ -271,9 +452,9 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses; what is read of them is kept in a cache. As ``LocalTars``.
+    """Tars behind addresses, whose contents are cached; same interface as ``LocalTars``.
 
-    contents: of every tar, its checksum. sizes: its bytes, as its index says."""
+    contents: the checksum of every tar. sizes: its bytes, by its index."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
@@ -283,8 +464,8 @@ class RemoteTars:
         self._ahead = FetchAhead(self._fetch)
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
-        """Begins to fetch what ``read`` will be asked for, in this order; a group lies side by side in its tar."""
-        _ = self.remote.system  # made once, by this thread: those that fetch share it
+        """Begin to fetch the ranges that ``read`` will be asked for, in this order."""
+        _ = self.remote.system  # created here, because the fetching threads share it
         self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
 
     def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
@@ -297,7 +478,7 @@ class RemoteTars:
         return f"{self.addresses[tar]} {self.contents[tar]} {at} {size}"
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """``size`` bytes from ``at``. Raises DataError, which names the address."""
+        """Return ``size`` bytes from ``at``. Raises DataError, which names the address."""
         name = self._name(tar, at, size)
         fetched = self._ahead.take(ByteRange(tar, at, size))
         content = self.cache.get(name) if fetched is None else None
@@ -309,16 +490,16 @@ class RemoteTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Drops what the cache has of it; whether it can be read anew."""
+        """Drop a range from the cache; return True, because it can be read again."""
         self.cache.forget(self._name(tar, at, size))
         return True
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """The index of every tar in a file of the cache's folder, fetched unless this version of it is there; in a folder
-    of this process's where that takes no more.
+    """Fetch the index of every tar into the cache's folder, unless this version is there; return the files.
 
-    Raises DataError, which names the tar; ValueError if there is no place for the indexes."""
+    If that folder is full, they are in a temporary folder of this process. Raises DataError, which names the tar;
+    ValueError if there is no space for the indexes."""
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:

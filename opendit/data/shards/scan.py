@@ -1,7 +1,17 @@
-"""Makes the index of a tar: reads its members' headers, captions and labels, and the checksums of everything."""
+"""Make the index of a tar: read its members' headers, captions and labels, and the checksums of everything.
 
+Headers are read within limits: ustar, PAX and GNU long names. Python's tarfile reads what an extension header declares
+into memory, whatever its size, follows a chain of them by recursion, and takes the first header that it can't read for
+the end. Sound tars read here as tarfile reads them. Sparse members, a member with two sizes or names, and global names
+and sizes are refused.
+"""
+
+import json
+import os
+import re
+import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,18 +24,322 @@ from opendit.common.utils import sha256_of
 from opendit.data.animation_header import SUFFIXES as ANIMATIONS
 from opendit.data.animation_header import is_animated
 from opendit.data.files import printable
-from opendit.data.shards.fields import Fields, read_caption, read_label, split_name, suffix_of
+from opendit.data.folders import CLIPS
+from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, Header, is_clip
-from opendit.data.shards.tar_headers import NoTar, TarError, members
+
+FieldPath = tuple[str, ...]  # a member's ending, then keys or numbers inside its JSON
+
+BLOCK = 512
+MOST_EXTENSION = 1 << 20  # bytes of one extension header
+MOST_EXTENSIONS = 8  # of them before one member
+LONGEST = 4096  # bytes of a name
+_FITS = 8**11  # the header has room for smaller sizes
+
+_REGULAR = (b"0", b"\0", b"7")
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
+_NUMBER = re.compile(rb"\d{1,19}")
+
+# Members with a folder, or a whole name, in double underscores belong to no sample.
+_META = re.compile(r"__[^/]*__($|/)")
 
 EXAMPLES, EXAMPLE_LETTERS = 5, 500
-MOST_KEYS = 2**32  # bytes of all keys of a tar: records count them by four bytes
+MOST_KEYS = 2**32  # bytes of all keys of a tar: records count them in four bytes
 _ARRAYS = (".npz", ".npy", ".safetensors")
+
+
+# ------------------------------------------------------------------------------------------ headers of members
+
+
+class TarError(ValueError):
+    """A tar that is damaged, or refused. The message continues after its name."""
+
+
+class NoTar(TarError):
+    """A file that does not begin as a tar, or ends inside a block. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member of a tar.
+
+    start: offset of its first header. at, size: of its content. end: offset of the next header. regular: whether it is
+    a file."""
+
+    name: str
+    start: int
+    at: int
+    size: int
+    end: int
+    regular: bool
+
+
+def members(file: BinaryIO) -> Iterator[Member]:
+    """Yield the members of a tar in its order.
+
+    Raises TarError, also if the end-of-archive mark is missing; OSError."""
+    length = file.seek(0, os.SEEK_END)
+    at, chain = 0, _Extensions()
+    while True:
+        file.seek(at)
+        block = file.read(BLOCK)
+        if not at and (len(block) < BLOCK or any(block) and not _is_header(block)):
+            raise NoTar("it begins with no header" if block else "it is empty")
+        if at > length or 0 < len(block) < BLOCK:
+            raise NoTar("it ends inside of a block; copy it again")
+        if not block:
+            raise TarError("is truncated: it has no end-of-archive mark; copy it again")
+        if not any(block):
+            if chain.start is not None:
+                raise TarError(f"is damaged: no member follows the header at byte {chain.start:,}; copy it again")
+            return
+        if not _is_header(block):
+            raise TarError(f"is damaged: no member's header at byte {at:,}; copy it again")
+        kind, size = block[156:157], _number(block[124:136], at)
+        if kind in b"xXgLK":
+            chain.count += 1
+            if chain.count > MOST_EXTENSIONS:
+                raise TarError(f"has more than {MOST_EXTENSIONS} extension headers in a row at byte {at:,}; repack it")
+            if size > MOST_EXTENSION:
+                raise TarError(f"has an extension header of {size:,} bytes at byte {at:,}; repack it")
+            content = file.read(size)
+            if len(content) < size:
+                raise TarError(f"is truncated inside of the header at byte {at:,}; copy it again")
+            chain.add(kind, content, at)
+            at += BLOCK + padded(size)
+            continue
+        member = _member(block, kind, size, at, chain)
+        if member.at + member.size > length or member.end - BLOCK >= length:
+            raise TarError(f"is truncated inside of {printable(member.name)}; copy it again")
+        yield member
+        at, chain = member.end, _Extensions()
+
+
+@dataclass
+class _Extensions:
+    """The extension headers before one member. start: offset of the first, not counting global ones."""
+
+    start: int | None = None
+    count: int = 0
+    name: bytes | None = None
+    size: int | None = None
+    sparse: bool = False
+
+    def add(self, kind: bytes, content: bytes, at: int) -> None:
+        if kind != b"g" and self.start is None:
+            self.start = at
+        if kind == b"L":
+            self._set_name(content.partition(b"\0")[0], at)
+        elif kind in b"xXg":
+            for key, value in _records(content, at):
+                if kind == b"g" and (key in (b"path", b"size") or key.startswith(b"GNU.sparse.")):
+                    raise TarError(f"gives all members one {key.decode()} at byte {at:,}; repack it")
+                if key == b"path":
+                    self._set_name(value.rstrip(b"/"), at)
+                elif key == b"size":
+                    self._set_size(value, at)
+                self.sparse |= key.startswith(b"GNU.sparse.")
+
+    def _set_name(self, name: bytes, at: int) -> None:
+        if not name or len(name) > LONGEST:
+            raise TarError(f"has a name of {len(name):,} bytes at byte {at:,}; from 1 to {LONGEST:,} are read")
+        if self.name not in (None, name):
+            raise TarError(f"gives a member two names at byte {at:,}; repack it")
+        self.name = name
+
+    def _set_size(self, value: bytes, at: int) -> None:
+        if _NUMBER.fullmatch(value) is None:
+            raise TarError(f"is damaged: a size that is no number at byte {at:,}; copy it again")
+        if self.size not in (None, int(value)):
+            raise TarError(f"gives a member two sizes at byte {at:,}; repack it")
+        self.size = int(value)
+
+
+_LENGTH = re.compile(rb"(\d{1,7}) ")
+
+
+def _records(content: bytes, at: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the records of a PAX header, each ``LENGTH KEY=VALUE`` and a line break."""
+    begin = 0
+    while begin < len(content) and content[begin] != 0:
+        found = _LENGTH.match(content, begin)
+        end = begin + int(found[1]) if found else 0
+        key, is_there, value = content[found.end() : end - 1].partition(b"=") if found else (b"", b"", b"")
+        if not key or not is_there or end > len(content) or content[end - 1 : end] != b"\n":
+            raise TarError(f"is damaged: no PAX header at byte {at:,}; copy it again")
+        yield key, value
+        begin = end
+
+
+def _member(block: bytes, kind: bytes, size: int, at: int, chain: _Extensions) -> Member:
+    name = block[:100].partition(b"\0")[0]
+    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
+    name = (prefix + b"/" + name if prefix else name) if chain.name is None else chain.name
+    folder = kind == b"\0" and block[:100].partition(b"\0")[0].endswith(b"/")  # in tars of old writers
+    shown = os.fsdecode(name)
+    if kind == b"S" or chain.sparse:
+        raise TarError(f"stores {printable(shown)} with holes; pack it without --sparse")
+    if chain.size is not None:
+        if size not in (0, chain.size) and chain.size < _FITS:
+            raise TarError(f"gives {printable(shown)} two sizes, {size:,} and {chain.size:,}; repack it")
+        size = chain.size
+    regular, begin = kind in _REGULAR and not folder, at + BLOCK
+    stored = 0 if kind in _WITHOUT_CONTENT or folder else size
+    return Member(
+        shown,
+        at if chain.start is None else chain.start,
+        begin,
+        size if regular else 0,
+        begin + padded(stored),
+        regular,
+    )
+
+
+def _is_header(block: bytes) -> bool:
+    """Return True if a block has the checksum of a header; old writers took bytes for signed."""
+    try:
+        told = _number(block[148:156], 0)
+    except TarError:
+        return False
+    rest = block[:148] + block[156:]
+    total = sum(rest) + 8 * ord(" ")
+    return told in (total, total - 256 * sum(byte > 127 for byte in rest))
+
+
+def _number(field: bytes, at: int) -> int:
+    """Return a number of a header: octal digits or, after a byte 128, binary."""
+    if field[0] == 128:
+        return int.from_bytes(field[1:], "big")
+    text = field.partition(b"\0")[0].strip()
+    if field[0] == 255 or re.fullmatch(rb"[0-7]*", text) is None:
+        raise TarError(f"is damaged: no number, or a negative one, in the header at byte {at:,}; copy it again")
+    return int(text or b"0", 8)
+
+
+def padded(size: int) -> int:
+    """Return the bytes that a content of ``size`` bytes takes in a tar."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def member_header(name: str, size: int) -> bytes:
+    """Return the header of a member to be written, without owner and time, so that tars depend on contents alone."""
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+# ------------------------------------------------------------------------------------------ parts of a sample
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Where the parts of a sample are; of several places the first that the sample has is used.
+
+    medium: endings of pictures and clips; None: the first member with such an ending. caption, label: see
+    ``FieldPath``. parts: the only endings that are read; None: all. exact: endings keep their case, as in Energon,
+    where webdataset's are lower case. whole: a sample is all its members, which the user's code reads, and has no
+    fields. empty: whether a caption may be empty.
+    """
+
+    medium: tuple[str, ...] | None = None
+    caption: tuple[FieldPath, ...] = (("txt",), ("json", "caption"), ("json", "text"))
+    label: tuple[FieldPath, ...] = (("cls",), ("json", "label"))
+    parts: tuple[str, ...] | None = None
+    exact: bool = False
+    whole: bool = False
+    empty: bool = field(default=False, repr=False)  # the repr identifies indexes of Energon's folders
+
+    def find_medium(self, parts: Mapping[str, object]) -> str | None:
+        """Return the ending of the member that is the picture or clip: ``jpg`` before ``mask.jpg``."""
+        if self.parts is not None:
+            parts = {ending: part for ending, part in parts.items() if self.takes(ending)}
+        if self.medium is not None:
+            return next((ending for ending in self.medium if ending in parts), None)
+        media = [ending for ending in parts if suffix_of(ending) in picture_suffixes() | CLIPS]
+        return min(media, key=lambda ending: "." in ending, default=None)
+
+    def takes(self, ending: str) -> bool:
+        return self.parts is None or ending in self.parts
+
+
+def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
+    """Return a member's key and ending, in lower case unless ``exact``; None for one that belongs to no sample.
+
+    A name is cut at the first dot after the last slash. This is WebDataset's expression
+    ``^((?:.*/|)[^.]+)[.]([^/]*)$`` in linear time; that takes quadratic time for names with many slashes."""
+    last = name.rfind("/")
+    dot = name.find(".", last + 1)
+    if dot < 0 or _META.match(name):
+        return None
+    # The [^.]+ may begin after any slash before the first line break, which ``.`` does not match.
+    line = name.find("\n", 0, dot)
+    before = name.rfind("/", 0, dot if line < 0 else line)
+    if before + 1 == dot:  # nothing is left for it: it takes more
+        before = name.rfind("/", 0, max(0, before))
+    if before + 1 == dot or "." in name[before + 1 : dot]:
+        return None
+    ending = name[dot + 1 :]
+    return name[:dot], ending if exact else ending.lower()
+
+
+def suffix_of(ending: str) -> str:
+    """``seg.PNG`` -> ``.png``."""
+    return "." + ending.rpartition(".")[2].lower()
+
+
+def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
+    """Return the caption in a member's bytes, without surrounding blanks.
+
+    Raises ValueError if there is none, or if it is empty and ``empty`` is False."""
+    text = _read(content, path)
+    if not isinstance(text, str):
+        raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
+    if not (text := text.strip()) and not empty:
+        raise ValueError(f"{_shown(path)} is empty")
+    return text
+
+
+def read_label(content: bytes, path: FieldPath) -> int:
+    """Return the class in a member's bytes. Raises ValueError if there is none."""
+    label = _read(content, path)
+    try:
+        number = int(label) if isinstance(label, str) else label
+    except ValueError:
+        number = None
+    if type(number) is not int or not 0 <= number < 2**31:
+        raise ValueError(f"{_shown(path)} is {str(label)[:40]!r}, not the number of a class")
+    return number
+
+
+def _read(content: bytes, path: FieldPath) -> object:
+    try:
+        text = content.decode("utf-8-sig")
+        value: Any = json.loads(text) if suffix_of(path[0]) in (".json", ".jsn") else text
+        for key in path[1:]:
+            value = value[int(key)] if isinstance(value, list) else value[key]
+        return value
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the .{path[0]} isn't UTF-8") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"the .{path[0]} isn't JSON ({error})") from error
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"it has no {_shown(path)}") from error
+
+
+def _shown(path: FieldPath) -> str:
+    return "." + path[0] + "".join(f"[{key}]" for key in path[1:])
+
+
+def _kind(value: object) -> str:
+    return {dict: "an object", list: "a list", type(None): "null"}.get(type(value), str(value)[:40])
+
+
+# ------------------------------------------------------------------------------------------ samples
 
 
 @dataclass
 class Sample:
-    """The members of one key: ending -> (offset of the content, bytes). start, end: of all of them in the tar."""
+    """The members with one key. parts: ending -> (offset of the content, bytes). start, end: of all in the tar."""
 
     key: str
     start: int
@@ -34,10 +348,9 @@ class Sample:
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
-    """The samples of a tar in its order: members that follow each other and share a key. exact: see ``Fields``.
+    """Yield the samples of a tar in its order: consecutive members that share a key. exact: see ``Fields``.
 
-    Raises ValueError, which names the tar and what is wrong with it: truncated, damaged, compressed, a key or a member
-    twice.
+    Raises ValueError, which names the tar and the problem: truncated, damaged, compressed, a key or a member twice.
     """
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
@@ -81,9 +394,9 @@ class _Rows:
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    why_not: list[str] = field(default_factory=list)  # of every row: why it has no caption or label
+    why_not: list[str] = field(default_factory=list)  # for every row: why it has no caption or label
     seen: int = 0
-    latents: bool = False  # a sample without a medium has a file that may hold latents
+    latents: bool = False  # whether a sample without a medium has a file that may hold latents
 
     def add(self, sample: Sample, file, checked: bool) -> None:
         number, self.seen = self.seen, self.seen + 1
@@ -121,7 +434,7 @@ class _Rows:
         self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
-        """(number of the path that gave the value, the value or None, why there is none)."""
+        """Return the number of the path that gave the value, the value or None, and why there is none."""
         why = ""
         for number, path in enumerate(paths):
             if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
@@ -138,7 +451,7 @@ class _Rows:
 
 
 class _Member:
-    """A member of a tar, as a file that is read."""
+    """A member of a tar, as a readable file."""
 
     def __init__(self, file: BinaryIO, at: int, size: int):
         self._file, self._start, self._size, self._at = file, at, size, 0
@@ -170,16 +483,18 @@ def _crc32(file, at: int, size: int) -> int:
 def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
-    """The index of a tar: its header, records of ``ROW`` and keys.
+    """Return the index of a tar: its header, records of ``ROW`` and keys.
 
-    If any sample has a caption, those without are left out; if none has and any has a label, those without one; and
-    always those without a picture or clip.
+    Samples without a picture or clip are left out. If any sample has a caption, those without are left out too;
+    otherwise, if any has a label, those without one.
 
     Args:
-        checksums: read all of the tar, and keep its SHA-256 and every medium's CRC-32; else only what is needed.
-        sha256: of the tar, where it is known.
+        checksums: read all of the tar, and keep its SHA-256 and every medium's CRC-32; otherwise only what is needed.
+        sha256: of the tar, if known.
 
-    Raises ValueError as :func:`samples_of`, and for a tar without samples; OSError.
+    Raises:
+        ValueError: as :func:`samples_of`, and for a tar without samples.
+        OSError: the tar can't be read.
     """
     path, fields = Path(path), fields or Fields()
     found = _Rows(fields)

@@ -1,4 +1,4 @@
-"""Bytes of tars, by offset."""
+"""Read bytes of tars on this machine's disks by offset."""
 
 import os
 from collections import OrderedDict
@@ -18,7 +18,7 @@ MOST_OPEN = 256  # tars at once, and indexes: a process may have 1,024 files on 
 class LocalTars:
     """Tars on a disk of this machine. Each is opened when it is first read, and its size compared with its index.
 
-    paths, sizes: of the tars, and what their indexes say of their bytes.
+    sizes: the bytes of the tars, by their indexes.
     """
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
@@ -26,8 +26,10 @@ class LocalTars:
         self._files: OrderedDict[int, int] = OrderedDict()  # tar -> file descriptor, the least recently used first
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """``size`` bytes from ``at``. Raises DataError, which names the tar, if it is gone, truncated or another one,
-        or if its disk stays down; OSError of the disk else."""
+        """Return ``size`` bytes from ``at``.
+
+        Raises DataError, which names the tar, if it is missing, truncated or a different one, or if its disk stays
+        down; otherwise the disk's OSError."""
         return retried_disk(self.paths[tar], partial(self._read, tar, at, size))
 
     def _read(self, tar: int, at: int, size: int) -> bytes:
@@ -38,7 +40,7 @@ class LocalTars:
                 parts.append(part)
                 left -= len(part)
         except OSError:
-            del self._files[tar]  # of a disk that was down it stays stale
+            del self._files[tar]  # after a disk was down the descriptor stays stale
             with suppress(OSError):
                 os.close(file)
             raise
@@ -47,7 +49,7 @@ class LocalTars:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Return True if damaged bytes can be read again from elsewhere: here they can't."""
+        """Return whether damaged bytes can be read again from elsewhere: here they can't."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -80,11 +82,11 @@ class LocalTars:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_files": OrderedDict()}  # descriptors don't travel to a process that isn't forked
+        return {**self.__dict__, "_files": OrderedDict()}  # descriptors can't be pickled for a spawned process
 
 
 def size_problem(name: str, found: int, expected: int) -> str:
-    """Explain what is wrong with a tar whose size differs from its index's."""
+    """Return an error text for a tar whose size differs from its index's."""
     what = "is truncated" if found < expected else "is not the tar that its index was made of"
     return (
         f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "

@@ -1,32 +1,49 @@
-"""Packs media into tars. What is in which tar is planned first, so that any process can write any of them, and one that
-was killed in the middle is written again with the same bytes."""
+"""Pack media, or cached latents in safetensors files, into tars.
+
+The contents of every tar are planned first, so that any process can write any of them, and a tar whose writing was
+interrupted is written again with the same bytes.
+"""
 
 import builtins
 import os
+import shutil
 import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from opendit.common.safe_files import replacing
-from opendit.common.tensor_files import write_file
-from opendit.common.utils import hash_parts
+import numpy as np
+import torch
+from torch import Tensor
+
+from opendit.common.safe_files import make_folder, refuse_links, replacing
+from opendit.common.tensor_files import open_safetensors, write_file
+from opendit.common.utils import DataError, hash_parts, sha256_of
 from opendit.data.csv_table import read_csv
 from opendit.data.files import printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
+from opendit.data.latents import read_shard_header
+from opendit.data.latents_check import REPAIR
+from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm
+from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.picture_file import picture_suffixes
+from opendit.data.processes import in_processes
+from opendit.data.progress import Progress
 from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.scan import scan
-from opendit.data.shards.tar_headers import BLOCK
+from opendit.data.shards.latents import HEADERS, tars_of
+from opendit.data.shards.scan import BLOCK, member_header, padded, scan
+from opendit.data.text_cache import EMPTY
 
 _READ = 4 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to be packed: its file, that file's bytes and time of change, and the member beside it."""
+    """A sample to be packed: its file, that file's size and modification time, and the member beside it."""
 
     key: str
     path: str
@@ -58,9 +75,9 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
         for row in read_csv(data_path):
             suffix = suffix_of(str(row.path))
             if suffix not in picture_suffixes() | CLIPS:
-                suffix = ".jpg" if row.is_picture else ".mp4"  # decoders look at the bytes; this tells the two apart
+                suffix = ".jpg" if row.is_picture else ".mp4"  # decoders go by the bytes; this only tells the two apart
             media.append((str(row.path), suffix, row.text))
-    with ThreadPoolExecutor(16) as pool:  # a network disk answers sixteen as fast as one
+    with ThreadPoolExecutor(16) as pool:  # a network disk answers sixteen as quickly as one
         states = list(pool.map(lambda medium: _state(medium[0]), media))
     entries, left_out = [], []
     for number, ((path, suffix, text), state) in enumerate(zip(media, states, strict=True)):
@@ -80,10 +97,10 @@ def _state(path: str) -> tuple[int, int] | str:
 
 
 def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPlan]:
-    """The tars: entries in their order, as many in each as ``shard_size`` bytes hold, and one at least."""
+    """Divide the entries, in order, into tars of up to ``shard_size`` bytes, with at least one entry each."""
     cuts, used = [], 0
     for number, entry in enumerate(entries):
-        size = 2 * BLOCK + _padded(entry.bytes) + _padded(len(entry.text))
+        size = 2 * BLOCK + padded(entry.bytes) + padded(len(entry.text))
         if not cuts or used + size > shard_size - 2 * BLOCK:
             cuts.append(number)
             used = 0
@@ -96,10 +113,6 @@ def plan_jobs(entries: list[Entry], folder: Path, shard_size: int) -> list[TarPl
         TarPlan(folder / f"shard-{number:0{digits}d}-of-{len(cuts):0{digits}d}.tar", plan, entries[first:last])
         for number, (first, last) in enumerate(zip(cuts, [*cuts[1:], len(entries)], strict=True))
     ]
-
-
-def _padded(size: int) -> int:
-    return -(-size // BLOCK) * BLOCK
 
 
 def is_done(job: TarPlan) -> bool:
@@ -116,9 +129,9 @@ def is_done(job: TarPlan) -> bool:
 
 
 def write_job(job: TarPlan) -> int:
-    """Writes a tar and then its index, each under another name first; returns how many samples it has.
+    """Write a tar and then its index, each under another name first, and return the number of its samples.
 
-    Raises ValueError if a file is no longer what it was when the tars were planned; OSError, as of a full disk.
+    Raises ValueError if a file has changed since the tars were planned; OSError, for example for a full disk.
     """
     with replacing(job.tar, temporary=f"{job.tar.name}.{os.getpid()}.partial") as new:
         written = write_file(new, _blocks(job.entries))
@@ -130,7 +143,7 @@ def write_job(job: TarPlan) -> int:
 
 
 def _blocks(entries: list[Entry]) -> Iterator[bytes]:
-    """The bytes of a tar: members of one owner and time, so that they depend on the files' contents alone."""
+    """Yield the bytes of a tar, which depend on the files' contents alone."""
     total = 0
     for entry in entries:
         header = member_header(f"{entry.key}.{entry.ending}", entry.bytes)
@@ -149,8 +162,128 @@ def _blocks(entries: list[Entry]) -> Iterator[bytes]:
     yield bytes(2 * BLOCK + -(total + 2 * BLOCK) % tarfile.RECORDSIZE)
 
 
-def member_header(name: str, size: int) -> bytes:
-    """Return a member's header, without owner and time, so that tars depend on their contents alone."""
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info.tobuf(tarfile.PAX_FORMAT)
+# ------------------------------------------------------------------------------------------ latents
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples [first, end) of a safetensors file. sha256: of the file, "" if the index has none."""
+
+    file: Path
+    first: int
+    end: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PackedTar:
+    """A tar to be written: its samples, all of one shape, and the contents of its first member."""
+
+    path: Path
+    pieces: tuple[Piece, ...]
+    shape_key: int
+    settings: dict[str, Any]
+    skipped: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(piece.end - piece.first for piece in self.pieces)
+
+
+def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_size: int, num_workers: int) -> None:
+    """Pack the latents of a folder into tars of about ``shard_size`` bytes in ``output``; nothing is encoded.
+
+    Existing tars are kept, so that the same command continues where it was stopped, with the same bytes. Raises
+    ValueError for latents that are in tars already, and for an ``output`` with other tars; DataError for files that
+    differ from the index."""
+    if index["version"] == TARS_VERSION:
+        raise ValueError(f"--data_path {printable(folder)}: these latents lie in tars already; train with them")
+    form = tars_of(index["image_size"])
+    plans = list(_plan(folder, index, output, shard_size, form))
+    make_folder(output)
+    refuse_links(output, [INDEX, EMPTY, *(plan.path.name for plan in plans)], "--output")
+    if others := sorted({tar.name for tar in output.glob("*.tar")} - {plan.path.name for plan in plans}):
+        raise ValueError(f"--output {printable(output)}: holds other tars, such as {others[0]}; name another folder")
+    done = [plan for plan in plans if (found := form.header(plan.path)) is not None and found[1] == plan.settings]
+    todo = [plan for plan in plans if plan not in done]
+    with Progress(index["count"], "samples", initial=sum(plan.count for plan in done), title="packing") as bar:
+        for count in in_processes(partial(_write, form=form), todo, num_workers):
+            bar.update(count)
+    checksums: dict[str, str] = {}
+    if "text" in index:
+        with replacing(output / EMPTY) as new, open(folder / EMPTY, "rb") as old:
+            shutil.copyfileobj(old, new)
+        checksums = {EMPTY: sha256_of(output / EMPTY)}
+    shards = [_entry(plan, "video" in index) for plan in plans]
+    packed = {**index, "settings": plans[0].settings, "shards": shards} | (
+        {"checksums": checksums} if checksums else {}
+    )
+    write_latents_index(output, TARS_VERSION, [packed])
+    print(f"{index['count']:,} latents in {len(plans):,} tars: train with --data_path {printable(output)}")
+
+
+def _plan(folder: Path, index: dict[str, Any], output: Path, shard_size: int, form: ShardForm) -> Iterator[PackedTar]:
+    headers = [read_shard_header(folder / shard["file"]) for shard in index["shards"]]
+    if None in headers:
+        name = index["shards"][headers.index(None)]["file"]
+        raise DataError(f"{folder / name} is missing or damaged; {REPAIR}")
+    settings = {**headers[0][1], "version": TARS_VERSION, "shard_size": shard_size}  # pyright: ignore[reportOptionalSubscript]
+    skipped = [file for header in headers if header for file in header[2]]
+    groups: list[tuple[int, list[Piece]]] = []
+    for key in sorted({shard.get("shape_key", 0) for shard in index["shards"]}):
+        left = 0
+        for shard in (each for each in index["shards"] if each.get("shape_key", 0) == key):
+            at, file = 0, folder / shard["file"]
+            while at < shard["count"]:
+                if not left:
+                    groups.append((key, []))
+                    left = max(1, shard_size // _bytes_of_a_sample(file, index))
+                end = min(shard["count"], at + left)
+                groups[-1][1].append(Piece(file, at, end, shard.get("sha256", "")))
+                left, at = left - (end - at), end
+    for number, (key, pieces) in enumerate(groups):
+        path = output / form.name(number, len(groups))
+        yield PackedTar(path, tuple(pieces), key, settings, () if number else tuple(skipped))
+
+
+def _bytes_of_a_sample(file: Path, index: dict[str, Any]) -> int:
+    """Return the bytes of a sample with a caption of the largest length."""
+    with open_safetensors(file) as shard:
+        numbers = int(np.prod(shard.get_slice("moments").get_shape()[1:]))
+        if "text" in index:
+            numbers += (index["text"]["max_tokens"] + 1) * shard.get_slice("pooled").get_shape()[1]
+    return 2 * numbers + HEADERS
+
+
+def _write(plan: PackedTar, form: ShardForm) -> int:
+    """Write a tar of latents and return the number of its samples."""
+    for piece in plan.pieces:
+        if piece.sha256 and sha256_of(piece.file) != piece.sha256:
+            raise DataError(f"{piece.file} is damaged: its checksum is not the index's; {REPAIR}")
+    form.write(plan.path, _tensors(plan.pieces), plan.settings, list(plan.skipped))
+    return plan.count
+
+
+def _tensors(pieces: tuple[Piece, ...]) -> dict[str, Tensor]:
+    """Return the pieces' concatenated tensors, as in one safetensors file of all of them."""
+    parts: dict[str, list[Tensor]] = {}
+    for piece in pieces:
+        with open_safetensors(piece.file) as file:
+            for name in ("moments", "labels", "rows", "pooled"):
+                if name in file.keys():  # noqa: SIM118
+                    parts.setdefault(name, []).append(file.get_slice(name)[piece.first : piece.end])
+            for name, ends in (("captions", "caption_ends"), ("tokens", "token_ends")):
+                if name in file.keys():  # noqa: SIM118
+                    where = file.get_slice(ends)[max(0, piece.first - 1) : piece.end]
+                    start = int(where[0]) if piece.first else 0
+                    where = where[1:] if piece.first else where
+                    before = sum(len(part) for part in parts.get(name, []))
+                    parts.setdefault(name, []).append(file.get_slice(name)[start : int(where[-1])])
+                    parts.setdefault(ends, []).append(where - start + before)
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+def _entry(plan: PackedTar, of_clips: bool) -> dict[str, Any]:
+    entry = {"file": plan.path.name, "count": plan.count, "bytes": plan.path.stat().st_size}
+    entry["sha256"] = sha256_of(plan.path)
+    return entry | ({"shape_key": plan.shape_key} if of_clips else {})

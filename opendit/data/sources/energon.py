@@ -11,7 +11,6 @@ from opendit.common.yaml_file import read_yaml
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.cooked import CookedDataset, load_cooker
-from opendit.data.energon.indexes import open_indexes
 from opendit.data.energon.metadataset import (
     ALONE,
     REPETITIONS,
@@ -20,11 +19,10 @@ from opendit.data.energon.metadataset import (
     is_metadataset,
     read_metadataset,
 )
-from opendit.data.energon.prepared import NoSuchSplit, PreparedSet, is_prepared, read_prepared
+from opendit.data.energon.prepared import NoSuchSplit, PreparedSet, is_prepared, open_indexes, read_prepared
 from opendit.data.files import printable
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex
-from opendit.data.shards.kept import KeptRows
+from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, KeptRows, TarIndex
 from opendit.data.sources.base import NoSplit, Request
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names

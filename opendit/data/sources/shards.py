@@ -9,11 +9,10 @@ from opendit.data.files import printable
 from opendit.data.folders import Ignored, list_folder
 from opendit.data.latents_index import TARS_VERSION, choose_index
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.shards.cache import FileCache
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
 from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
-from opendit.data.shards.remote import Remote, RemoteTars, expand, fetch_indexes
+from opendit.data.shards.remote import FileCache, Remote, RemoteTars, expand, fetch_indexes
 from opendit.data.shards.store import size_problem
 from opendit.data.sources.base import Request
 from opendit.data.text_cache import EMPTY, load_empty_caption

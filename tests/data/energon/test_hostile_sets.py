@@ -9,10 +9,10 @@ import time
 import pytest
 
 from opendit.data import build_dataset
-from opendit.data.energon import braces, metadataset
-from opendit.data.energon.braces import expand_all, expand_braces
+from opendit.data.energon import metadataset, prepared
 from opendit.data.energon.metadataset import read_metadataset
-from opendit.data.shards import cache
+from opendit.data.energon.prepared import expand_all
+from opendit.data.shards import remote
 from tests.data.energon.test_energon import PREPARED
 
 HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
@@ -20,7 +20,7 @@ HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
     shutil.copytree(PREPARED, tmp_path / "sets")
     return tmp_path / "sets"
 
@@ -64,16 +64,16 @@ def blend(path, *names):
 )
 def test_braces_are_bounded(pattern, says):
     with pytest.raises(ValueError, match=says) as caught:
-        expand_braces(pattern)
+        expand_all([pattern])
     assert len(str(caught.value)) < 300
 
 
 def test_braces_of_several_patterns_are_bounded_together(monkeypatch):
-    monkeypatch.setattr(braces, "MOST", 10)
+    monkeypatch.setattr(prepared, "MOST_TARS", 10)
     assert len(expand_all(["{0..4}", "{0..4}"])) == 10
     with pytest.raises(ValueError, match="'{0..4}' names more than 10 tars"):
         expand_all(["{0..4}", "{0..4}", "{0..4}"])
-    monkeypatch.setattr(braces, "MOST_BYTES", 9)
+    monkeypatch.setattr(prepared, "MOST_LETTERS", 9)
     with pytest.raises(ValueError, match="or names of 9 characters"):
         expand_all(["{0..4}", "{0..4}"])
 

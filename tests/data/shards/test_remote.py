@@ -19,8 +19,9 @@ from opendit.data import DataError, SampleKey, build_dataset, build_loader, buil
 from opendit.data.base import to_pixels
 from opendit.data.held_out import hold_out
 from opendit.data.loader import read_batches
-from opendit.data.shards import cache, remote
+from opendit.data.shards import remote
 from opendit.data.shards.program import make_indexes
+from opendit.data.shards.remote import ByteRange, FetchAhead, grouped
 from tests.data.shards.tars import captioned, picture, write_tar
 
 
@@ -74,7 +75,7 @@ def server(tmp_path, monkeypatch):
     found = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "tars")))
     found.faults, found.ranges = [], 0
     threading.Thread(target=found.serve_forever, daemon=True).start()
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
     found.address = f"http://127.0.0.1:{found.server_port}"
     yield found
@@ -219,7 +220,7 @@ def test_a_server_that_fails_when_asked_about_an_index(server, monkeypatch):
 
 def test_a_cache_that_takes_no_indexes(server, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "file"))
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     data = opened(server)
     assert data[SampleKey(3, 0, 0)].text == "a 3"
@@ -260,7 +261,7 @@ def test_a_damaged_copy_is_fetched_again(server, tmp_path):
 
 
 def test_the_cache_keeps_to_its_size_and_what_was_used_last(tmp_path):
-    kept = cache.FileCache(tmp_path, 10_000)
+    kept = remote.FileCache(tmp_path, 10_000)
     for number in range(40):
         kept.put(str(number), bytes([number]) * 500)
         assert kept.get("0") == bytes(500)
@@ -273,7 +274,7 @@ def test_the_cache_keeps_to_its_size_and_what_was_used_last(tmp_path):
 
 def test_a_killed_writer_leaves_only_whole_contents(tmp_path):
     def write():
-        kept = cache.FileCache(tmp_path, 10**9)
+        kept = remote.FileCache(tmp_path, 10**9)
         for number in range(10**6):
             kept.put(str(number % 50), bytes([number % 50]) * 200_000)
 
@@ -282,14 +283,61 @@ def test_a_killed_writer_leaves_only_whole_contents(tmp_path):
     time.sleep(0.3)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    found = [(number, cache.FileCache(tmp_path, 10**9).get(str(number))) for number in range(50)]
+    found = [(number, remote.FileCache(tmp_path, 10**9).get(str(number))) for number in range(50)]
     contents = [(number, content) for number, content in found if content is not None]
     assert contents and all(content == bytes([number]) * 200_000 for number, content in contents)
 
 
 def test_a_disk_that_takes_nothing_is_told_of_once(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    kept = cache.FileCache(tmp_path / "file", 1000)
+    kept = remote.FileCache(tmp_path / "file", 1000)
     kept.put("a", b"1")
     kept.put("b", b"1")
     assert kept.get("a") is None and capsys.readouterr().err.count("is not kept there") == 1
+
+
+# ------------------------------------------------------------------------------------------ fetching ahead
+
+
+def test_neighbours_are_one_request():
+    picture, caption, far = ByteRange(0, 10_000, 900), ByteRange(0, 9_000, 20), ByteRange(0, 40_000, 5)
+    assert grouped([picture, caption]) == [[picture, caption]]
+    assert grouped([picture, far]) == [[picture], [far]]
+    assert grouped([far, picture]) == [[far], [picture]]  # in the order of reading
+
+
+def test_only_so_much_is_fetched_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr(remote, "BYTES", 100)
+    begun, go = [], threading.Event()
+
+    def fetch(group):
+        begun.append(group[0].at)
+        assert go.wait(10)
+        return {part: bytes(part.size) for part in group}
+
+    fetched = FetchAhead(fetch)
+    ranges = [ByteRange(0, at, 40) for at in range(6)]
+    fetched.begin([[part] for part in ranges])
+    assert len(fetched.begun) == 2
+    go.set()
+    assert fetched.take(ranges[0]) == bytes(40) and fetched.take(ranges[0]) is None  # once
+    assert fetched.take(ranges[2]) == bytes(40)  # 1 was passed over: its sample could not be read
+    assert fetched.take(ranges[1]) is None
+    assert [fetched.take(part) for part in ranges[3:]] == [bytes(40)] * 3
+    assert sorted(begun) == list(range(6))
+    fetched.begin([[ByteRange(0, 0, 500)], [ByteRange(0, 1, 1)]])  # one that is too large comes alone
+    assert fetched.take(ByteRange(0, 0, 500)) == bytes(500) and fetched.take(ByteRange(0, 1, 1)) == bytes(1)
+
+
+def test_an_error_comes_with_its_own_place():
+    def fetch(group):
+        if group[0].at == 1:
+            raise ValueError("broken")
+        return {part: b"" for part in group}
+
+    fetched = FetchAhead(fetch)
+    fetched.begin([[ByteRange(0, at, 0)] for at in range(3)])
+    assert fetched.take(ByteRange(0, 0, 0)) == b""
+    with pytest.raises(ValueError, match="broken"):
+        fetched.take(ByteRange(0, 1, 0))
+    assert fetched.take(ByteRange(0, 2, 0)) == b""

@@ -11,7 +11,7 @@ from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, retry
-from opendit.data.shards import cache, remote
+from opendit.data.shards import remote
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, write_tar
 
@@ -69,7 +69,7 @@ def store(program, tmp_path, monkeypatch):
     make_indexes(str(tmp_path / "tars"), num_workers=1)
     for path in (tmp_path / "tars").iterdir():
         boto3.client("s3").put_object(Bucket=BUCKET, Key=f"set/{path.name}", Body=path.read_bytes())
-    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
     program.faults, program.ranges = [], 0
     return program
@@ -132,7 +132,7 @@ def test_a_full_disk_does_not_end_the_reading(store, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache, "replacing", full)
+    monkeypatch.setattr(remote, "replacing", full)
     assert [data[SampleKey(row, 0, row)].text for row in (0, 1, 0)] == ["a 0", "a 1", "a 0"]
     assert capsys.readouterr().err.count("No space left on device; what is read is not kept there") == 1
     assert store.ranges == 3

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.shards.fields import split_name
-from opendit.data.shards.scan import scan
-from opendit.data.shards.tar_headers import BLOCK, MOST_EXTENSION, TarError, members
+from opendit.data.shards.scan import BLOCK, MOST_EXTENSION, TarError, members, scan, split_name
 from tests.data.shards.tars import picture
 
 END = bytes(2 * BLOCK)
