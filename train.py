@@ -1,33 +1,180 @@
-"""Trains a Diffusion Transformer: data -> prepare -> model -> loss -> step -> EMA -> log.
+"""Train a Diffusion Transformer: data -> latents -> noise -> model -> loss -> backward -> step -> EMA -> log -> save.
 
 One process:     python train.py --model DiT-S/2 --data_path FOLDER
 Several GPUs:    torchrun --standalone --nproc_per_node=8 train.py --model DiT-XL/2 --data_path FOLDER
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opendit.config.command_line import read_flags
 from opendit.config.console import prepare_console
 from opendit.config.train import TrainConfig
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch, and all that needs it, is imported once the flags have been read: see start()
     from pathlib import Path
 
+    import torch
+    from torch import Tensor
+
+    from opendit.data import Batch
+    from opendit.diffusion import Objective
+    from opendit.encoders.conditioner import Conditioner
+    from opendit.models import Condition
+    from opendit.parallel.engines import Engine
     from opendit.training.build import Run
+    from opendit.training.latents import Latents
+    from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
+    from opendit.training.packing import Packing
 
 
-def main(argv: list[str]) -> None:
-    """Trains as the flags say, or for --dry_run says what training would need."""
-    prepare_console()
-    start(read_flags(TrainConfig, argv))
+def train(run: Run) -> None:
+    """Train until the last step, a signal, or the end of the data."""
+    for step in range(run.first_step, run.last_step):
+        run.engine.set_lr(lr := run.learning_rate.at(step))
+        with run.saving_if_data_end():
+            # Kernel by kernel these are the passes of EagerPasses below; CUDA graphs replay them, and the stages of a
+            # pipeline have a schedule of their own. build() has chosen.
+            loss = run.runner.passes(micro_batches(run))
+            run.interrupt.ask()  # all ranks, before any weight changes: is there a signal, does one lack data?
+        run.result = result = run.engine.step()
+        run.ema.update(result.finite)
+        run.monitor.add(run.mesh.sum(loss, "pp"), result.finite)  # a pipeline's last stage has the loss, the others 0
+        run.profiler.step()
+
+        run.done = step + 1
+        stopping = run.interrupt.answer()
+        due = run.due(stopping)  # waits for the device only if something is due
+        measured = run.measure(due)  # the held-out loss, the quality of samples
+        if due.log:
+            run.log.write(run.done, lr, result, measured)
+        if due.save:
+            run.save()
+        if due.draw:
+            run.draw()
+        if stopping:
+            break
 
 
-def start(flags: TrainConfig) -> "Path | None":
-    """Returns the run's folder; None for --dry_run.
+def micro_batches(run: Run) -> Iterator[MicroBatch | PackedMicroBatch]:
+    """Yield the micro-batches of the next step. Each is read when it is asked for, while the device computes."""
+    for batch in run.batches.of_next_step():
+        micro_batch = run.inputs.of(batch)
+        run.count(batch, micro_batch)
+        yield micro_batch
 
-    Ends the program with exit code 1 if a checkpoint, or something else that it writes, could not be written, and as
-    ``Supervisor`` says if the run fails.
+
+@dataclass(frozen=True)
+class Inputs:
+    """Makes a batch of the loader a micro-batch: latents, their noise, times and conditions.
+
+    Everything random about a sample is keyed by (seed, step, its index in the global batch), so that any number of
+    ranks, and a resumed run, draws the same.
+
+    Args:
+        label_drop: share of the conditions that become the null condition, for classifier-free guidance.
+        packing: makes packs of samples of unequal size (``--pack_tokens``).
+        tokens_of: gives the number of tokens of latents of a size, for objectives whose times depend on it.
+        given_frames: which frames of a clip the model is given (``--given_frames``).
+    """
+
+    latents: Latents
+    objective: Objective
+    conditioner: Conditioner
+    device: torch.device
+    seed: int
+    label_drop: float
+    packing: Packing | None = None
+    tokens_of: Callable[[tuple[int, ...]], int] | None = None
+    given_frames: str | None = None
+
+    def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
+        """Return the micro-batch on the device, without waiting for it."""
+        from opendit.data.enlarging import enlarge
+        from opendit.training.micro_batch import MicroBatch
+
+        index = batch.index.to(self.device, non_blocking=True)
+        if isinstance(batch.x, tuple):
+            assert self.packing is not None, "a run of packs has samples of unequal sizes"
+            return self.packing.micro_batch(self, batch, index)
+        x0 = self.clean(enlarge(batch.x.to(self.device, non_blocking=True), batch.small), batch.step, index)
+        noise = self.noise(x0, batch.step, index)
+        tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
+        t = self.objective.times(self.seed, batch.step, index, tokens)
+        return MicroBatch(x0, t, noise, self.condition(batch, index), self.given(x0, batch.step, index))
+
+    def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
+        """Return the latents x0 (B, C, ...) fp32 of samples x of one shape."""
+        from opendit.data.base import to_pixels
+
+        return self.latents.of(to_pixels(x), step, index)
+
+    def noise(self, x0: Tensor, step: int, index: Tensor) -> Tensor:
+        """Draw the noise of latents x0, (B, C, ...) fp32."""
+        from opendit.diffusion.random import Stream, normal
+
+        return normal(self.seed, step, index, Stream.NOISE, tuple(x0.shape[1:]))
+
+    def condition(self, batch: Batch, index: Tensor) -> Condition:
+        """Return the samples' classes or captions, some of them replaced by the null condition."""
+        from opendit.diffusion.random import Stream, uniform
+
+        dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
+        return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
+
+    def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
+        """Return the mask and the latents of the frames that the model is given, (B, 1 + C, T, H, W)."""
+        from opendit.diffusion.given_frames import draw_given
+
+        return draw_given(self.given_frames, x0, self.seed, step, index)
+
+
+@dataclass(frozen=True)
+class EagerPasses:
+    """The passes of a micro-batch: noise the latents, predict, compare, and go backward.
+
+    Args:
+        micro_batches: in a step, whose loss is their mean.
+        after_forward: called once the forward pass is enqueued, unless a CUDA graph replays it.
+    """
+
+    engine: Engine
+    objective: Objective
+    micro_batches: int = 1
+    after_forward: Callable[[], None] = lambda: None
+
+    def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
+        """Return the loss of each sample, (B,) fp32."""
+        prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
+        inputs, conditions = batch.network_inputs(prepared.x_t, prepared.timestep)
+        output = self.engine.forward(*inputs, **conditions)
+        return batch.sample_losses(self.objective.loss(output, prepared))
+
+    def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
+        """Add the gradients of a micro-batch to the engine's; ``last``: the optimizer's step follows.
+
+        Returns:
+            The micro-batch's share of the step's loss, 0-dim, detached.
+        """
+        with self.engine.micro_batch(last=last):
+            loss = batch.mean(self.losses(batch)) / self.micro_batches
+            self.after_forward()
+            self.engine.backward(loss)
+        return loss.detach()
+
+
+def start(flags: TrainConfig) -> Path | None:
+    """Check the flags against the machine and the data, then train.
+
+    Returns:
+        The run's folder; None for --dry_run.
+
+    Raises:
+        SystemExit: code 1 if a checkpoint or another file could not be written; otherwise as ``Supervisor`` says.
     """
     # torch and the rest, which a wrong flag need not wait for
     from opendit.parallel.mesh import init_mesh
@@ -57,7 +204,7 @@ def start(flags: TrainConfig) -> "Path | None":
 
             evaluation = RunEvaluation(spec)
         supervisor.started(RUN_ERRORS)
-        with build(spec, supervisor, evaluation) as run:
+        with build(spec, supervisor, Inputs, EagerPasses, evaluation) as run:
             train(run)
         failed_writes = run.failed_writes()
     if failed_writes:
@@ -65,43 +212,10 @@ def start(flags: TrainConfig) -> "Path | None":
     return spec.folder
 
 
-def train(run: "Run") -> None:
-    """To the run's last step, to the one in which a signal comes, or to the last one that there are data for."""
-    from opendit.training.interrupt import NoData
-
-    result = None
-    for step in range(run.first_step, run.last_step):
-        run.engine.set_lr(lr := run.learning_rate.at(step))
-        micro_batches = run.micro_batches.of_next_step()  # the data: latents, times, noise, conditions
-        try:
-            # prepare -> model -> loss of each (opendit/training/runners/eager.py), and the optimizer's step
-            result = run.runner.train_step(micro_batches, before_update=run.interrupt.ask)
-        except NoData:
-            if result is not None:
-                run.end_without_data(step, result)
-            raise
-        run.ema.update(result.finite)
-        run.monitor.add(result.loss, result.finite)
-        run.profiler.step()
-        done, epoch, stopping = step + 1, run.schedule.epoch(step), run.interrupt.answer()
-        if run.agenda.step_done(done, stopping):
-            run.skipped.look(done, result)  # here alone, and for a line, a save or a drawing, the host waits
-        due = run.agenda.due(run.skipped.skipping, run.skipped.failing)
-        if due.refuse:
-            run.checkpoints.refuse(done, "the gradients of this step were not finite")
-        with run.monitor.paused(due.validate or due.evaluate):
-            validation = run.validation.after(done) if due.validate else {}
-            if due.evaluate:
-                validation |= run.evaluation.after(done, run.sampler, run.monitor)
-        if due.log:
-            run.log.write(done, epoch, lr, result, validation)
-        with run.monitor.paused(due.save or due.draw):
-            if due.save:
-                run.save(done, epoch)
-            if due.draw:
-                run.grids.draw(done)
-        if stopping:
-            break
+def main(argv: list[str]) -> None:
+    """Train as the flags say, or for --dry_run print what training would need."""
+    prepare_console()
+    start(read_flags(TrainConfig, argv))
 
 
 if __name__ == "__main__":

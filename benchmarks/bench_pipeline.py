@@ -36,8 +36,8 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.pipeline import Message, chunks_of, mesh_stages, on_every_stage
 from opendit.parallel.tensor import ReplicatedGradients, allocate
-from opendit.training.runners import MicroBatch
-from opendit.training.runners.pipeline import PipelineRunner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.pipeline_runner import PipelineRunner
 
 
 class NoLinks:
@@ -124,7 +124,7 @@ class Step:
 
     def alone(self) -> None:
         self._engine.together = False
-        self._alone.passes_of(self._given)
+        self._alone.passes(self._given)
         self._engine.step()
 
 

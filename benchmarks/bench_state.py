@@ -33,6 +33,7 @@ from opendit.parallel.engines import PRECISIONS, Engine, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.training.monitor import resident_gib
 from opendit.training.runners import build_runner
+from train import EagerPasses
 
 
 class FullEMA:
@@ -78,7 +79,7 @@ def measure(args, config, mesh: Mesh, folder: Path) -> dict[str, float]:
     """The figures, by metric."""
     cuda = mesh.device.type == "cuda"
     data, engine = Latents(config, args.batch_size, mesh), build(args, config, mesh)
-    runner, ema = build_runner(engine, data.objective), None
+    runner, ema = build_runner(EagerPasses(engine, data.objective)), None
 
     def step() -> None:
         result = runner.train_step([data.micro_batch(0)])

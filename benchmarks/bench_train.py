@@ -41,8 +41,10 @@ from opendit.models import build_model, model_config
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.training.micro_batch import MicroBatch
 from opendit.training.prepare import make_deterministic
-from opendit.training.runners import GRAPH_WARMUP, MicroBatch, build_runner
+from opendit.training.runners import GRAPH_WARMUP, build_runner
+from train import EagerPasses
 
 SEED, GROUP = 1, 4
 PLAIN = "plain autocast bf16"
@@ -125,7 +127,7 @@ def engine_step(
     )
     engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
     ema = EMA(engine, 0.9999)
-    runner = build_runner(engine, data.objective, graph=graph)
+    runner = build_runner(EagerPasses(engine, data.objective), graph=graph)
 
     def step(number: int) -> None:
         ema.update(runner.train_step([data.micro_batch(number)]).finite)

@@ -142,7 +142,7 @@ def rank_of_torchrun_killed(lab: Lab) -> None:
 # From step 10 on, on one rank: an exception, or noise that makes loss and gradients infinite.
 FROM_STEP_10 = """
 import os
-from opendit.training.inputs import Inputs
+from train import Inputs
 true_inputs = Inputs.of
 def inputs(self, batch):
     given = true_inputs(self, batch)

@@ -8,7 +8,7 @@
 - :class:`Links` sends tensors between stages, :func:`execute` runs a schedule, and :class:`PipelineForward` calls a
   model on stages like one that is not divided.
 
-What a pass computes in training is the runner's (opendit/training/runners/pipeline.py).
+What a pass computes in training is the runner's (opendit/training/pipeline_runner.py).
 """
 
 import math

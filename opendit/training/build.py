@@ -3,7 +3,7 @@ checkpoints."""
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,26 +12,26 @@ from opendit.checkpoint.load import load_checkpoint
 from opendit.checkpoint.run_folders import folder_name
 from opendit.checkpoint.save import Checkpoints
 from opendit.common.records import WriteFailures
-from opendit.data import BatchSchedule
+from opendit.data import Batch, BatchSchedule
 from opendit.data.progress import Progress
 from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.training.agenda import Agenda
-from opendit.training.diagnosis import Diagnosis
+from opendit.training.batches import Batches
+from opendit.training.diagnosis import Diagnosis, MakesMicroBatches
 from opendit.training.drawing import EMASampler, SampleGrids
+from opendit.training.due import Due, PeriodicWork
 from opendit.training.engine import build_model_and_engine
 from opendit.training.flops import TrainingFlops
-from opendit.training.inputs import Inputs
-from opendit.training.interrupt import Interrupt
+from opendit.training.interrupt import Interrupt, NoData
 from opendit.training.learning_rate import LearningRate
-from opendit.training.micro_batches import MicroBatches
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 from opendit.training.monitor import Monitor
 from opendit.training.pace import Pace
 from opendit.training.packing import Packing
 from opendit.training.profiling import StepProfiler
 from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
-from opendit.training.runners import Runner, build_runner
+from opendit.training.runners import EagerPasses, Runner, build_runner
 from opendit.training.skipped_steps import SkippedSteps
 from opendit.training.specification import RunSpecification
 from opendit.training.step_log import StepLog
@@ -52,12 +52,13 @@ class Evaluation(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """The parts that the loop works with, open while it runs.
+    """The state of a run that trains.
 
-    micro_batches: of the next step. interrupt: tells if the run has to end. agenda: the work due after a step.
-    skipped: steps whose gradients were not finite. fingerprint: see :mod:`opendit.training.fingerprint`.
+    done: steps of the run so far. result: of the last step of this start. batches: of the next step.
+    interrupt: knows whether the run has to end. periodic: decides what is due after a step. skipped: looks for steps
+    whose gradients were not finite. fingerprint: see :mod:`opendit.training.fingerprint`.
     """
 
     mesh: Mesh
@@ -67,10 +68,12 @@ class Run:
     engine: Engine
     ema: EMA
     runner: Runner
-    micro_batches: MicroBatches
+    batches: Batches
+    inputs: MakesMicroBatches
+    flops: TrainingFlops
     learning_rate: LearningRate
     interrupt: Interrupt
-    agenda: Agenda
+    periodic: PeriodicWork
     skipped: SkippedSteps
     monitor: Monitor
     profiler: StepProfiler
@@ -81,26 +84,71 @@ class Run:
     validation: Validation | None
     evaluation: Evaluation | None
     fingerprint: dict[str, Any]
+    done: int
+    result: StepResult | None = None
 
-    def save(self, done: int, epoch: int) -> None:
-        """Begins to save the run's state after ``done`` steps, the last of which was of this epoch."""
-        state = {"step": done, "epoch": epoch, "skipped": self.log.skipped, "fingerprint": self.fingerprint}
-        state["packs"] = self.schedule.state(done)
-        self.checkpoints.save(state | self.log.figures)
+    def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
+        """Count the samples and the work of a micro-batch for the log."""
+        samples = batch.segments_in_step if batch.micro == 0 else 0  # of the whole step, with its first micro-batch
+        self.monitor.count(samples, self.flops.of(micro_batch))
 
-    def end_without_data(self, done: int, last: StepResult) -> None:
-        """Logs and saves the state after ``done`` steps, if that is still to do: for the next one data are lacking.
+    def due(self, stopping: bool) -> Due:
+        """Return the work that is due after the step, the same on every rank. Only for a line, a save or a drawing does
+        the host wait for the device, to see whether the step was skipped.
 
-        last: of the last step. Collective.
+        Raises:
+            FloatingPointError: too many steps in a row were skipped.
         """
+        if self.periodic.step_done(self.done, stopping):
+            assert self.result is not None, "a step has been made"
+            self.skipped.look(self.done, self.result)
+        due = self.periodic.due(self.skipped.skipping, self.skipped.failing)
+        if due.refuse:
+            self.checkpoints.refuse(self.done, "the gradients of this step were not finite")
+        return due
+
+    def measure(self, due: Due) -> dict[str, Any]:
+        """Return the figures of held-out samples and of drawn ones that are due, as fields of the log's line."""
+        measured = {}
+        with self.monitor.paused(due.validate or due.evaluate):
+            if due.validate and self.validation is not None:
+                measured |= self.validation.after(self.done)
+            if due.evaluate and self.evaluation is not None:
+                measured |= self.evaluation.after(self.done, self.sampler, self.monitor)
+        return measured
+
+    def save(self) -> None:
+        """Begin to save the run's state."""
+        with self.monitor.paused():
+            epoch = self.schedule.epoch(self.done - 1)
+            state = {"step": self.done, "epoch": epoch, "skipped": self.log.skipped, "fingerprint": self.fingerprint}
+            state["packs"] = self.schedule.state(self.done)
+            self.checkpoints.save(state | self.log.figures)
+
+    def draw(self) -> None:
+        """Draw a grid of samples."""
+        with self.monitor.paused():
+            self.grids.draw(self.done)
+
+    @contextlib.contextmanager
+    def saving_if_data_end(self) -> Iterator[None]:
+        """Log and save the last step's state, unless that is done, if the block raises NoData. Collective then."""
+        try:
+            yield
+        except NoData:
+            if self.result is not None:
+                self._end_without_data(self.result)
+            raise
+
+    def _end_without_data(self, last: StepResult) -> None:
         self.checkpoints.wait()
-        self.skipped.look(done, last)
-        epoch, newest = self.schedule.epoch(done - 1), self.checkpoints.newest
-        if self.log.logged != done:
-            self.log.write(done, epoch, self.learning_rate.at(done - 1), last, {})
-        saved = newest is not None and newest.name == folder_name(done)
+        self.skipped.look(self.done, last)
+        newest = self.checkpoints.newest
+        if self.log.logged != self.done:
+            self.log.write(self.done, self.learning_rate.at(self.done - 1), last, {})
+        saved = newest is not None and newest.name == folder_name(self.done)
         if self.checkpoints.enabled and not saved and not self.skipped.failing:
-            self.save(done, epoch)
+            self.save()
             self.checkpoints.wait()
         self.interrupt.leave()
 
@@ -118,20 +166,26 @@ def _packing(spec: RunSpecification) -> Packing | None:
     )
 
 
-def _alike(spec: RunSpecification) -> bool:
-    """Return True if any batch of the run can replace another one: ranks that share samples or experts exchange tensors
-    of a sample's size, so that all their batches must have one shape."""
+def _interchangeable(spec: RunSpecification) -> bool:
+    """Return True if any batch of the run can stand in for another one: ranks that share samples or experts exchange
+    tensors of a sample's size, so that all their batches must have one shape."""
     dims, schedule = spec.mesh.dims, spec.schedule
     return (spec.mesh.sharing == 1 and dims.ep == 1) or (schedule.micro_batches is None and not schedule.packed)
 
 
 @contextlib.contextmanager
-def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation | None = None) -> Iterator[Run]:
-    """The run of a specification, announced; at the end it is put away and summed up.
+def build(
+    spec: RunSpecification,
+    supervisor: Supervisor,
+    make_inputs: Callable[..., MakesMicroBatches],
+    make_passes: Callable[..., EagerPasses],
+    evaluation: Evaluation | None = None,
+) -> Iterator[Run]:
+    """Build the run, print its summary, and close it on exit, however it ends.
 
-    evaluation: of --evaluate_every.
-
-    Whatever owns a process, a thread or a file is closed, however the run ends.
+    Args:
+        make_inputs, make_passes: ``Inputs`` and ``EagerPasses`` of train.py.
+        evaluation: of --evaluate_every.
     """
     flags, mesh, failures = spec.flags, spec.mesh, WriteFailures(Progress.write)
     with spec.lock:
@@ -140,18 +194,11 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
         ema = EMA(engine, flags.ema_decays, spec.ema_warmup)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
-        pace = Pace(mesh, Progress.write)
-        runner = build_runner(
-            engine,
-            spec.objective,
-            micro_batches=flags.grad_accumulation,
-            graph=flags.enable_cuda_graph,
-            packs=flags.pack_tokens is not None,
-            after_forward=pace.end,
-            say=Progress.write,
-        )
+        pace = Pace(mesh)
+        passes = make_passes(engine, spec.objective, flags.grad_accumulation, after_forward=pace.end)
+        runner = build_runner(passes, graph=flags.enable_cuda_graph, packs=flags.pack_tokens is not None)
         announce(spec, failures, engine, ema, runner.note)
-        inputs = Inputs(
+        inputs = make_inputs(
             spec.latents,
             spec.objective,
             spec.conditioner,
@@ -163,7 +210,8 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
             given_frames=spec.model_config.given_frames,
         )
         evaluated = None if evaluation is None else evaluation.of
-        diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, flags.grad_accumulation)
+        count = flags.grad_accumulation
+        diagnosis = Diagnosis(engine, runner, inputs, spec.dataset, spec.schedule, count)
         with (
             contextlib.closing(runner),
             open_monitor(spec, supervisor, failures) as monitor,
@@ -174,6 +222,7 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
             Interrupt(mesh) as interrupt,
         ):
             sampler = EMASampler(spec, engine, ema, monitor)
+            skipped_before = spec.resume.state["skipped"] if spec.resume else 0
             yield Run(
                 mesh=mesh,
                 schedule=spec.schedule,
@@ -182,32 +231,23 @@ def build(spec: RunSpecification, supervisor: Supervisor, evaluation: Evaluation
                 engine=engine,
                 ema=ema,
                 runner=runner,
-                micro_batches=MicroBatches(
-                    loader,
-                    inputs,
-                    flags.grad_accumulation,
-                    TrainingFlops(spec.model_config),
-                    monitor,
-                    pace,
-                    diagnosis,
-                    interrupt,
-                    alike=_alike(spec),
-                ),
+                batches=Batches(loader, count, monitor, pace, diagnosis, interrupt, _interchangeable(spec)),
+                inputs=inputs,
+                flops=TrainingFlops(spec.model_config),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
-                agenda=Agenda(flags, spec.last_step),
-                skipped=SkippedSteps(engine, diagnosis, flags.max_bad_steps, monitor.say),
+                periodic=PeriodicWork(flags, spec.last_step),
+                skipped=SkippedSteps(engine, diagnosis, flags.max_bad_steps),
                 monitor=monitor,
                 profiler=profiler,
-                log=StepLog(
-                    engine, loader, spec.schedule, checkpoints, monitor, pace, spec.first_step, spec.skipped_before
-                ),
+                log=StepLog(engine, loader, spec.schedule, checkpoints, monitor, pace, spec.first_step, skipped_before),
                 checkpoints=checkpoints,
                 sampler=sampler,
                 grids=SampleGrids(spec, sampler, monitor),
                 validation=None if spec.validation is None else Validation(spec, engine, ema, runner, monitor),
                 evaluation=evaluation,
                 fingerprint=spec.fingerprint,
+                done=spec.first_step,
             )
             profiler.close()
             loader.close()

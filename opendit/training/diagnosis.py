@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,18 @@ from torch import Tensor, nn
 from opendit.data import Batch, BatchSchedule, MediaDataset
 from opendit.parallel.engines import Engine
 from opendit.parallel.mesh import ControlGroup
-from opendit.training.inputs import Inputs
-from opendit.training.runners import MicroBatch, PackedMicroBatch, Runner
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
+from opendit.training.runners import Runner
 
 KEPT = 8  # micro-batches of a step, at most
 NAMED = 5  # samples
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class MakesMicroBatches(Protocol):
+    """``Inputs`` of train.py."""
+
+    def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch: ...
 
 
 class Diagnosis:
@@ -38,7 +44,7 @@ class Diagnosis:
         self,
         engine: Engine,
         runner: Runner,
-        inputs: Inputs,
+        inputs: MakesMicroBatches,
         dataset: MediaDataset,
         schedule: BatchSchedule,
         micro_batches: int,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 from opendit.models import DiTConfig
-from opendit.training.runners import MicroBatch, PackedMicroBatch
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 
 
 class TrainingFlops:

@@ -6,10 +6,10 @@ the forward pass meets them too, in Gemini's gathers or a shared sequence, or is
 data is what is seen.) The host reads no GPU for it but at a log line, where it waits for the GPU anyway.
 """
 
+import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -23,12 +23,14 @@ LEAST_S = 1.0  # and so many seconds since the last line
 REPEAT = 20  # log lines after which it is said again
 TIMED = 32  # micro-batches before a log line whose forward passes are timed
 
+logger = logging.getLogger(__name__)
+
 
 class Pace:
     """Times one rank's own work and compares it with the others'; with one rank it does nothing."""
 
-    def __init__(self, mesh: Mesh, say: Callable[[str], None]):
-        self.mesh, self.say = mesh, say
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
         self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
         self._on_gpu = mesh.device.type == "cuda"
         self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
@@ -70,7 +72,7 @@ class Pace:
         self._lines += 1
         if slow and (self._named != slowest or self._lines >= REPEAT):
             data, _, host = ranks[slowest]
-            self.say(
+            logger.warning(
                 f"step {step}: rank {slowest} ({host}) holds the others up: it works {own[slowest]:.2f} s a step "
                 f"before it meets them, they {usual:.2f} s; {data:.2f} s of it is the wait for its data"
             )

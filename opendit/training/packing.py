@@ -3,11 +3,30 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from opendit.data import Batch
+from opendit.data.enlarging import enlarge
+from opendit.diffusion import Objective
+from opendit.models import Condition
 from opendit.models.segments import Segments, to_patches
+from opendit.training.micro_batch import PackedMicroBatch
+
+
+class SampleInputs(Protocol):
+    """Makes the inputs of samples of one shape; ``Inputs`` of train.py does, whose methods say more."""
+
+    objective: Objective
+    device: torch.device
+    seed: int
+
+    def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor: ...
+    def noise(self, x0: Tensor, step: int, index: Tensor) -> Tensor: ...
+    def condition(self, batch: Batch, index: Tensor) -> Condition: ...
+    def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -21,6 +40,29 @@ class Packing:
     patch: tuple[int, ...]
     tokens: int
     micro_batches: int
+
+    def micro_batch(self, inputs: SampleInputs, batch: Batch, index: Tensor) -> PackedMicroBatch:
+        """Return the samples of a batch, a tuple of tensors each of its own shape, as packs on the device.
+
+        index: (S,) the samples' positions in the global batch, on the device.
+        """
+        samples, x0, noise, given = cast(tuple[Tensor, ...], batch.x), [], [], []
+        for part in same_size(samples):
+            x = torch.stack([sample.to(inputs.device, non_blocking=True) for sample in samples[part]])
+            x0.append(inputs.clean(enlarge(x, batch.small and batch.small[part]), batch.step, index[part]))
+            noise.append(inputs.noise(x0[-1], batch.step, index[part]))
+            given.append(inputs.given(x0[-1], batch.step, index[part]))
+        segments = self.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
+        shares = self.shares(batch.weights, len(index), batch.segments_in_step)
+        return PackedMicroBatch(
+            self.patches(x0),
+            inputs.objective.times(inputs.seed, batch.step, index, segments.lengths),
+            self.patches(noise),
+            inputs.condition(batch, index),
+            segments,
+            shares.to(inputs.device, non_blocking=True),
+            None if given[0] is None else self.patches(given),
+        )
 
     def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
         """Return the segments of a pack of latents of these sizes."""

@@ -1,10 +1,11 @@
 """``--profile``: where the time of a training step goes, as a trace and as a table by kind of work."""
 
 import gzip
+import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from opendit.common.records import WriteFailures
 from opendit.common.safe_files import replacing, write_whole
 
 WARMUP, STEPS = 8, 3  # steps that run before, and steps that are recorded; the profiler itself warms up in the last two
+
+logger = logging.getLogger(__name__)
 
 # Kinds of work by what their kernels (on a GPU) or operators (on a CPU) are called; the first that matches counts.
 KINDS = (
@@ -78,11 +81,10 @@ class StepProfiler:
         folder: Path,
         device: torch.device,
         steps: int,
-        say: Callable[[str], None] = print,
         failures: WriteFailures | None = None,
     ):
-        self.folder, self.say, self.cuda = folder, say, device.type == "cuda"
-        self._failures = failures or WriteFailures(say)
+        self.folder, self.cuda = folder, device.type == "cuda"
+        self._failures = failures or WriteFailures(logger.warning)
         self._profile, self._steps = None, 0
         if wanted and steps < WARMUP + STEPS:
             self._say_too_short(steps)
@@ -118,7 +120,7 @@ class StepProfiler:
             self._say_too_short(self._steps)
 
     def _say_too_short(self, steps: int) -> None:
-        self.say(
+        logger.warning(
             f"note: --profile writes nothing: it records {STEPS} steps after a run's first {WARMUP}, and this one "
             f"takes {max(0, steps)}; let it take {WARMUP + STEPS} or more (--max_steps, --epochs)"
         )
@@ -138,7 +140,7 @@ class StepProfiler:
                         shutil.copyfileobj(file, packed)
             trace = f"(trace: {self.folder / 'trace.json.gz'})"
         where = "the device" if self.cuda else "the host"
-        self.say(f"profile of {STEPS} steps, time on {where} {trace}:\n{text}")
+        logger.info(f"profile of {STEPS} steps, time on {where} {trace}:\n{text}")
 
 
 def works_of(recorded: profile, cuda: bool) -> list[Work]:

@@ -128,7 +128,6 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
         spec.folder / "profile",
         spec.mesh.device,
         steps=spec.last_step - spec.first_step,
-        say=monitor.say,
         failures=monitor.failures,
     )
 

@@ -1,31 +1,34 @@
 """Steps that the optimizer did not take, since their gradients were not finite."""
 
-from collections.abc import Callable
+import logging
 
 from opendit.parallel.engines import Engine, StepResult
 from opendit.training.diagnosis import Diagnosis
 
+logger = logging.getLogger(__name__)
+
 
 class SkippedSteps:
-    """Says once why steps are being skipped, and ends the run when too many are in a row. Use it on every rank.
+    """Logs once why steps are being skipped, and ends the run when too many are in a row. Use it on every rank.
 
     Args:
         most: skipped steps in a row that end the run.
-        say: shows a line to people.
 
     Attributes:
-        skipping: whether the step that was looked at last was skipped.
-        failing: whether it was by a fault: fp16 skips a step now and then while its loss scale is above 1, to lower it.
+        skipping: True if the last step that was looked at was skipped.
+        failing: True if a fault was the cause. fp16 skips a step now and then while its loss scale is above 1, in order
+            to lower it.
     """
 
-    def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int, say: Callable[[str], None]):
-        self._engine, self._diagnosis, self._most, self._say = engine, diagnosis, most, say
+    def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):
+        self._engine, self._diagnosis, self._most = engine, diagnosis, most
         self.skipping = self.failing = False
 
     def look(self, done: int, result: StepResult) -> None:
-        """Looks at the step that has just been made, the ``done``-th; the host waits for the device.
+        """Look at the last step, the ``done``-th; the host waits for the device.
 
-        Raises FloatingPointError after too many skipped steps.
+        Raises:
+            FloatingPointError: too many steps in a row were skipped.
         """
         told = self.failing
         in_a_row = int(self._engine.skipped_in_a_row)
@@ -39,4 +42,5 @@ class SkippedSteps:
             )
         if self.failing and not told and self._diagnosis.harmless:
             cause = self._diagnosis.find(gradients=False)
-            self._say(f"step {done}: skipped, its gradients were not finite: {cause}")
+            if self._engine.mesh.is_main:
+                logger.warning(f"step {done}: skipped, its gradients were not finite: {cause}")

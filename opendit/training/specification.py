@@ -23,7 +23,7 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import PipelineStages
 from opendit.parallel.sequence import SequenceParallel
-from opendit.training.inputs import Latents
+from opendit.training.latents import Latents
 from opendit.training.memory import Setup
 
 

@@ -43,9 +43,9 @@ class StepLog:
         self.logged = first_step
         self._bytes_read = 0  # up to it, by all ranks
 
-    def write(self, done: int, epoch: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
-        """A line after ``done`` steps, with what was ``measured`` of held-out samples and drawn ones. The host
-        waits for the device."""
+    def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
+        """Write a line after ``done`` steps, with the figures ``measured`` on held-out samples and on drawn ones. The
+        host waits for the device."""
         mesh = self._engine.mesh
         self.figures = {k: v for k, v in measured.items() if k == "val_loss" and v is not None}
         if (of := measured.get("eval_of")) is not None:
@@ -63,4 +63,4 @@ class StepLog:
         counts |= self._pace.log(done, done - self.logged)
         self._monitor.count_bytes(bytes_read - self._bytes_read)
         self.logged, self._bytes_read = done, bytes_read
-        self._monitor.log(done, epoch, lr, grad_norm, **counts, **measured)
+        self._monitor.log(done, self._schedule.epoch(done - 1), lr, grad_norm, **counts, **measured)

@@ -18,8 +18,9 @@ from opendit.diffusion.random import Stream, normal
 from opendit.models import Condition
 from opendit.parallel.engines import Engine
 from opendit.training import monitor as monitoring
+from opendit.training.micro_batch import MicroBatch
 from opendit.training.monitor import Monitor
-from opendit.training.runners import MicroBatch, Runner
+from opendit.training.runners import Runner
 from opendit.training.specification import RunSpecification
 from opendit.training.validation_data import LEVELS, SEED, FixedSamples, number_of_losses, steps_between
 from opendit.training.validation_plot import LossHistory, draw_losses

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import opendit.training.inputs
 import opendit.training.resources
 import sample
 import train
@@ -73,7 +72,7 @@ def test_a_save_refuses_what_is_not_finite(part, ranks, tmp_path, capfd):
 
 def skipping_at_the_end(mesh, outputs: str, steps: int, signalled: bool) -> int | None:
     """From step 4 on one rank's losses are not finite; the run ends, or is told to, in step 5."""
-    true_inputs = opendit.training.inputs.Inputs.of
+    true_inputs = train.Inputs.of
 
     def inputs(self, batch):
         given = true_inputs(self, batch)
@@ -82,7 +81,7 @@ def skipping_at_the_end(mesh, outputs: str, steps: int, signalled: bool) -> int 
         bad = batch.step + 1 >= 4 and mesh.rank == mesh.world_size - 1
         return given._replace(noise=given.noise * float("nan")) if bad else given
 
-    opendit.training.inputs.Inputs.of = inputs
+    train.Inputs.of = inputs
     try:
         run_to(Path(outputs), steps, "--ckpt_every", "3")
     except SystemExit as stop:

@@ -19,12 +19,14 @@ from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.axial import AllToAll, DirectExchange
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.peer_memory import connect
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.gpu.test_sequence_gpu import distances, needs, ranks
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
 LATTE = STDiTConfig((7, 16, 20), (1, 2, 2), 4, 512, 2, 8, num_classes=10)  # 7 frames of 80 places
@@ -107,7 +109,7 @@ def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
         for graph in (False, True):
             model = use(model_on(EVEN, mesh.device), torch.bfloat16, shared_by(shared, EVEN, way))
             engine, losses = build_engine(model, shared, plugin="zero2", precision="bf16", lr=1e-3, grad_clip=0.0), []
-            runner = build_runner(engine, SquaredError(), graph=graph)
+            runner = build_runner(EagerPasses(engine, SquaredError()), graph=graph)
             for step in range(STEPS):
                 x, t, y, target = batch(EVEN, mesh.device, step % 3)
                 losses.append(runner.train_step([MicroBatch(x, t, target, y)]).loss.item())

@@ -15,11 +15,13 @@ from opendit.models import DiT, DiTConfig
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CONFIG = DiTConfig((16, 16), 2, 4, 384, depth=6, num_heads=6, num_classes=10)
@@ -61,7 +63,7 @@ def curve(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     engine = engine_of(mesh, plugin, precision, recompute, sharding)
-    runner = build_runner(engine, SquaredError(), graph=graph)
+    runner = build_runner(EagerPasses(engine, SquaredError()), graph=graph)
     losses, states = [], 0
     for step in range(STEPS):
         given = micro_batch(mesh, step)
@@ -129,7 +131,7 @@ FLOAT8 = SpeedFlags(True, True, fp8=True, attention="math")  # whose gradients a
 def in_float8(mesh: Mesh, sharding: Sharding) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses of 10 steps, this rank's masters after them, and the most bytes that the last step took."""
     engine = engine_of(mesh, "fsdp", "bf16", "none", sharding, FLOAT8)
-    runner, losses = build_runner(engine, SquaredError(), graph=False), []
+    runner, losses = build_runner(EagerPasses(engine, SquaredError()), graph=False), []
     for step in range(10):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -30,6 +30,7 @@ from tests.kernels.test_averages import check_staged, check_the_bits_of_one_pass
 from tests.models.test_dit import randomised
 from tests.objectives import SquaredError
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 AVAILABLE, REASON = kernels_available("cuda", torch.float32)
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
@@ -48,7 +49,7 @@ def engine_of(mesh: Mesh, offload: str) -> tuple[Engine, EMA]:
 
 def train(mesh: Mesh, engine: Engine, ema: EMA, steps: range, graph: bool) -> list[float]:
     """The losses; in SKIPPED the last rank's is not finite."""
-    runner, losses = build_runner(engine, SquaredError(), graph=graph), []
+    runner, losses = build_runner(EagerPasses(engine, SquaredError()), graph=graph), []
     for step in steps:
         given = micro_batch(mesh, step)
         if step in SKIPPED and mesh.rank == mesh.world_size - 1:

@@ -9,10 +9,12 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.memory import Setup, estimate
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.objectives import SquaredError
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CONFIG = model_config("DiT-S/2", input_size=(32, 32), in_channels=4, num_classes=10)
@@ -55,7 +57,7 @@ def steps(mesh, level: str, graph: bool) -> tuple[list[float], int]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
 
-    runner, losses = build_runner(engine, SquaredError(), graph=graph), []
+    runner, losses = build_runner(EagerPasses(engine, SquaredError()), graph=graph), []
     for number in range(8):
         losses.append(runner.train_step([MicroBatch(*inputs(number))]).loss.item())
     assert "failed" not in runner.note

@@ -19,11 +19,13 @@ from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.peer_memory import Buffer, connect
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 ranks = pytest.mark.parametrize("world", [2, 4])
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs GPUs")
@@ -185,7 +187,7 @@ def recorded(mesh: Mesh) -> list[list[tuple[str, list[float]]]]:
         if fails:
             model.blocks[1].attn.attend = refusing(model.blocks[1].attn.attend)
         engine, losses = build_engine(model, shared, plugin="zero2", precision="bf16", lr=1e-3, grad_clip=0.0), []
-        runner = build_runner(engine, SquaredError(), graph=graph)
+        runner = build_runner(EagerPasses(engine, SquaredError()), graph=graph)
         for step in range(8):
             x, t, y, target = batch(device, step % 3)
             losses.append(runner.train_step([MicroBatch(x, t, target, y)]).loss.item())

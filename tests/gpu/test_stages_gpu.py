@@ -18,13 +18,15 @@ from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.numbers import off_by
 from tests.objectives import SquaredError
 from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 WIDE = {"hidden_size": 512, "num_heads": 8, "in_channels": 4, "depth": 5}  # 253 tokens
@@ -67,17 +69,13 @@ def engine_of(config, mesh: Mesh, plugin: str, precision: str, schedule: str):
 
 def gradients(config, mesh: Mesh, precision: str, schedule: str = "1f1b") -> dict[str, Tensor]:
     """After the passes of a step, before its optimizer's: of what this rank has. (ddp keeps them whole.)"""
-    engine, found = engine_of(config, mesh, "ddp", precision, schedule), {}
-
-    def look() -> None:
-        shards = engine.gradient_shards()
-        engine.replicated and engine.replicated.sum(list(shards.values()))
-        found.update({name: shard.float().clone() for name, shard in shards.items()})
-
-    result = build_runner(engine, SquaredError(), micro_batches=MICRO_BATCHES).train_step(
-        micro_batches(config, mesh, 0), before_update=look
-    )
-    return found | {"loss": result.loss.float().view(1)}
+    engine = engine_of(config, mesh, "ddp", precision, schedule)
+    runner = build_runner(EagerPasses(engine, SquaredError(), MICRO_BATCHES))
+    loss = runner.passes(micro_batches(config, mesh, 0))
+    shards = engine.gradient_shards()
+    engine.replicated and engine.replicated.sum(list(shards.values()))
+    found = {name: shard.float().clone() for name, shard in shards.items()}
+    return found | {"loss": mesh.sum(loss, "pp").float().view(1)}
 
 
 def every_model(mesh: Mesh) -> dict[str, tuple]:
@@ -110,7 +108,7 @@ def curves(mesh: Mesh, cases: list) -> list[list[float]]:
     for sizes, plugin, schedule in cases:
         here = init_mesh(dims=ParallelDims.fill(mesh.world_size, **sizes))
         engine = engine_of(config, here, plugin, "bf16", schedule)
-        runner = build_runner(engine, SquaredError(), micro_batches=MICRO_BATCHES)
+        runner = build_runner(EagerPasses(engine, SquaredError(), MICRO_BATCHES))
         steps = (micro_batches(config, here, step) for step in range(STEPS))
         found.append([runner.train_step(given).loss.item() for given in steps])
         runner.close()

@@ -17,13 +17,15 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.tensor import ReplicatedGradients, divided_parameters, tensor_group
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.models.test_zoo import inputs
 from tests.numbers import off_by
 from tests.objectives import SquaredError
 from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 WIDE = {"hidden_size": 512, "num_heads": 8, "in_channels": 4}  # 253 tokens
@@ -114,7 +116,7 @@ def curves(mesh: Mesh) -> list[tuple[str, list[float]]]:
         model.use(ops=kernels.ops, attend=kernels.attend, sequence=model.sequence)
         settings = dict(plugin=plugin, precision="bf16", lr=1e-4, grad_clip=1.0)
         engine = build_engine(model, here, initial=lambda name, shard: shard.take(values[name]), **settings)
-        runner = build_runner(engine, SquaredError(), graph=graph)
+        runner = build_runner(EagerPasses(engine, SquaredError()), graph=graph)
         losses = [runner.train_step([micro_batch(mesh, step)]).loss.item() for step in range(STEPS)]
         found.append((runner.note, losses))
         runner.close()

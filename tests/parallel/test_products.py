@@ -20,13 +20,15 @@ from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group
-from opendit.training.runners import MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
 from tests.parallel.tensor.models import MODELS
 from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 RANKS, STEPS, SAMPLES, CLIP, LR, DECAY = 4, 4, 16, 0.2, 2e-3, 0.7
 # Without qk_norm the gradient of the keys' bias is rounding noise. 5 blocks make unequal stages. Each expert takes 4
@@ -227,12 +229,14 @@ def engine_of(mesh: Mesh, case: Case, empty: bool = False) -> Engine:
 
 def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range, spoil=lambda: None):
     """Return the losses of these steps, the norms of their gradients, and which steps were finite."""
-    runner, losses, norms, finite = build_runner(engine, SquaredError(), micro_batches=case.micro_batches), [], [], []
+    runner, losses, norms, finite = build_runner(EagerPasses(engine, SquaredError(), case.micro_batches)), [], [], []
     share = SAMPLES // case.micro_batches // mesh.dp_size
     for step in steps:
         starts = [(number * mesh.dp_size + mesh.dp_rank) * share for number in range(case.micro_batches)]
         micro_batches = (samples(step, slice(start, start + share)) for start in starts)
-        result = runner.train_step(micro_batches, before_update=spoil)
+        loss = runner.passes(micro_batches)
+        spoil()
+        result = replace(engine.step(), loss=mesh.sum(loss, "pp"))
         ema.update(result.finite)
         losses.append((mesh.sum(result.loss.clone()) / mesh.world_size).item())
         norms.append(result.grad_norm.item())

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import train
-from opendit.training.inputs import Inputs
 from tests.checkpoint.test_checkpoint import ARGV
 from tests.ranks import context, free_port
+from train import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 SOON = 15.0  # seconds from the fault to the end of the last process: what is promised

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from opendit.training import build as building
-from opendit.training.inputs import Inputs
 from tests.checkpoint.test_checkpoint import ARGV
 from tests.training.programs import LONG, after
+from train import Inputs
 
 # ------------------------------------------------------------------------------------------ what the log says
 

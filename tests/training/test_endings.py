@@ -14,10 +14,10 @@ import opendit.parallel.supervisor
 import opendit.training.drawing
 import opendit.training.prepare
 from opendit.data.digits import DigitsDataset
-from opendit.training.inputs import Inputs
 from opendit.training.monitor import Monitor
 from tests.checkpoint.test_checkpoint import steps_in
 from tests.training.programs import LONG, ROOT, SOON, after
+from train import Inputs
 
 # ------------------------------------------------------------------------------------------ one rank's error
 

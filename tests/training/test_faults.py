@@ -19,11 +19,11 @@ import torch
 import train
 from opendit.checkpoint import save
 from opendit.checkpoint.files import damage, read_state
-from opendit.training.inputs import Inputs
 from opendit.training.interrupt import Interrupt
 from tests.checkpoint.test_checkpoint import ARGV, run_to, steps_in
 from tests.checkpoint.test_resume import assert_same_bits
 from tests.ranks import context, free_port, run_ranks, several_programs
+from train import Inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 

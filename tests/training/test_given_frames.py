@@ -1,6 +1,7 @@
 """--given_frames through train.py and sample.py: against a plain loop, however ranks share the work; runners."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,14 +18,15 @@ from opendit.diffusion import FlowObjective
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.models import VDiTConfig, build_model, model_config
 from opendit.models.given_frames import give, with_given
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 from opendit.training.packing import Packing
-from opendit.training.runners import CUDAGraphRunner, EagerRunner, MicroBatch
-from opendit.training.runners.micro_batch import PackedMicroBatch
+from opendit.training.runners import CUDAGraphRunner, EagerRunner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from tests.training.test_runners import Recorder, engine_of
 from tests.training.test_train import log_of
+from train import EagerPasses
 
 CLIPS = (
     "--model vDiT-Ti/222 --use_video --data_path mock --num_frames 4 --image_size 8 --vae none --num_workers 0 "
@@ -123,9 +125,8 @@ def replayed(mesh) -> tuple[list[float], list[float], int]:
     found = []
     for recorded in (False, True):
         engine = engine_of(mesh, SMALL, accumulation=1)
-        runner, recorder = EagerRunner(engine, FlowObjective()), Recorder(engine)
-        if recorded:
-            runner = CUDAGraphRunner(runner, recorder)
+        passes, recorder = EagerPasses(engine, FlowObjective()), Recorder(engine)
+        runner = CUDAGraphRunner(passes, recorder) if recorded else EagerRunner(passes)
         found.append([runner.train_step([micro_batch(number)]).loss.item() for number in range(8)])
     return *found, recorder.replayed
 
@@ -143,7 +144,7 @@ def test_the_runner_against_the_model_itself():
 
 def one_loss(mesh):
     engine, batch, objective = engine_of(mesh, SMALL, accumulation=1), micro_batch(1), FlowObjective()
-    losses = EagerRunner(engine, objective).losses(batch)
+    losses = EagerPasses(engine, objective).losses(batch)
     prepared = objective.prepare(batch.x0, batch.t, batch.noise)
     x = torch.cat([prepared.x_t, batch.given], dim=1)
     assert torch.equal(x, with_given(prepared.x_t, batch.given))
@@ -199,9 +200,10 @@ def test_packs_of_given_frames_are_their_samples_one_by_one():
     t, y = torch.tensor([0.2, 0.5, 0.7, 0.9]), torch.arange(4) % 3
     packing = Packing(SMALL.patch, 40, 1)
     segments, (x0, eps, mask) = packing.segments(sizes), map(packing.patches, (latents, noise, given))
-    packed = PackedMicroBatch(x0, t, eps, y, segments, torch.ones(4), mask).losses(objective, model)
+    passes = EagerPasses(SimpleNamespace(forward=model), objective)
+    packed = passes.losses(PackedMicroBatch(x0, t, eps, y, segments, torch.ones(4), mask))
     for i in range(3):
-        one = MicroBatch(latents[i], t[i : i + 1], noise[i], y[i : i + 1], given[i]).losses(objective, model)
+        one = passes.losses(MicroBatch(latents[i], t[i : i + 1], noise[i], y[i : i + 1], given[i]))
         torch.testing.assert_close(packed[i : i + 1], one, rtol=1e-5, atol=1e-6)
-    without = PackedMicroBatch(x0, t, eps, y, segments, torch.ones(4), torch.zeros_like(mask)).losses(objective, model)
+    without = passes.losses(PackedMicroBatch(x0, t, eps, y, segments, torch.ones(4), torch.zeros_like(mask)))
     assert (without[:3:2] - packed[:3:2]).abs().min() > 1e-4 and torch.equal(without[1], packed[1])

@@ -11,9 +11,10 @@ from opendit.data.enlarging import Small
 from opendit.diffusion import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
-from opendit.training.inputs import Inputs, Latents
-from opendit.training.micro_batches import MicroBatches
+from opendit.training.batches import Batches
+from opendit.training.latents import Latents
 from opendit.training.packing import Packing
+from train import Inputs, micro_batches
 
 SEED, STEP, CLASSES = 11, 5, 10
 INDEX = torch.tensor([6, 0, 13])
@@ -131,20 +132,18 @@ def test_a_batch_is_read_when_it_is_asked_for_and_seen_by_all_who_must():
             yield batch(micro=micro)
 
     counted = []
-    monitor = SimpleNamespace(
-        loader_wait=lambda waited: seen.append(("monitor", waited)), count=lambda *what: counted.append(what)
-    )
-    flops = SimpleNamespace(of=lambda micro_batch: 7.0 * len(micro_batch.x0))
+    monitor = SimpleNamespace(loader_wait=lambda waited: seen.append(("monitor", waited)))
     pace = SimpleNamespace(begin=lambda waited: seen.append(("pace", waited)))
     diagnosis = SimpleNamespace(keep=lambda batch: seen.append(("diagnosis", batch.micro)))
     interrupt = SimpleNamespace(lost=None)
-    micro_batches = MicroBatches(loader(), inputs(), 2, flops, monitor, pace, diagnosis, interrupt, alike=True)
+    batches = Batches(loader(), 2, monitor, pace, diagnosis, interrupt, interchangeable=True)
+    run = SimpleNamespace(batches=batches, inputs=inputs(), count=lambda batch, made: counted.append(len(made.x0)))
     for first in (0, 2):
         read.clear(), seen.clear(), counted.clear()
-        step = micro_batches.of_next_step()
+        step = micro_batches(run)
         assert not read
         next(step)
         assert read == [first] and [who for who, _ in seen] == ["monitor", "pace", "diagnosis"]
         assert seen[0][1] == seen[1][1] >= 0 and seen[2][1] == first
         assert len(list(step)) == 1 and read == [first, first + 1]
-        assert [flops for _, flops in counted] == [7.0 * 64] * 2  # a micro-batch's samples have 7 each here
+        assert counted == [64, 64]

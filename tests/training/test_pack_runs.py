@@ -11,9 +11,10 @@ from PIL import Image
 import train
 from opendit.data.size_cache import FOLDER
 from opendit.models.segments import unpack_patches
-from opendit.training.runners import MicroBatch, PackedMicroBatch
+from opendit.training.micro_batch import MicroBatch
 from tests.numbers import off_by
 from tests.ranks import run_ranks
+from train import EagerPasses
 
 FLAGS = (
     "--model DiT-Ti/2 --image_size 8 --vae none --pack_tokens 64 --num_workers 0 --log_every 1 --lr 1e-3 "
@@ -59,17 +60,17 @@ def test_the_curve_is_that_of_the_samples_one_by_one(pictures, packed, tmp_path,
     """The same program with a model that is called for every sample of a pack alone."""
     sizes = []
 
-    def one_by_one(self, objective, forward):
+    def one_by_one(self, packed):
         found = []
-        for number, (x0, noise) in enumerate(zip(*map(self.alone, (self.x0, self.noise)), strict=True)):
+        patches = (unpack_patches(x, packed.segments) for x in (packed.x0, packed.noise))
+        for number, (x0, noise) in enumerate(zip(*patches, strict=True)):
             rows = slice(number, number + 1)
-            single = MicroBatch(x0[None], self.t[rows], noise[None], self.condition[rows])
-            found.append(single.losses(objective, forward))
+            found.append(losses(self, MicroBatch(x0[None], packed.t[rows], noise[None], packed.condition[rows])))
             sizes.append(tuple(x0.shape))
         return torch.cat(found)
 
-    monkeypatch.setattr(PackedMicroBatch, "alone", lambda self, x: unpack_patches(x, self.segments), raising=False)
-    monkeypatch.setattr(PackedMicroBatch, "losses", one_by_one)
+    losses = EagerPasses.losses
+    monkeypatch.setattr(EagerPasses, "losses", one_by_one)
     alone = run(pictures, tmp_path, "--grad_accumulation", "2")
     assert len(set(sizes)) > 2
     assert off_by(curve(packed), curve(alone)) < 1e-5

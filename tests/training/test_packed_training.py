@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from opendit.encoders.conditioner import LabelConditioner
 from opendit.models import DiTConfig, VDiTConfig, build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.training.inputs import Inputs, Latents
+from opendit.training.latents import Latents
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 from opendit.training.packing import Packing, same_size
-from opendit.training.runners import MicroBatch, PackedMicroBatch, build_runner
+from opendit.training.runners import build_runner
 from tests.models.packs import assert_same, with_vectors
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
+from train import EagerPasses, Inputs
 
 SEED, CLASSES, TOKENS, LR, CLIP, STEPS = 3, 5, 32, 2e-3, 0.2, 5
 CONFIG = VDiTConfig((2, 4, 4), (2, 2, 2), 3, 36, 2, 6, num_classes=CLASSES)
@@ -44,6 +47,11 @@ def batch(step: int, pack: int, sizes=SIZES, weights: Tensor | None = None) -> B
     made = Batch(x, (index + step) % CLASSES, index, step, pack, epoch=0)
     made.weights, made.segments_in_step = weights, sum(map(len, sizes))
     return made
+
+
+def losses_of(batch: MicroBatch | PackedMicroBatch, objective: Objective, model) -> Tensor:
+    """The loss of each sample by the program's passes, with ``model`` called directly."""
+    return EagerPasses(SimpleNamespace(forward=model), objective).losses(batch)
 
 
 def alone(made: Batch, number: int) -> Batch:
@@ -72,7 +80,7 @@ def one_by_one(model, objective: Objective, made: Batch, given: Inputs) -> list[
     for number in range(len(made.index)):
         alone_here = given.of(alone(made, number))
         assert isinstance(alone_here, MicroBatch)
-        found.append(alone_here.losses(objective, model).squeeze(0))
+        found.append(losses_of(alone_here, objective, model).squeeze(0))
     return found
 
 
@@ -88,7 +96,7 @@ def test_losses_and_gradients_are_those_of_the_samples_one_by_one(name):
     model.zero_grad()
     packed = given.of(made)
     assert isinstance(packed, PackedMicroBatch) and packed.segments.filled < packed.segments.tokens == TOKENS
-    losses = packed.losses(objective, model)
+    losses = losses_of(packed, objective, model)
     assert off_by(losses.tolist(), wanted.tolist()) < 1e-5
     packed.mean(losses).backward()
     assert_same({n: p.grad for n, p in model.named_parameters()}, gradients, 1e-5)
@@ -118,7 +126,7 @@ def packed_run(mesh: Mesh, plugin: str, kind: str | None, checkpointed: bool = F
     settings = dict(lr=LR, weight_decay=0.01, grad_clip=CLIP, grad_accumulation=micro_batches)
     engine = build_engine(model, mesh, plugin=plugin, precision=precision, **settings)
     objective, losses = OBJECTIVES["ddpm"], []
-    runner = build_runner(engine, objective, micro_batches=micro_batches, packs=True, graph=True)
+    runner = build_runner(EagerPasses(engine, objective, micro_batches), packs=True, graph=True)
     assert runner.note.startswith("off: every pack has other segments")
     given = inputs(objective, CONFIG)
     for step in range(STEPS):

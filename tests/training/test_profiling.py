@@ -8,6 +8,7 @@ import torch
 
 import train
 from opendit.training.profiling import STEPS, WARMUP, StepProfiler, Work, kind_of, table
+from tests.messages import logged
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_run_that_is_too_short_says_so_at_its_start(tmp_path, no_ranks, capsys
     def first_step(*_):
         raise FirstStep
 
-    monkeypatch.setattr("opendit.training.inputs.Inputs.of", first_step)
+    monkeypatch.setattr("train.Inputs.of", first_step)
     for short in (1, 0):
         with pytest.raises(SystemExit):
             train.main([*ARGV.split(), "--max_steps", str(WARMUP + STEPS - short), "--outputs", str(tmp_path)])
@@ -76,13 +77,13 @@ def test_a_run_that_is_too_short_says_so_at_its_start(tmp_path, no_ranks, capsys
 
 @pytest.mark.parametrize("taken", (WARMUP - 1, WARMUP + STEPS - 1, WARMUP + STEPS))
 def test_a_run_that_is_stopped_early_says_so_at_its_end(taken, tmp_path):
-    said = []
-    profiler = StepProfiler(True, tmp_path / "profile", torch.device("cpu"), steps=1000, say=said.append)
-    for _ in range(taken):
-        torch.ones(2, 2) @ torch.ones(2, 2)
-        profiler.step()
-    profiler.close()
-    profiler.close()
+    profiler = StepProfiler(True, tmp_path / "profile", torch.device("cpu"), steps=1000)
+    with logged() as said:
+        for _ in range(taken):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+            profiler.step()
+        profiler.close()
+        profiler.close()
     whole = taken == WARMUP + STEPS
     assert (tmp_path / "profile").is_dir() == whole and len(said) == 1
     assert said[0].startswith("profile of" if whole else "note: --profile writes nothing")

@@ -17,10 +17,13 @@ from opendit.models import DiT, DiTConfig, TextCondition, TextConfig
 from opendit.parallel import supervisor
 from opendit.parallel.engines import PRECISIONS, build_engine
 from opendit.training import build
-from opendit.training.runners import GRAPH_WARMUP, CUDAGraphRunner, EagerRunner, MicroBatch, build_runner
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import GRAPH_WARMUP, CUDAGraphRunner, build_runner
+from tests.messages import logged
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 from tests.training.test_train import QUIET, TINY
+from train import EagerPasses
 
 LABELS = DiTConfig((4, 4), 2, 2, 24, 2, 3, num_classes=3)
 CAPTIONS = DiTConfig((4, 4), 2, 2, 24, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
@@ -82,11 +85,11 @@ def train(mesh, config, sizes: list[list[int]], recorder=None, graph: bool = Fal
     """Masters after a step for each list of sizes of micro-batches, all losses, and the recorder. All lists are as
     long."""
     engine, objective, losses = engine_of(mesh, config, **how), DDPMObjective(), []
-    runner = build_runner(engine, objective, micro_batches=len(sizes[0]), graph=graph)
+    runner = build_runner(EagerPasses(engine, objective, len(sizes[0])), graph=graph)
     assert runner.note.startswith("forward and backward" if graph and mesh.device.type == "cuda" else "off")
     if recorder is not None:
         recorder = recorder(engine)
-        runner = CUDAGraphRunner(EagerRunner(engine, objective, len(sizes[0])), recorder)
+        runner = CUDAGraphRunner(EagerPasses(engine, objective, len(sizes[0])), recorder)
     number = 0
     for step in sizes:
         parts = (micro_batch(config, number + i, mesh, size) for i, size in enumerate(step))
@@ -133,7 +136,7 @@ def closed(mesh):
 
     engine = engine_of(mesh, LABELS, accumulation=1)
     recorder = Watched(engine)
-    runner = CUDAGraphRunner(EagerRunner(engine, DDPMObjective()), recorder)
+    runner = CUDAGraphRunner(EagerPasses(engine, DDPMObjective()), recorder)
     for number in range(GRAPH_WARMUP + 2):
         result = runner.train_step([micro_batch(LABELS, number, mesh)])
     before = recorder.held() is not None
@@ -151,12 +154,12 @@ def fails(mesh):
         def record(self, work):
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    said = []
     engine = engine_of(mesh, LABELS, accumulation=1)
-    runner = CUDAGraphRunner(EagerRunner(engine, DDPMObjective()), Refuses(engine), said.append)
-    for number in range(6):
-        result = runner.train_step([micro_batch(LABELS, number, mesh)])
-        assert result.loss.isfinite() and result.finite
+    runner = CUDAGraphRunner(EagerPasses(engine, DDPMObjective()), Refuses(engine))
+    with logged() as said:
+        for number in range(6):
+            result = runner.train_step([micro_batch(LABELS, number, mesh)])
+            assert result.loss.isfinite() and result.finite
     return said, runner.note
 
 
@@ -168,7 +171,7 @@ def test_a_recording_that_fails_is_said_once_and_training_goes_on():
 
 def why_off(mesh, plugin):
     engine = build_engine(DiT(LABELS), mesh, plugin=plugin, precision="bf16")
-    notes = [build_runner(engine, DDPMObjective(), graph=graph).note for graph in (True, False)]
+    notes = [build_runner(EagerPasses(engine, DDPMObjective()), graph=graph).note for graph in (True, False)]
     return *notes, engine.no_graph
 
 
@@ -212,7 +215,7 @@ def plain_step(mesh, plugin: str):
     engine.micro_batch = lambda last: (order.append(f"last {last}"), true_around(last))[1]
     engine.backward = lambda loss: (order.append("backward"), true_backward(loss))
     engine.step = lambda: (order.append("step"), true_step())[1]
-    runner = build_runner(engine, objective, micro_batches=3, after_forward=forward_ended)
+    runner = build_runner(EagerPasses(engine, objective, 3, forward_ended))
     stepped = []
     for count in (2, 4):
         with pytest.raises(ValueError, match=f"3 micro-batches, got {count}"):
@@ -222,7 +225,7 @@ def plain_step(mesh, plugin: str):
         if plugin == "zero2":
             engine.optimizer.zero_grad()
         order.clear()
-    result = runner.train_step(parts(3), before_update=lambda: order.append("before update"))
+    result = runner.train_step(parts(3))
     return order, stepped, result.loss.item(), result.grad_norm.item()
 
 
@@ -250,7 +253,7 @@ def test_a_step_is_the_mean_of_its_micro_batches():
     losses, gradient = by_hand(2)
     one = ["forward", "backward"]
     expected = ["load 0", "last False", *one, "load 1", "last False", *one, "load 2", "last True", *one]
-    expected += ["before update", "step"]
+    expected += ["step"]
     for rank, plugins in enumerate(run_ranks(2, plain_steps)):
         for order, stepped, loss, norm in plugins:
             assert order == expected  # one micro-batch is loaded when the one before is done
@@ -270,7 +273,7 @@ def test_the_runner_calls_the_model_between_the_objective_s_halves():
                 called.append((x, t, y))
                 return torch.cat((x, -x), 1) if objective.learn_sigma else -x
 
-        losses = EagerRunner(Engine(), objective).losses(given)
+        losses = EagerPasses(Engine(), objective).losses(given)
         prepared = objective.prepare(*given[:3])
         ((x, t, y),) = called
         assert torch.equal(x, prepared.x_t) and torch.equal(t, prepared.timestep) and y is given.condition
@@ -294,7 +297,7 @@ def test_a_clone_of_a_micro_batch_has_its_own_memory(config):
 def test_nothing_else_calls_the_model_in_training():
     root = Path(opendit.__file__).parent
     calls = {str(path.relative_to(root)) for path in root.rglob("*.py") if "engine.forward" in path.read_text()}
-    assert calls == {"training/runners/eager.py", "training/runners/pipeline.py"}
+    assert calls == {"training/pipeline_runner.py"} and "engine.forward" in Path(train_program.__file__).read_text()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -305,7 +308,7 @@ def test_a_run_closes_its_runner_before_its_communicators(tmp_path, no_ranks, mo
         runner = build_runner(*args, **kwargs)
         monkeypatch.setattr(runner, "close", lambda: order.append("runner"))
         if fails:
-            monkeypatch.setattr(runner, "train_step", lambda *_, **__: 1 / 0)
+            monkeypatch.setattr(runner, "passes", lambda *_: 1 / 0)
         return runner
 
     monkeypatch.setattr(build, "build_runner", spied)

@@ -7,6 +7,7 @@ import torch
 
 from opendit.parallel.engines import StepResult
 from opendit.training.skipped_steps import SkippedSteps
+from tests.messages import logged
 
 
 class Looks:
@@ -22,12 +23,14 @@ class Looks:
 
 def look(in_a_row: list[int], scale: float = 1.0, harmless: bool = True, most: int = 4):
     """Return the messages, and (skipping, failing) after each look at a number of steps skipped in a row."""
-    engine, diagnosis, said, found = SimpleNamespace(), Looks(harmless), [], []
-    skipped = SkippedSteps(engine, diagnosis, most, said.append)
-    for done, count in enumerate(in_a_row, 1):
-        engine.skipped_in_a_row = torch.tensor(count)
-        skipped.look(done, StepResult(torch.tensor(1.0), torch.tensor(count == 0), torch.tensor(scale)))
-        found.append((skipped.skipping, skipped.failing))
+    engine = SimpleNamespace(mesh=SimpleNamespace(is_main=True))
+    diagnosis, found = Looks(harmless), []
+    skipped = SkippedSteps(engine, diagnosis, most)
+    with logged() as said:
+        for done, count in enumerate(in_a_row, 1):
+            engine.skipped_in_a_row = torch.tensor(count)
+            skipped.look(done, StepResult(torch.tensor(1.0), torch.tensor(count == 0), torch.tensor(scale)))
+            found.append((skipped.skipping, skipped.failing))
     return said, found, diagnosis.asked
 
 

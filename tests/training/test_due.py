@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from opendit.training.agenda import Agenda, Due
+from opendit.training.due import Due, PeriodicWork
 
 STEPS = 23
 
@@ -69,7 +69,7 @@ def written_out(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
 
 
 def decided(flags, last_step: int, happens) -> list[tuple[bool, Due]]:
-    agenda, found, seen = Agenda(flags, last_step), [], (False, False)
+    agenda, found, seen = PeriodicWork(flags, last_step), [], (False, False)
     for done, (bad, fault, stopping) in enumerate(happens, 1):
         looks = agenda.step_done(done, stopping)
         if looks:

@@ -1,14 +1,14 @@
-"""Micro-batches for runners: samples of one size, or packs of samples of unequal size."""
+"""Micro-batches: samples of one size, or packs of samples of unequal size, behind the same methods."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from opendit.diffusion import Objective
 from opendit.models import Condition, TextCondition
 from opendit.models.given_frames import with_given
-from opendit.models.segments import Segments, segment_means
+from opendit.models.segments import PlacedSegments, Segments, segment_means
 
 
 class MicroBatch(NamedTuple):
@@ -22,24 +22,31 @@ class MicroBatch(NamedTuple):
     given: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in the same order for every micro-batch of a run."""
+        """Return all tensors, in the same order for every micro-batch of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else [y.tokens, y.mask, y.pooled])]
         return parts if self.given is None else [*parts, self.given]
 
-    def losses(self, objective: Objective, forward: Callable[..., Tensor]) -> Tensor:
-        """The loss of each sample, (B,); ``forward``: the model's, or an engine's."""
-        prepared = objective.prepare(self.x0, self.t, self.noise)
-        x = with_given(prepared.x_t, self.given)
-        return objective.loss(forward(x, prepared.timestep, y=self.condition), prepared)
+    @property
+    def row_times(self) -> Tensor:
+        """The time of each row of x0, (B,)."""
+        return self.t
+
+    def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """Return the arguments of the network for noised rows x_t and the times (B,) that it is told of them."""
+        return (with_given(x_t, self.given), timestep), {"y": self.condition}
+
+    def sample_losses(self, losses: Tensor) -> Tensor:
+        """Return the losses of the samples, (B,), of those of x0's rows."""
+        return losses
 
     def mean(self, losses: Tensor) -> Tensor:
-        """The micro-batch's loss, 0-dim."""
+        """Return the micro-batch's loss, 0-dim, of the losses of its samples."""
         return losses.mean()
 
     def samples_of(self, marked: Tensor) -> list[int]:
-        """The samples in whose part of a tensor something is ``marked``, bool and not empty; all of them where it is
-        not laid out by samples."""
+        """Return the samples in whose part of the bool tensor ``marked`` an element is True; all samples if the tensor
+        is not laid out by samples."""
         count = len(self.x0)
         if marked.dim() == 0 or marked.shape[0] % count:
             return list(range(count))
@@ -51,7 +58,8 @@ class MicroBatch(NamedTuple):
         return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y), given)
 
 
-class PackedMicroBatch(NamedTuple):
+@dataclass(frozen=True)
+class PackedMicroBatch:
     """Packs on the device, as a single sequence of tokens (opendit.models.segments).
 
     x0, noise: patches (N, C, *patch) fp32. t: (S,), of its S segments. shares: (S,) fp32, which share of the loss each
@@ -67,20 +75,26 @@ class PackedMicroBatch(NamedTuple):
     shares: Tensor
     given: Tensor | None = None
 
-    def losses(self, objective: Objective, forward: Callable[..., Tensor]) -> Tensor:
-        """The loss of each segment, (S,): that of its sample alone.
+    @cached_property
+    def _placed(self) -> PlacedSegments:
+        return self.segments.place(self.x0.device)
 
-        To the objective a token is a sample, at its segment's time: all that it does to x0 and to what the network
-        predicts is done number by number, and its loss is a mean, of which a segment's is the mean over its tokens.
-        """
-        rows = self.segments.place(self.x0.device)
-        prepared = objective.prepare(self.x0, self.t[rows.sample_of_row], self.noise)
-        timestep = prepared.timestep[rows.offsets[:-1]]
-        output = forward(with_given(prepared.x_t, self.given), timestep, y=self.condition, segments=self.segments)
-        return segment_means(objective.loss(output, prepared), self.segments)
+    @property
+    def row_times(self) -> Tensor:
+        """The time of each token, (N,): to the objective a token is a sample at its segment's time."""
+        return self.t[self._placed.sample_of_row]
+
+    def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """Return the arguments of the network, which is told one time for each segment, (S,)."""
+        inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
+        return inputs, {"y": self.condition, "segments": self.segments}
+
+    def sample_losses(self, losses: Tensor) -> Tensor:
+        """Return the loss of each segment, (S,): a sample's loss is the mean over its tokens."""
+        return segment_means(losses, self.segments)
 
     def mean(self, losses: Tensor) -> Tensor:
-        """The packs' share of the step's loss, 0-dim."""
+        """Return the packs' share of the step's loss, 0-dim."""
         return (losses * self.shares).sum()
 
     def samples_of(self, marked: Tensor) -> list[int]:

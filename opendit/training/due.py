@@ -1,4 +1,4 @@
-"""Decide what a run does after a step: look at the device, validate, evaluate, log, save, draw."""
+"""Decide what is due after a step: look at the device, validate, evaluate, log, save, draw."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from opendit.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class Due:
-    """The work that is due after a step. refuse: the run ends with it, but its state is not to be saved."""
+    """The work that is due after a step. refuse: the run ends with this step, but its state must not be saved."""
 
     log: bool
     save: bool
@@ -17,8 +17,8 @@ class Due:
     evaluate: bool = False
 
 
-class Agenda:
-    """Decides what is done after every step, the same on every rank: call ``step_done`` after each, then ``due``.
+class PeriodicWork:
+    """Decides what is due after every step, the same on every rank: call ``step_done`` after each, then ``due``.
 
     Nothing is saved while steps are being skipped, since the run may be about to fail: a save that falls due then is
     made after the first step that is taken again.
@@ -31,9 +31,9 @@ class Agenda:
         self._save_owed = False
 
     def step_done(self, done: int, stopping: bool) -> bool:
-        """Return True if the host must look now for skipped steps, for which it waits for the device.
+        """Return True if the host must wait for the device now, to look for skipped steps.
 
-        done: steps of the run so far. stopping: whether it was told to end with this one.
+        done: steps of the run so far. stopping: True if a signal ends the run with this one.
         """
         flags = self._flags
         self._done, self._stopping = done, stopping
@@ -46,21 +46,21 @@ class Agenda:
     def due(self, skipping: bool, failing: bool) -> Due:
         """Return the work that is due after this step.
 
-        skipping: the step was skipped, as far as the host has looked. failing: it was skipped because of a fault.
+        skipping: the last step that was looked at was skipped. failing: it was skipped because of a fault.
         """
         flags, last = self._flags, self._last
         save = flags.save and ((last and not failing) or (self._save_owed and not skipping))
         self._save_owed &= not save
         ended = self._done == self._last_step
         at_end = ended and flags.sample_every != 0
-        # A run that was told to end has no time; of a checkpoint that may be the best one the figure is needed.
+        # A run that a signal ends has no time to validate; a checkpoint that may be the best one needs its figure.
         by_loss = flags.ckpt_best == "val_loss"
         validate = _every(self._validate_every, self._done) or (ended and self._validate_every != 0)
         validate = flags.validates and not self._stopping and (validate or (save and by_loss))
         evaluate = _every(flags.evaluate_every, self._done) or (ended and flags.evaluate_every > 0)
         evaluate = not self._stopping and (evaluate or (save and flags.ckpt_best is not None and not by_loss))
         return Due(
-            # (A resumed run starts a new mean at a save, too.)
+            # A save ends the mean of a line, since a resumed run begins a new one there.
             log=save or last or validate or evaluate or _every(flags.log_every, self._done),
             save=save,
             refuse=flags.save and last and failing,

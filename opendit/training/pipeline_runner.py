@@ -5,8 +5,7 @@ needs all of what the objective has prepared, and its stages call autograd thems
 passes scale the loss and reduce gradients in buckets (zero2), or leave that to the last one (fsdp).
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -16,10 +15,10 @@ from torch.autograd.graph import get_gradient_edge
 from opendit.diffusion import Objective
 from opendit.diffusion.prepared import Prepared
 from opendit.models.given_frames import with_given
-from opendit.parallel.engines import Engine, StepResult
+from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import Action, Links, PipelineStages, execute, make_schedule, one_by_one
-from opendit.training.runners.base import Runner
-from opendit.training.runners.micro_batch import MicroBatch
+from opendit.training.micro_batch import MicroBatch
+from opendit.training.runners import Runner
 
 
 class PipelineRunner(Runner):
@@ -32,22 +31,14 @@ class PipelineRunner(Runner):
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
-        super().__init__(engine, micro_batches, "off: passes wait for other stages' messages (a pipeline)")
+        self.engine, self.micro_batches = engine, micro_batches
+        self.note = "off: passes wait for other stages' messages (a pipeline)"
         self.objective = objective
         self.stages: PipelineStages = cast(Any, engine.module).stages
         self._links = links or Links(engine.mesh, around=self.stages.chunks > 1)
         self._actions = make_schedule(self.stages.schedule, self.stages.rank, self.stages.ranks, micro_batches)
 
-    def train_step(
-        self, micro_batches: Iterable[MicroBatch], before_update: Callable[[], None] = lambda: None
-    ) -> StepResult:
-        loss = self.passes_of(micro_batches)
-        before_update()
-        return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
-
-    def passes_of(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """This rank's passes of a step; returns the step's loss on the rank of the last stage, on others 0. Raises as
-        :meth:`train_step`."""
+    def passes(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         passes = Passes(self, micro_batches, self.micro_batches)
         self._execute(self._actions, passes)
         passes.check_number()
@@ -55,9 +46,6 @@ class PipelineRunner(Runner):
 
     def _execute(self, actions: list[Action], passes: "Passes") -> None:
         execute(actions, self._links, self.stages.chunks, passes.compute, passes.key_of)
-
-    def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
-        raise NotImplementedError("a pipeline runs all micro-batches of a step together: call train_step")
 
     def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
         passes = Passes(self, [micro_batch], 1, last=last)

@@ -1,0 +1,205 @@
+"""Run the passes of a training step: kernel by kernel, replayed from CUDA graphs, or over the stages of a pipeline.
+
+A step of DiT-XL/2 is some 3,900 kernels, which the host needs about 160 ms to enqueue. Below some 27,000 tokens a GPU
+the device is done sooner and waits; above, it still idles for a moment between any two kernels. A recorded graph is one
+call for the host, and its kernels follow each other at once.
+"""
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opendit.diffusion import Objective
+from opendit.kernels.recording import GraphRecorder
+from opendit.parallel.engines import Engine, StepResult
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
+
+GRAPH_WARMUP = 3  # micro-batches before a recording: kernels get compiled, libraries set up, communicators connected
+
+logger = logging.getLogger(__name__)
+
+
+class EagerPasses(Protocol):
+    """The passes of one micro-batch, kernel by kernel; train.py implements them.
+
+    micro_batches: number of micro-batches in a step, whose mean loss is the step's.
+    """
+
+    engine: Engine
+    objective: Objective
+    micro_batches: int
+
+    def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
+        """Return the loss of each sample, (B,)."""
+        ...
+
+    def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
+        """Add the gradients of a micro-batch to the engine's. Return its share of the step's loss, 0-dim, detached."""
+        ...
+
+
+class Runner(ABC):
+    """Runs the passes of training steps. Nothing else calls the model in training.
+
+    Attributes:
+        note: whether CUDA graphs are used, and if not, why.
+    """
+
+    engine: Engine
+    note: str
+
+    @abstractmethod
+    def passes(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> Tensor:
+        """Run the forward and backward passes of a step. Nothing waits for the device.
+
+        Args:
+            micro_batches: as many as the runner was made for; each is asked for when the one before is enqueued.
+
+        Returns:
+            The step's mean loss on this rank, 0-dim; of a pipeline the last stage's, elsewhere 0.
+
+        Raises:
+            ValueError: the number of micro-batches is another one.
+        """
+
+    def train_step(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> StepResult:
+        """Run the passes of a step and the optimizer's update, as the loop of train.py does."""
+        loss = self.passes(micro_batches)
+        return replace(self.engine.step(), loss=self.engine.mesh.sum(loss, "pp"))
+
+    @abstractmethod
+    def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
+        """Return the loss of each sample, (B,), without a CUDA graph."""
+
+    @abstractmethod
+    def forward_backward(self, micro_batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
+        """Run the passes of one micro-batch without a CUDA graph, so that its modules can be watched."""
+
+    def close(self) -> None:
+        """Release what refers to the communicators of the mesh; no step may follow."""
+        return None
+
+
+class EagerRunner(Runner):
+    """Runs every micro-batch kernel by kernel."""
+
+    def __init__(self, eager: EagerPasses, note: str = ""):
+        self.eager, self.engine, self.note = eager, eager.engine, note
+
+    def passes(self, micro_batches: Iterable[MicroBatch | PackedMicroBatch]) -> Tensor:
+        wanted = self.eager.micro_batches
+        loss, number = torch.zeros((), device=self.engine.mesh.device), 0
+        for number, micro_batch in enumerate(micro_batches, 1):
+            loss += self.micro_step(micro_batch, first=number == 1, last=number == wanted)
+        if number != wanted:
+            raise ValueError(f"a step has {wanted} micro-batches, got {number}")
+        return loss
+
+    def micro_step(self, micro_batch: MicroBatch | PackedMicroBatch, *, first: bool, last: bool) -> Tensor:
+        """Add the gradients of a micro-batch, the step's first or last or neither, to the engine's. Return its share of
+        the step's loss, 0-dim and detached, which the next call may overwrite."""
+        return self.forward_backward(micro_batch, last=last)
+
+    def losses(self, micro_batch: MicroBatch | PackedMicroBatch) -> Tensor:
+        return self.eager.losses(micro_batch)
+
+    def forward_backward(self, micro_batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
+        return self.eager.forward_backward(micro_batch, last=last)
+
+
+@dataclass
+class Recording:
+    """A recorded micro-batch: what it reads, what it leaves, and how to run it again."""
+
+    inputs: list[Tensor]
+    loss: Tensor
+    gradients: list[Tensor | None]
+    replay: Callable[[], None]
+
+    def fits(self, tensors: list[Tensor]) -> bool:
+        return [(a.shape, a.dtype) for a in self.inputs] == [(b.shape, b.dtype) for b in tensors]
+
+
+class CUDAGraphRunner(EagerRunner):
+    """Records one micro-batch after a warm-up of a few, and replays it for further ones of its shapes.
+
+    The first micro-batch of a step, which sets the gradients, and the others, which add to them, are two graphs.
+    Whatever can't be recorded or replayed runs kernel by kernel, to the same result.
+
+    Args:
+        eager: runs those, and is what is recorded. Its objective and model must not wait for the device, and whatever
+            they depend on besides the micro-batch stays as it was when it was recorded.
+        recorder: records the graphs.
+    """
+
+    def __init__(self, eager: EagerPasses, recorder: GraphRecorder):
+        super().__init__(eager, f"forward and backward, from micro-batch {GRAPH_WARMUP + 1} on")
+        self.recorder = recorder
+        self._in_graph = False  # whether the step's gradients are a recording's
+        self._warmup_left: dict[bool, float] = {True: GRAPH_WARMUP, False: GRAPH_WARMUP}  # of first and of further ones
+        self._recordings: dict[bool, Recording] = {}
+
+    def micro_step(self, micro_batch: MicroBatch, *, first: bool, last: bool) -> Tensor:
+        recording = self._recordings.get(first)
+        usable = first or self._in_graph  # what adds to gradients must find them where it did when it was recorded
+        if usable and recording is None and self._warmup_left[first] <= 0:
+            recording = self._record(micro_batch, first, last)
+        if usable and recording is not None and recording.fits(tensors := micro_batch.tensors()):
+            torch._foreach_copy_(recording.inputs, tensors)
+            recording.replay()
+            self.engine.gradients = recording.gradients
+            self._in_graph = True
+            return recording.loss
+        self._warmup_left[first] -= 1
+        self._in_graph &= not first
+        return self.forward_backward(micro_batch, last=last)
+
+    def close(self) -> None:
+        """Free the recordings: NCCL waits for ever to end a communicator that a recorded graph still uses."""
+        self._recordings.clear()
+
+    def forward_backward(self, micro_batch: MicroBatch, *, last: bool) -> Tensor:
+        with self.recorder.side_stream():
+            return self.eager.forward_backward(micro_batch, last=last)
+
+    def _record(self, micro_batch: MicroBatch, first: bool, last: bool) -> Recording | None:
+        """Record such a micro-batch; nothing is computed. Return None if that fails: it is not tried again."""
+        static, before = micro_batch.clone(), self.engine.gradients
+        try:
+            loss, replay = self.recorder.record(lambda: self.eager.forward_backward(static, last=last))
+        except RuntimeError as error:
+            self.engine.gradients = before
+            self._warmup_left[first] = math.inf
+            self.note = f"recording failed, training goes on kernel by kernel: {str(error).splitlines()[0]}"
+            logger.warning("CUDA graph: %s", self.note)
+            return None
+        self._recordings[first] = Recording(static.tensors(), loss, self.engine.gradients, replay)
+        return self._recordings[first]
+
+
+def build_runner(eager: EagerPasses, *, graph: bool = False, packs: bool = False) -> Runner:
+    """Choose how a run's passes are made; a model of which the engine has some stages takes a pipeline's schedule.
+
+    Args:
+        graph: CUDA graphs are asked for (``--enable_cuda_graph``); the runner's ``note`` says why there are none.
+        packs: micro-batches are packs (``--pack_tokens``).
+    """
+    engine = eager.engine
+    if engine.mesh.pp_size > 1:
+        from opendit.training.pipeline_runner import PipelineRunner
+
+        return PipelineRunner(engine, eager.objective, eager.micro_batches)
+    why_not = "--enable_cuda_graph is off"
+    if graph and packs:
+        why_not = "every pack has other segments (--pack_tokens), and a graph can replay but one"
+    elif graph:
+        why_not = (
+            engine.no_graph or engine.module.no_graph if engine.mesh.device.type == "cuda" else "it needs a CUDA GPU"
+        )
+    return EagerRunner(eager, f"off: {why_not}") if why_not else CUDAGraphRunner(eager, GraphRecorder())

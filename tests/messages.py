@@ -1,0 +1,21 @@
+"""The messages that the package logs, for tests."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect the messages of level INFO and above that the block logs, in any process that enters it."""
+    messages: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("opendit")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
