@@ -27,9 +27,7 @@ if TYPE_CHECKING:  # torch, and all that needs it, is imported once the flags ha
     from opendit.models import Condition
     from opendit.parallel.engines import Engine
     from opendit.training.build import Run
-    from opendit.training.latents import Latents
-    from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
-    from opendit.training.packing import Packing
+    from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch, Packing
 
 
 def train(run: Run) -> None:

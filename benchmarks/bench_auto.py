@@ -28,7 +28,7 @@ from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
 from opendit.training.auto_parallel import Circumstances, Priced, choose, data_of
 from opendit.training.from_flags import memory_setup, plan_model
-from opendit.training.memory import USABLE, estimate, settle_sharding
+from opendit.training.memory import USABLE, estimate, resolve_sharding
 from opendit.training.step_cost import step_cost
 
 # ------------------------------------------------------------------------------------------- steps in results.csv
@@ -129,7 +129,7 @@ def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[fl
     """(ms of a step, GiB of a rank) of train.py with these flags, as --dry_run says."""
     flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).resolve(gpus, has_gpu=True)
     config = plan_model(flags, data_of(flags)).config
-    setup = settle_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
+    setup = resolve_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
     cost = step_cost(
         config,
         setup,

@@ -27,7 +27,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.engines import MOMENTS, Engine
 from opendit.parallel.mesh import ControlGroup, Mesh, close_mesh, init_mesh
-from opendit.training.engine import build_model_and_engine
+from opendit.training.build import build_model_and_engine
 from opendit.training.prepare import prepare
 
 GIB = 2**30

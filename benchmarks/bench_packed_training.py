@@ -38,9 +38,8 @@ from opendit.diffusion.random import Stream, normal
 from opendit.kernels.select import select_kernels
 from opendit.models import Condition, DiTConfig, TextCondition, TextConfig, model_config
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
-from opendit.training.flops import TrainingFlops
-from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
-from opendit.training.packing import Packing
+from opendit.training.build import TrainingFlops
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 
 SAMPLES = 20_000  # that are drawn of a mix
 PACK, EQUAL = 256, 32  # lengths in smallest pictures: of a pack, and of the equal clips

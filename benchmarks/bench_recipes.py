@@ -35,7 +35,7 @@ from opendit.config.train import TrainConfig
 from opendit.models import config_from_dict
 from opendit.training.dry_run import CARDS
 from opendit.training.from_flags import memory_setup, open_data, plan_model
-from opendit.training.memory import GIB, USABLE, estimate, largest_batch, settle_sharding
+from opendit.training.memory import GIB, USABLE, estimate, largest_batch, resolve_sharding
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, EVERY = 10, 2  # of a run, and of a line of its log
@@ -104,7 +104,7 @@ def planned(argv: list[str], gpus: int, capacity: float, asked_batch: int | None
     setup = memory_setup(flags, config, gpus)
     enough = max(1, int(LARGEST_STEP * flags.sequence_parallel_size // (3 * config.forward_flops())))
     batch = asked_batch or min(enough, largest_batch(config, setup, capacity))
-    setup = settle_sharding(config, setup, max(batch, 1), capacity)
+    setup = resolve_sharding(config, setup, max(batch, 1), capacity)
     return batch, estimate(config, setup, max(batch, 1)).total / GIB
 
 

@@ -46,10 +46,10 @@ from opendit.sampling.clip import VideoClip
 from opendit.sampling.output import OutputFolder, save_one, write_npz
 from opendit.sampling.parts import Job, Parts
 from opendit.sampling.prepare import WRITTEN as WRITTEN_SAMPLES
-from opendit.training.board import Board
+from opendit.training.loggers import Board
 from opendit.training.monitor import keep_up_to
 from opendit.training.profiling import STEPS, WARMUP, StepProfiler
-from opendit.training.validation_plot import LossHistory, draw_losses
+from opendit.training.validation import LossHistory, draw_losses
 from tests.data.shards.tars import captioned, write_tar
 from tests.sampling.small import write as write_weights_of_a_model
 

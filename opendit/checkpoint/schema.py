@@ -201,8 +201,8 @@ STATE_FILE = FileKind(
     ),
     4 * MIB,
 )
-# Of a run's config.json only the list of starts is read (opendit.training.history), to be carried on; people may have
-# written into it.
+# Of a run's config.json only the list of starts is read (opendit.training.fingerprint); people may have written into
+# the file.
 RUN_CONFIG = FileKind(record({}, {"starts": listed(plain(8), most=100_000)}, others=plain(8)), 64 * MIB)
 
 

@@ -1,8 +1,9 @@
-"""``--parallel auto``: which product of parallelisms, shards, rematerialization and micro-batch trains a step fastest.
+"""Choose the product of parallelisms, shards, rematerialization and micro-batch that trains a step fastest (--parallel
+auto).
 
-Every combination that the flags leave open is priced: its memory by opendit/training/memory.py, its time by
-opendit/training/step_cost.py. What the run itself would refuse is never proposed: each combination goes through the
-same checks. Flags that stand on the command line are kept.
+Every combination that the flags leave open gets a price: its memory by opendit/training/memory.py, its time by
+opendit/training/step_cost.py. Each combination goes through the checks of a run, so none is proposed that the run would
+refuse. Flags on the command line are kept.
 """
 
 import itertools
@@ -22,20 +23,29 @@ from opendit.parallel.hardware import HardwareModel, find_hardware
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import sequence_shape
 from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
-from opendit.training.host_memory import USABLE_OF_A_HOST, host_memory
-from opendit.training.memory import GIB, OFFLOADED, USABLE, Setup, card_memory, estimate, settle_sharding
+from opendit.training.memory import (
+    GIB,
+    OFFLOADED,
+    USABLE,
+    USABLE_OF_A_HOST,
+    Setup,
+    card_memory,
+    estimate,
+    host_memory,
+    resolve_sharding,
+)
 from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
-PLUGINS = ("zero2", "fsdp")  # that are chosen among; others only where they are asked for
+PLUGINS = ("zero2", "fsdp")  # to choose from; others only if they are asked for
 SHOWN = 5
-BATCHES = 3  # of the micro-batches that fit, so many of the largest are priced
-# Each dimension above 1 has to gain so much: the model knows nothing of ranks that wait for slower ones.
+BATCHES = 3  # number of micro-batch sizes that get a price, the largest that fit
+# Least gain of each dimension above 1: the cost model does not know that ranks wait for slower ones.
 MARGIN = 0.01
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The flags that are chosen, by their names."""
+    """The flags that are chosen, by name."""
 
     plugin: str
     data_parallel_replicate: int
@@ -52,24 +62,24 @@ class Candidate:
 
     @property
     def product(self) -> tuple[Any, ...]:
-        """Return the settings by which candidates are shown apart: all but rematerialization and micro-batch."""
+        """Return the settings that distinguish candidates in the report: all but rematerialization and micro-batch."""
         sizes = (self.data_parallel_replicate, self.sequence_parallel_size, self.tensor_parallel_size)
         return self.plugin, self.reshard, self.offload, *sizes, self.expert_parallel_size, self.pipeline_parallel_size
 
     @property
     def sharing(self) -> int:
-        """Ranks that see the same samples."""
+        """Number of ranks that see the same samples."""
         return self.sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def dimensions(self) -> int:
-        """Kinds of parallelism besides the sharded data parallelism that every run has."""
+        """Number of kinds of parallelism besides the sharded data parallelism that every run has."""
         return sum(size > 1 for size in self.product if isinstance(size, int))
 
     def dims(self, world: int) -> ParallelDims:
-        """The mesh of so many ranks."""
+        """Return the mesh of ``world`` ranks."""
         sizes = {"sp": self.sequence_parallel_size, "tp": self.tensor_parallel_size}
-        if self.tensor_parallel_size == 1:  # otherwise the ranks that divide layers divide experts
+        if self.tensor_parallel_size == 1:  # otherwise the ranks that divide layers also divide experts
             sizes["ep"] = self.expert_parallel_size
         sizes["pp"] = self.pipeline_parallel_size
         return ParallelDims.fill(world, dp_replicate=self.data_parallel_replicate, **sizes)
@@ -89,7 +99,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate, what it needs, and how long its step takes. samples: of a step; memory: bytes of a rank."""
+    """A candidate, what it needs, and how long its step takes. samples: of a step. memory: bytes of a rank."""
 
     candidate: Candidate
     setup: Setup
@@ -99,7 +109,7 @@ class Priced:
 
     @property
     def price(self) -> float:
-        """Seconds a sample of the step, with what every further dimension has to gain."""
+        """Return the seconds a sample of the step, plus what every further dimension has to gain."""
         return self.cost.total / self.samples * (1 + MARGIN * self.candidate.dimensions)
 
     def limit(self) -> str:
@@ -118,8 +128,13 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The machines to choose for. node: ranks of one machine. capacity: bytes that a rank may use. has_gpu: see
-    ``settled``."""
+    """The machines to choose for.
+
+    Attributes:
+        node: ranks of one machine.
+        capacity: bytes that a rank may use.
+        has_gpu: see ``settled``.
+    """
 
     world: int
     node: int
@@ -143,14 +158,12 @@ class Search:
         self.taken: dict[Candidate, bool] = {}
         self.least: tuple[float, Candidate] | None = None
 
-    # ------------------------------------------------------------------------------------------------- enumeration
-
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Values of a flag: its own where it was given, else ``others``."""
+        """Return the values of a flag to try: its own if it was given, else ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def forms(self, offload: str, pipelines: bool = False) -> Iterator[Candidate]:
-        """All but micro-batches; ``pipelines``: of stages on different machines."""
+        """Yield candidates without micro-batches. pipelines: with stages on different machines."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
@@ -174,7 +187,7 @@ class Search:
                         )  # fmt: skip
 
     def experts(self, form: Candidate) -> Sequence[int]:
-        """Sizes of groups with different experts, on one machine."""
+        """Return the sizes of groups with different experts, on one machine."""
         numbers = plan_of(self.config).divisible(self.config).get("ep")
         here = [1]
         if numbers and form.plugin == "fsdp" and form.tensor_parallel_size == 1:
@@ -185,13 +198,13 @@ class Search:
         return self.options("expert_parallel_size", here)
 
     def levels(self) -> Iterator[tuple[str, bool]]:
-        """(--recompute, --grad_checkpoint), from nothing that is recomputed to whole blocks."""
+        """Yield (--recompute, --grad_checkpoint), from no recomputation to whole blocks."""
         for checkpoint in self.options("grad_checkpoint", (False, True)):
             for recompute in self.options("recompute", ("none",) if checkpoint else RECOMPUTE):
                 yield recompute, checkpoint
 
     def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
-        """(copies of the model, --reshard) that --plugin can have. Copies are whole machines apart."""
+        """Yield (copies of the model, --reshard) that --plugin can have. Each copy fills whole machines."""
         if plugin != "fsdp":
             yield self.flags.data_parallel_replicate, self.flags.reshard
             return
@@ -203,7 +216,7 @@ class Search:
                 yield replicate, reshard
 
     def batches(self, form: Candidate) -> Iterator[Candidate]:
-        """Micro-batches and how many of them, the largest first."""
+        """Yield micro-batch sizes and their number, the largest first."""
         flags, ranks = self.flags, self.where.world // form.sharing
         samples = self.samples()
         if samples < ranks or (samples % ranks and "global_batch_size" in flags.given):
@@ -221,8 +234,6 @@ class Search:
             return flags.global_batch_size
         return flags.batch_size * flags.grad_accumulation * (self.where.world // flags.sharing)
 
-    # ------------------------------------------------------------------------------------------------------ checks
-
     def accepts(self, candidate: Candidate, open: Sequence[str] = ()) -> bool:
         """Return True if the run would accept these flags unchanged, except for those in ``open``; otherwise
         :attr:`refusal` may say why."""
@@ -239,7 +250,7 @@ class Search:
         return all(getattr(settled, name) == value for name, value in asdict(candidate).items() if name not in open)
 
     def price(self, candidate: Candidate) -> Priced | None:
-        """None: it does not fit, or can't be."""
+        """Return the priced candidate; None if it does not fit or is refused."""
         setup = replace(
             self.setup,
             plugin=candidate.plugin,
@@ -256,7 +267,7 @@ class Search:
             offload=candidate.offload,
         )
         where, batch = self.where, candidate.batch_size
-        setup = settle_sharding(self.config, setup, batch, where.capacity)
+        setup = resolve_sharding(self.config, setup, batch, where.capacity)
         needs = estimate(self.config, setup, batch)
         memory = needs.total if where.has_gpu else needs.total + needs.host_total
         if memory > where.capacity:
@@ -282,11 +293,9 @@ class Search:
         return Priced(candidate, setup, memory, cost, batch * candidate.grad_accumulation * ranks)
 
     def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
-        """The best of each product, the fastest first."""
+        """Return the best candidate of each product, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
-        enough: dict[
-            tuple[Any, ...], int
-        ] = {}  # the largest micro-batch that a product has room for with less recomputing
+        enough: dict[tuple[Any, ...], int] = {}  # the largest micro-batch that fits a product with less recomputing
         for form in self.forms(offload, pipelines):
             if not self.takes(form):
                 continue
@@ -311,12 +320,13 @@ class Search:
 def choose(
     flags: TrainConfig, dataset: MediaDataset, where: Circumstances, shown: int = SHOWN
 ) -> tuple[list[Priced], DiTConfig]:
-    """(the best products, the fastest first, at most ``shown``; the model's configuration).
+    """Return the best products, the fastest first, at most ``shown`` of them; and the model's configuration.
 
-    Pipelines, and then state in host memory (--offload), are looked at only where nothing fits otherwise.
+    Pipelines, and then state in host memory (--offload), are tried only if nothing else fits.
 
     Raises:
-        ValueError: no product fits, or the flags can't be had on so many ranks; the message says what to change.
+        ValueError: no product fits, or the flags are impossible on this number of ranks; the message says what to
+            change.
     """
     search = Search(flags, dataset, where)
     pipelines = (False, True) if "pipeline_parallel_size" not in flags.given else (False,)
@@ -338,14 +348,9 @@ def choose(
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ in a run
-
-
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
-    """The flags of the best product, which rank 0 chooses and names, and the mesh that they ask for. Collective.
-
-    Raises as :func:`choose`, on every rank.
-    """
+    """Return the flags of the best product, which rank 0 chooses and prints, and the mesh for them. Collective. Raises
+    as :func:`choose`, on every rank."""
     has_gpu = mesh.device.type == "cuda"
     card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
     here = environment_node_size() or mesh.world_size
@@ -369,15 +374,12 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
 
 
 def data_of(flags: TrainConfig) -> MediaDataset:
-    """The data set of the flags. Raises as ``open_data``."""
+    """Open the data set of the flags. Raises as ``open_data``."""
     return open_data(flags)
 
 
-# -------------------------------------------------------------------------------------------------------------- words
-
-
 def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:
-    """Lines that name the best products and what limits each."""
+    """Return lines that name the best products and what limits each."""
     nodes = f", {where.node} a node" if where.world > where.node else ""
     lines = [
         f"--parallel auto: {where.world} ranks{nodes}, {where.capacity / GIB:,.1f} GiB each, figures of {origin}; "

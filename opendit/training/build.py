@@ -1,48 +1,261 @@
-"""Build a run's parts in the order that they need: memory estimate, model and engine, averages, runner, log, loader,
-checkpoints."""
+"""Build a run: the model on its engine, averages, passes, log, loader and checkpoints; and Run, its state."""
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Protocol, cast
+
+import torch
 
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import load_checkpoint
+from opendit.checkpoint.pretrained import FirstWeights
 from opendit.checkpoint.run_folders import folder_name
-from opendit.checkpoint.save import Checkpoints
+from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
-from opendit.data import Batch, BatchSchedule
+from opendit.config.names import PLUGINS
+from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
 from opendit.data.progress import Progress
-from opendit.parallel.engines import Engine, StepResult
+from opendit.models import DiT, DiTConfig, empty_model
+from opendit.models.adapt import adapt
+from opendit.models.lora import add_lora
+from opendit.parallel.apply import apply_parallel
+from opendit.parallel.engines import Engine, StepResult, Values, build_engine
+from opendit.parallel.experts import expert_group
+from opendit.parallel.initial import InitialValues
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
-from opendit.training.batches import Batches
-from opendit.training.diagnosis import Diagnosis, MakesMicroBatches
+from opendit.parallel.tensor import allocate, tensor_group
+from opendit.training.batches import Batches, Interrupt, NoData
+from opendit.training.diagnosis import Diagnosis, MakesMicroBatches, SkippedSteps
 from opendit.training.drawing import EMASampler, SampleGrids
 from opendit.training.due import Due, PeriodicWork
-from opendit.training.engine import build_model_and_engine
-from opendit.training.flops import TrainingFlops
-from opendit.training.interrupt import Interrupt, NoData
-from opendit.training.learning_rate import LearningRate
-from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
+from opendit.training.loggers import LOGGERS
+from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.monitor import Monitor
-from opendit.training.pace import Pace
-from opendit.training.packing import Packing
 from opendit.training.profiling import StepProfiler
-from opendit.training.resources import open_checkpoints, open_loader, open_monitor, open_profiler
 from opendit.training.runners import EagerPasses, Runner, build_runner
-from opendit.training.skipped_steps import SkippedSteps
 from opendit.training.specification import RunSpecification
-from opendit.training.step_log import StepLog
+from opendit.training.step_log import Pace, StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 from opendit.training.validation import Validation
 
 
-class Evaluation(Protocol):
-    """The interface of evaluations of the EMA weights' samples; :mod:`opendit.evaluation` implements it.
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up to ``peak``, then constant, or a cosine to zero at the last step.
 
-    of: identifies all that decides the figures beside the weights.
+    Args:
+        schedule: constant or cosine.
+    """
+
+    peak: float
+    warmup_steps: int
+    schedule: str
+    last_step: int
+
+    def at(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.peak
+        progress = (step - self.warmup_steps) / max(1, self.last_step - self.warmup_steps)
+        return self.peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class TrainingFlops:
+    """FLOPs of a model's training passes over latents of any size."""
+
+    def __init__(self, config: DiTConfig):
+        self._patch = config.patch
+        self._of_size = cache(lambda size: 3 * replace(config, input_size=size).forward_flops())
+
+    def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
+        """Return the FLOPs of this rank's micro-batch, forward and backward; a pack's padding is not counted."""
+        if isinstance(micro_batch, PackedMicroBatch):
+            grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
+            return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
+        return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]))
+
+
+def build_model_and_engine(spec: RunSpecification) -> Engine:
+    flags = spec.flags
+    torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
+    mesh = spec.mesh
+    cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
+    with mesh.device:  # no rank holds a whole model that is sharded, or whose layers or blocks are divided
+        model = empty_model(spec.model_config, parameters=not cut and mesh.tp_size * mesh.pp_size == 1)
+    initial = _first_values(spec, model)
+    apply_parallel(
+        model,
+        ops=spec.kernels.ops,
+        attend=spec.kernels.attend,
+        varlen=spec.kernels.varlen,
+        sequence=spec.sequence,
+        tensor=tensor_group(mesh),
+        experts=expert_group(mesh),
+        stages=spec.stages,
+        recompute=flags.recompute,
+        grad_checkpoint=flags.grad_checkpoint,
+        compiled=spec.why_not_compiled is None,
+    )
+    if not cut:
+        allocate(model, mesh.device)
+    return build_engine(
+        model.train(),
+        mesh,
+        plugin=flags.plugin,
+        precision=flags.mixed_precision,
+        lr=flags.lr,
+        weight_decay=flags.weight_decay,
+        betas=(flags.adam_beta1, flags.adam_beta2),
+        grad_clip=flags.grad_clip,
+        grad_accumulation=flags.grad_accumulation,
+        sharding=spec.sharding,
+        offload=flags.offload,
+        initial=initial,
+    )
+
+
+def _first_values(spec: RunSpecification, model: DiT) -> Values:
+    """Return the first values of ``model``'s parameters, of which each rank takes its part: initial values, or those of
+    --pretrained that fit. With --lora this adds the LoRA layers to the model."""
+    seed = spec.flags.global_seed
+    initial = InitialValues(model, seed)
+    if spec.initial is None or spec.initial_config is None:
+        return initial
+    start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names, fresh=initial.whole)
+    spec.notes += [f"--pretrained: {line}" for line in start.describe()]
+    if spec.lora is not None:
+        add_lora(model, spec.lora, start.untrained, seed)
+        initial = InitialValues(model, seed)
+    return FirstWeights(start, spec.initial.state, initial)
+
+
+def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
+    monitor = Monitor(
+        spec.folder,
+        spec.mesh,
+        first_step=spec.first_step,
+        last_step=spec.last_step,
+        precision=spec.flags.mixed_precision,
+        failures=failures,
+        loggers={name: partial(LOGGERS[name], spec.folder, spec.flag_values()) for name in spec.flags.loggers},
+    )
+    supervisor.closes(lambda _: monitor.close())
+    return monitor
+
+
+def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator:
+    flags, mesh = spec.flags, spec.mesh
+    loader = build_loader(
+        spec.dataset,
+        spec.schedule,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        batch_size=flags.batch_size,
+        micro_batches=flags.grad_accumulation,
+        start_step=spec.first_step,
+        end_step=spec.last_step,
+        num_workers=flags.num_workers,
+        pin_memory=True,
+        max_bad=flags.max_bad,
+        on_skip=partial(say_skipped, mesh),
+        as_bytes=True,  # a quarter of the traffic; the device converts to floats
+        enlarge=mesh.device.type == "cpu",  # a GPU does it while the loader reads
+        patience=flags.data_timeout,
+        log=lambda text: Progress.write(f"rank {mesh.rank}: {text}"),
+        on_hang=supervisor.fail,
+    )
+    supervisor.closes(lambda _: loader.close())
+    return loader
+
+
+def open_checkpoints(
+    spec: RunSpecification,
+    engine: Engine,
+    ema: EMA,
+    monitor: Monitor,
+    supervisor: Supervisor,
+    evaluated: str | None = None,
+) -> Checkpoints:
+    """Open the run's checkpoints. evaluated: identifies what decides --evaluate_every's figures besides the weights."""
+    checkpoints = Checkpoints(
+        spec.folder / "checkpoints",
+        engine,
+        ema,
+        spec.info(),
+        keep=spec.flags.ckpt_keep,
+        in_use=spec.resume and spec.resume.folder,
+        sharded=sharded_checkpoints(spec, engine, monitor),
+        say=monitor.say,
+        enabled=spec.flags.save,
+        write_failures=monitor.failures,
+        best=best_checkpoint(spec, evaluated),
+    )
+    supervisor.closes(checkpoints.abandon)
+    return checkpoints
+
+
+def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckpoint | None:
+    """Find the checkpoint that --ckpt_best keeps. evaluated: see :func:`open_checkpoints`."""
+    name = spec.flags.ckpt_best
+    if name is None or not spec.mesh.is_main:
+        return None
+    of = spec.fingerprint["validation"] if name == "val_loss" else evaluated
+    best = BestCheckpoint(spec.folder / "checkpoints", name, cast(str, of), spec.first_step)
+    if best.folder is not None:
+        called = "held-out loss" if name == "val_loss" else name
+        Progress.write(f"--ckpt_best: so far {best.folder}, with a {called} of {best.figure:.5f}")
+    return best
+
+
+def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor) -> bool:
+    """Return True if every rank writes its own shards, as --checkpoint_format says; the same on every rank. "auto"
+    decides by the plugin and by the hosts' room for buffers of whole tensors; stages of a pipeline always write
+    shards."""
+    asked = spec.flags.checkpoint_format
+    if asked != "auto":
+        return asked == "sharded"
+    if PLUGINS[spec.flags.plugin].sharded_checkpoints or spec.stages is not None:
+        return True
+    sizes = {name: math.prod(shape) for name, shape in engine.shapes.items()}
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = most_bytes_of_a_host(sizes, len(spec.flags.ema_decays), spec.mesh.world_size, ranks)
+    there = host_memory()
+    too_large = spec.mesh.broadcast_object(needed > USABLE_OF_A_HOST * there)
+    if too_large and spec.flags.save and spec.mesh.is_main:
+        monitor.say(
+            f"checkpoints: in shards, because whole tensors would take {needed / GIB:,.1f} GiB of a host's memory "
+            f"({there / GIB:,.1f} GiB)"
+        )
+    return too_large
+
+
+def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
+    return StepProfiler(
+        spec.flags.profile and spec.mesh.is_main,
+        spec.folder / "profile",
+        spec.mesh.device,
+        steps=spec.last_step - spec.first_step,
+        failures=monitor.failures,
+    )
+
+
+def say_skipped(mesh: Mesh, file: str) -> None:
+    if mesh.leads_sharing:  # the others that share its samples skip the same
+        Progress.write(f"rank {mesh.rank}: skipped {file}")
+
+
+class Evaluation(Protocol):
+    """Interface of evaluations of samples of the EMA weights; opendit/evaluation implements it.
+
+    Attributes:
+        of: identifies all that decides the figures besides the weights.
     """
 
     of: str
@@ -56,9 +269,14 @@ class Evaluation(Protocol):
 class Run:
     """The state of a run that trains.
 
-    done: steps of the run so far. result: of the last step of this start. batches: of the next step.
-    interrupt: knows whether the run has to end. periodic: decides what is due after a step. skipped: looks for steps
-    whose gradients were not finite. fingerprint: see :mod:`opendit.training.fingerprint`.
+    Attributes:
+        done: steps of the run so far.
+        result: of the last step since this start.
+        batches: of the next step.
+        interrupt: knows whether the run has to end.
+        periodic: decides what is due after a step.
+        skipped: looks for steps whose gradients were not finite.
+        fingerprint: see opendit/training/fingerprint.py.
     """
 
     mesh: Mesh
@@ -89,7 +307,7 @@ class Run:
 
     def count(self, batch: Batch, micro_batch: MicroBatch | PackedMicroBatch) -> None:
         """Count the samples and the work of a micro-batch for the log."""
-        samples = batch.segments_in_step if batch.micro == 0 else 0  # of the whole step, with its first micro-batch
+        samples = batch.segments_in_step if batch.micro == 0 else 0  # those of the whole step, counted once
         self.monitor.count(samples, self.flops.of(micro_batch))
 
     def due(self, stopping: bool) -> Due:
@@ -154,7 +372,7 @@ class Run:
 
     def failed_writes(self) -> int:
         """Return the number of saves and other writes that failed, the same on every rank. Collective."""
-        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # rank 0's
+        return len(self.checkpoints.failures) + self.mesh.broadcast_object(self.monitor.failures.count)  # of rank 0
 
 
 def _packing(spec: RunSpecification) -> Packing | None:

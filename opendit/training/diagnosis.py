@@ -1,11 +1,12 @@
-"""Find where numbers stopped being finite: repeat the last step's forward passes, watched module by module.
+"""Find where numbers stopped being finite: repeat the last step's forward passes and watch them module by module.
 
-It costs a normal step nothing: the step's batches are kept until the next ones come. Since a step whose gradients are
-not finite changes no weight, and all randomness is keyed by the sample, the passes are the same ones.
+A normal step costs nothing more: only its batches are kept until the next ones come. Since a step whose gradients are
+not finite changes no weight, and all randomness is keyed by the sample, the repeated passes are the same.
 """
 
 import contextlib
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from opendit.data import Batch, BatchSchedule, MediaDataset
-from opendit.parallel.engines import Engine
+from opendit.parallel.engines import Engine, StepResult
 from opendit.parallel.mesh import ControlGroup
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
 from opendit.training.runners import Runner
+
+logger = logging.getLogger(__name__)
 
 KEPT = 8  # micro-batches of a step, at most
 NAMED = 5  # samples
@@ -31,13 +34,13 @@ class MakesMicroBatches(Protocol):
 
 
 class Diagnosis:
-    """Keeps a step's batches and finds in them what was not finite; build and ask it on every rank.
+    """Keeps a step's batches and finds what in them was not finite. Build and use it on every rank.
 
     Args:
         runner: runs a micro-batch again.
-        inputs: makes a batch of the loader the micro-batch that the runner gets.
+        inputs: makes a batch of the loader a micro-batch.
         dataset, schedule: name the samples of a batch.
-        micro_batches: of a step.
+        micro_batches: number in a step.
     """
 
     def __init__(
@@ -56,11 +59,11 @@ class Diagnosis:
 
     @property
     def harmless(self) -> bool:
-        """True if a rank that can't look, for example for lack of memory, keeps no other waiting."""
+        """True if no other rank waits for one that cannot look, for example for lack of memory."""
         return self.engine.whole and self.engine.mesh.sharing == 1
 
     def keep(self, batch: Batch) -> None:
-        """A micro-batch of the step under way, by reference."""
+        """Keep a reference to a micro-batch of the current step."""
         if self._batches and self._batches[-1].step != batch.step:
             self._batches.clear()
         self._batches.append(batch)
@@ -68,7 +71,9 @@ class Diagnosis:
     def find(self, gradients: bool) -> str:
         """Describe what was not finite first, and for which samples. Collective.
 
-        gradients: also look into the backward pass if the forward passes were finite; what is in the gradients is lost.
+        Args:
+            gradients: also look into the backward pass if the forward passes were finite; the engine's gradients are
+                lost.
         """
         try:
             found = self._look_forward()
@@ -99,7 +104,7 @@ class Diagnosis:
         return "" if parts <= KEPT else f"'s last {KEPT} of {parts} micro-batches"
 
     def _look_forward(self) -> str | None:
-        """Look through this rank's forward passes, and describe what was not finite first; None if all is finite."""
+        """Watch this rank's forward passes, and describe what was not finite first; None if all is finite."""
         found = None
         for batch in list(self._batches):
             micro_batch = self.inputs.of(batch)
@@ -125,7 +130,8 @@ class Diagnosis:
         return f" for {len(bad)} of {len(batch.index)} samples ({', '.join(names)}{more})"
 
     def _look_backward(self) -> set[str] | None:
-        """Names of parameters whose gradient, or this rank's shard of it, isn't finite; None where it can't be seen."""
+        """Return the names of parameters whose gradient, or this rank's shard of it, is not finite; None if the engine
+        can't tell."""
         batches = list(self._batches)
         with _eagerly():
             for number, batch in enumerate(batches):
@@ -137,13 +143,13 @@ class Diagnosis:
 
 
 def _eagerly() -> contextlib.AbstractContextManager:
-    """Compiled blocks run as they are written, so that their modules are seen."""
+    """Return the context in which compiled blocks run uncompiled, so that their modules are seen."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, micro_batch: MicroBatch | PackedMicroBatch) -> Iterator[list[tuple[str, list[int]]]]:
-    """Collects (module, samples) whose output is not finite, in the order in which they end: the innermost first."""
+    """Collect (module, samples) whose output is not finite, in the order in which they end: the innermost first."""
     found: list[tuple[str, list[int]]] = []
 
     def hook(name: str):
@@ -177,11 +183,49 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _bad_samples(tensor: Tensor, micro_batch: MicroBatch | PackedMicroBatch) -> list[int] | None:
-    """Samples of a micro-batch in which a tensor is not finite, all of them where it is not laid out by samples; None
-    if it is finite."""
+    """Return the samples in which a tensor is not finite, all of them if it is not laid out by samples; None if it is
+    finite."""
     if tensor.dtype not in FLOATS or tensor.numel() == 0:
         return None
     finite = tensor.isfinite()
     if finite.all():
         return None
     return micro_batch.samples_of(~finite)
+
+
+class SkippedSteps:
+    """Logs once why steps are being skipped, and ends the run when too many are in a row. Use it on every rank.
+
+    Args:
+        most: skipped steps in a row that end the run.
+
+    Attributes:
+        skipping: True if the last step that was looked at was skipped.
+        failing: True if a fault was the cause. fp16 skips a step now and then while its loss scale is above 1, in order
+            to lower it.
+    """
+
+    def __init__(self, engine: Engine, diagnosis: Diagnosis, most: int):
+        self._engine, self._diagnosis, self._most = engine, diagnosis, most
+        self.skipping = self.failing = False
+
+    def look(self, done: int, result: StepResult) -> None:
+        """Look at the last step, the ``done``-th; the host waits for the device.
+
+        Raises:
+            FloatingPointError: too many steps in a row were skipped.
+        """
+        told = self.failing
+        in_a_row = int(self._engine.skipped_in_a_row)
+        self.skipping = in_a_row > 0
+        self.failing = self.skipping and not float(result.loss_scale) > 1
+        if in_a_row >= self._most:
+            raise FloatingPointError(
+                f"{in_a_row} steps in a row had non-finite gradients (weights and checkpoints are as before them): "
+                f"{self._diagnosis.find(gradients=True)}; try a lower --lr, --mixed_precision bf16, or --load an "
+                "earlier checkpoint"
+            )
+        if self.failing and not told and self._diagnosis.harmless:
+            cause = self._diagnosis.find(gradients=False)
+            if self._engine.mesh.is_main:
+                logger.warning(f"step {done}: skipped, its gradients were not finite: {cause}")

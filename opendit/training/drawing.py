@@ -28,7 +28,7 @@ class EMASampler:
     """Draws samples from a run's EMA weights while it trains. Use it on every rank.
 
     Attributes:
-        at_once: how many are drawn at a time.
+        at_once: number of samples drawn at a time.
     """
 
     at_once = 32
@@ -39,11 +39,12 @@ class EMASampler:
 
     @contextlib.contextmanager
     def model(self, everywhere: bool = False) -> Iterator[DiT | None]:
-        """Inside, a model with the EMA weights, on rank 0 and those that share its samples; ``everywhere``: on all
-        ranks. None on the others, which help to gather the weights. What this takes of the device is not counted as
-        training's. Collective.
+        """Yield a model with the EMA weights on rank 0 and the ranks that share its samples, or on all ranks
+        (``everywhere``); None on the others, which help to gather the weights. Collective. Its memory does not count as
+        training's.
 
-        The training module itself takes them for the time; under a plugin that has cut it up, a second one does.
+        The training module itself takes the weights for the time; under a plugin that has sharded it, a second module
+        does.
         """
         trained = monitoring.allocated_gib()
         model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
@@ -73,22 +74,28 @@ class EMASampler:
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(index, latents) of some samples at a time. index: (N,) numbers of samples, by which their noise is keyed; y:
-        their conditions. Collective over the ranks that share samples."""
+        """Yield (index, latents) of some samples at a time. Collective over the ranks that share samples.
+
+        Args:
+            y: conditions of the samples.
+            index: (N,) numbers of the samples, by which their noise is keyed.
+        """
         spec, seed, null = self._spec, self._spec.flags.global_seed, self._spec.conditioner.null()
         how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
-        if self._pipeline is not None:  # what is made beforehand for all steps is made of all blocks
+        if self._pipeline is not None:  # what an engine precomputes for all steps needs all blocks
             objective = spec.objective.for_tokens(spec.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
-        # (An engine for this time alone: its recordings would take memory from training.)
-        record = spec.sequence is None and tensor_group(spec.mesh) is None  # ranks that train share memory, too
+        # The engine lives for this drawing alone: its recordings would take memory from training.
+        record = (
+            spec.sequence is None and tensor_group(spec.mesh) is None
+        )  # ranks that share samples share memory in training, too
         engine = SamplingEngine(model, spec.objective, record=record, say=self._monitor.say, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 
 
 class SampleGrids:
-    """Draws samples/NNNNNNN.png from the EMA weights; without the latents' VAE nothing."""
+    """Draws samples/NNNNNNN.png from the EMA weights; draws nothing if the latents' VAE is missing."""
 
     def __init__(self, spec: RunSpecification, sampler: EMASampler, monitor: Monitor):
         self._spec, self._sampler, self._monitor = spec, sampler, monitor
@@ -121,7 +128,7 @@ class SampleGrids:
             monitor.picture(path, step)
 
     def _what(self) -> tuple[Condition, list[str]]:
-        """The conditions of a sample grid, and what to write above the pictures."""
+        """Return the conditions of a sample grid, and the captions above its pictures."""
         spec = self._spec
         if spec.model_config.text is not None:
             captions = example_captions(spec.dataset, count=8 if spec.flags.use_video else 16)

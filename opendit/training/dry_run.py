@@ -1,4 +1,4 @@
-"""``--dry_run [GPUS]``: what a run will need, from its flags alone: no weights, no GPU, no process group."""
+"""Print what a run will need (--dry_run [GPUS]), from its flags alone: no weights, no GPU, no process group."""
 
 import math
 import sys
@@ -27,23 +27,31 @@ from opendit.training.from_flags import (
     saved_by_adaln_lora,
     text_before,
 )
-from opendit.training.host_memory import save_buffers
-from opendit.training.memory import GIB, USABLE, Setup, advice, estimate, largest_batch, parts, settle_sharding
-from opendit.training.memory_stages import stage_setups
-from opendit.training.shapes import make_schedule, samples_at_once, shape_samples
+from opendit.training.memory import (
+    GIB,
+    USABLE,
+    Setup,
+    advice,
+    estimate,
+    largest_batch,
+    parts,
+    resolve_sharding,
+    save_buffers,
+    stage_setups,
+)
+from opendit.training.specification import make_schedule, samples_at_once, shape_samples
 from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
 
-# As torch counts the memory of an RTX 4090, an L40S, an H100 and an H200.
+# Memory of an RTX 4090, an L40S, an H100 and an H200, as torch reports it.
 CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
 
 
 def dry_run(flags: TrainConfig) -> None:
-    """Prints parameters, tokens, work, memory of a GPU and steps of a run, as if there were that many GPUs.
+    """Print parameters, tokens, work, memory of a GPU and steps of a run, as if there were that many GPUs.
 
-    Without a number they are those of torchrun, or as many as share a sequence. Data that isn't there is said to be
-    missing, and random latents of the same kind stand in for it.
-
-    Flags that the run itself would refuse end the program as they end that: one line, exit code 2.
+    Without a number, the GPUs are those of torchrun, or as many as share a sequence. Missing data are reported, and
+    random latents of the same kind stand in for them. Flags that the run would refuse end the program as they end the
+    run: one line, exit code 2.
     """
     try:
         _dry_run(flags)
@@ -113,7 +121,7 @@ def work(flop: float) -> str:
 
 
 def describe_recipe(flags: TrainConfig) -> str:
-    """The recipe's name, and what the command line changed of it."""
+    """Return the recipe's name, and what the command line changed of it."""
     assert flags.recipe is not None
     changed = [f"{name} {now} (recipe: {before})" for name, (before, now) in overridden(flags).items()]
     return flags.recipe + (f", changed: {', '.join(changed)}" if changed else "")
@@ -147,7 +155,7 @@ def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstan
     how = (flags, flags.attention, setup.precision, config, together)
     cost = step_cost(
         config,
-        settle_sharding(config, setup, together, where.capacity),
+        resolve_sharding(config, setup, together, where.capacity),
         together,
         flags.grad_accumulation,
         where.hardware,

@@ -21,7 +21,7 @@ class PeriodicWork:
     """Decides what is due after every step, the same on every rank: call ``step_done`` after each, then ``due``.
 
     Nothing is saved while steps are being skipped, since the run may be about to fail: a save that falls due then is
-    made after the first step that is taken again.
+    made after the next step that is taken.
     """
 
     def __init__(self, flags: TrainConfig, last_step: int):

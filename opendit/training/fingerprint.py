@@ -1,14 +1,17 @@
-"""The resume fingerprint: what a run is made of, stored with every checkpoint; and what a later start changes of it.
+"""The resume fingerprint: what a run is made of, stored with every checkpoint; the differences that a later start
+makes; and config.json, the record of all starts.
 
-Every flag is in the fingerprint unless it is on a list of those that change nothing (FREE) or that a resume refuses to
-change (OF_THE_MODEL). So a flag that somebody adds is compared, and taken to change the curve, until it is listed.
+Every flag is in the fingerprint unless it is listed among those that change nothing (FREE) or that a resume refuses to
+change (OF_THE_MODEL). So a new flag is compared, and assumed to change the curve, until it is listed.
 """
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,9 +21,13 @@ import torch
 
 import opendit
 from opendit.checkpoint.ema import FIRST_WARMUP
+from opendit.checkpoint.schema import RUN_CONFIG
 from opendit.checkpoint.tensor_set import files_of
+from opendit.common.json_file import read_file
+from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
 from opendit.common.utils import hash_parts
-from opendit.config.flags import flags_of
+from opendit.config.command_line import overridden, to_yaml
+from opendit.config.flags import flags_of, to_dict
 from opendit.config.names import DESCRIPTIONS
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.contents import hash_files
@@ -29,9 +36,9 @@ from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder
 from opendit.encoders.vae_folder import vae_folder
 from opendit.training.specification import RunSpecification
-from opendit.training.validation_data import number_of_losses
+from opendit.training.validation import number_of_losses
 
-# What a difference means.
+# The meaning of a difference.
 CURVE = "the curve is another from here on"
 AVERAGES = "the averages are others from here on, the curve is the same"
 ROUNDING = "the same curve within rounding, not bit for bit"
@@ -49,7 +56,7 @@ OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "
     "expert_capacity use_video lora lora_alpha given_frames".split()
 )
-# Flags that are compared as what was made of them, under which names.
+# Flags that are compared by what was derived from them, and the names of that.
 MADE_INTO = {
     "data_path": "data samples contents blend",
     "energon_cooker": "data",
@@ -75,7 +82,7 @@ MADE_INTO = {
     "grad_checkpoint": "recomputed",
     "recompute": "recomputed",
 }
-# Of the rest, what changes less than the curve; and what is no flag, with what it is called.
+# Of the rest, what changes less than the curve; and entries that are no flags, with their description.
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
@@ -105,15 +112,12 @@ CALLED = {
 SHOWN_ONLY = frozenset(
     ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "opendit", "commit")
 )
-# What the checkpoints without a fingerprint say, and its name now.
+# Entries of checkpoints without a fingerprint, and their names now.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
 
 
-# ------------------------------------------------------------------------------------------ what a run is made of
-
-
 def fingerprint(spec: RunSpecification) -> dict[str, Any]:
-    """The fingerprint of a run, as JSON gives it back. It reads some of the data's files; call it on one rank."""
+    """Return the fingerprint of a run as JSON values. It reads some of the data's files; call it on one rank."""
     flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
     cuda = mesh.device.type == "cuda"
     found = {name: getattr(flags, name) for name in by_value(flags.objective)}
@@ -137,7 +141,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "kernels": ops.replaced,
         "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
-        # On a CPU the same bits come out of it.
+        # On a CPU it changes no bit.
         "recomputed": ("blocks" if flags.grad_checkpoint else flags.recompute) if cuda else "none",
         "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
@@ -147,7 +151,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
 
 
 def by_value(objective: str) -> list[str]:
-    """The flags that are compared by their values, of a run with this objective."""
+    """Return the flags of a run with this objective that are compared by their values."""
     names = [item.name for item in flags_of(TrainConfig)]
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
     return [name for name in names if name not in FREE | OF_THE_MODEL | MADE_INTO.keys() | others]
@@ -172,7 +176,7 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
 
 
 def _network(folder: Path) -> str:
-    """A hash of a folder of diffusers or transformers: its configuration, its tokenizer and its weights."""
+    """Return a hash of a folder of diffusers or transformers: its configuration, tokenizer and weights."""
     kinds = (".json", ".safetensors", ".txt", ".model")
     files = sorted(path for path in folder.iterdir() if path.suffix in kinds)
     return hash_parts(*(path.name for path in files), hash_files([str(path) for path in files]))
@@ -180,7 +184,8 @@ def _network(folder: Path) -> str:
 
 @cache
 def code() -> dict[str, str | None]:
-    """The versions of what computes: this package by its source, whatever its version is called, and the libraries."""
+    """Return the versions of what computes: this package by its source, whatever its version number, and the
+    libraries."""
     package = Path(opendit.__file__).parent
     files = sorted(package.rglob("*.py"))
     names = (str(path.relative_to(package)) for path in files)
@@ -198,12 +203,12 @@ def code() -> dict[str, str | None]:
 
 
 def _commit(package: Path) -> str | None:
-    """The commit of a checkout, with -dirty after it if files in it were changed; None for an installed package."""
+    """Return the commit of a checkout, with -dirty if files in it were changed; None for an installed package."""
     if not (package.parent / ".git").exists():
         return None
     ask = ["git", "-C", str(package.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # nothing is written into the checkout
+        quiet = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # git must not write into the checkout
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=5, env=quiet)
     except (OSError, subprocess.SubprocessError):
         return None
@@ -217,11 +222,8 @@ def _installed(package: str) -> str | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------ what a start changes
-
-
 def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
-    """The fingerprint in a checkpoint's state.json; of a checkpoint from before there were any, what is known of it."""
+    """Return the fingerprint in a checkpoint's state.json; for one from before there were any, what is known of it."""
     found = state.get("fingerprint")
     if found is None:
         old = ("world_size", "plugin", "precision", "fp8", "attention", "sequence_parallel", "global_batch", "seed")
@@ -238,15 +240,15 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def warmup_of(stored: dict[str, Any]) -> float:
-    """The warm-up of a checkpoint's averages, as :class:`opendit.checkpoint.ema.EMA` takes it. Earlier versions stored
-    whether there was one, or nothing, and then had none."""
+    """Return the warm-up of a checkpoint's averages, as :class:`opendit.checkpoint.ema.EMA` takes it. Earlier versions
+    stored whether there was one, or nothing, and then had none."""
     value = stored.get("ema_warmup", 0)
     return FIRST_WARMUP * value if isinstance(value, bool) else value
 
 
 def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """One line for every difference between the fingerprint of a checkpoint at ``step`` and this start's, and what it
-    means for the curve."""
+    """Return one line for every difference between the fingerprint of a checkpoint at ``step`` and this start's, and
+    what it means for the curve."""
     told = [_told_together(stored, now), *(_line(name, stored, now, step) for name in now)]
     gone = [name for name in stored.keys() - now.keys() - SHOWN_ONLY - OBJECTIVE_FLAGS.keys()]
     lines = [line for line in told if line]
@@ -263,14 +265,14 @@ def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
         names = ", ".join(["its data", "its code", *map(_called, missing)])
         return [f"the checkpoint is too old to record {names}: whether they are the same is not known"]
     if stored.get("objective") != now["objective"]:
-        return []  # has other flags, and a line of its own
-    # Of a flag that is newer than the checkpoint the default is what was done before.
+        return []  # it has other flags, and a line for itself
+    # The default of a flag that is newer than the checkpoint is what was done before.
     news = {name: now.get(name) for name in missing if now.get(name) != values[name]}
     return [f"{_called(name)} {_shown(value)} is new to it: {MEANS.get(name, CURVE)}" for name, value in news.items()]
 
 
 def _told_together(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The line on the data."""
+    """Return the line on the data."""
     if "data" not in stored:
         return None
     if stored.get("samples") != now["samples"]:
@@ -296,7 +298,7 @@ def _line(name: str, stored: dict[str, Any], now: dict[str, Any], step: int) -> 
         then, value = bool(then), bool(value)
     if name == "source":
         then, value = (f"{one.get('opendit')} ({one.get('commit') or 'no commit'})" for one in (stored, now))
-    elif f"{name}_path" in now:  # hashes tell nobody anything
+    elif f"{name}_path" in now:  # hashes mean nothing to a reader
         then, value = (one.get(f"{name}_path") for one in (stored, now))
         means = f"other weights: {means}"
     return f"{_called(name)} {_shown(then)} -> {_shown(value)}: {means}"
@@ -312,10 +314,10 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
     )
 
 
-# Differences that say nothing new, or change nothing.
+# Differences that repeat others, or change nothing.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The line on the schedule says it where there was no cosine, or is none.
+    # The line on the schedule covers this if there was no cosine, or is none.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
@@ -336,8 +338,65 @@ def _called(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as a user would write it, in one line."""
+    """Return a value as a user would write it, in one line."""
     if isinstance(value, list):
         value = " ".join(_shown(item) for item in value)
     text = "none" if value in (None, "") else str(value)
     return text if text.isprintable() and len(text) <= 200 else ascii(text)[:200]
+
+
+CONFIG, DAMAGED, YAML = "config.json", "config_damaged.json", "config.yaml"
+
+
+def write_config(spec: RunSpecification) -> None:
+    """Add this start to the run's config.json, and write config.yaml, which repeats it (--config). Both files are
+    complete at every moment. Call it on one rank. Raises OSError."""
+    path, start = spec.folder / CONFIG, describe_start(spec)
+    starts = _earlier_starts(path, spec.notes)
+    content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
+    content |= {"clip_fps": spec.clip_fps} if spec.clip_fps is not None else {}
+    content |= {"model_config": spec.model_config.to_dict()}
+    content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
+    with replacing(path) as file:
+        file.write(json.dumps({**content, "starts": [*starts, start]}, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    write_whole(spec.folder / YAML, to_yaml(spec.flags).encode())
+    sync_folder(spec.folder)
+
+
+def describe_start(spec: RunSpecification) -> dict[str, Any]:
+    """Describe a start of a run: time, machine, versions, flags, first step, and changes since the last start."""
+    flags, found = spec.flags, spec.fingerprint
+    return {
+        "time": _iso(datetime.now(timezone.utc).timestamp()),
+        "host": socket.gethostname(),
+        **{key: found[key] for key in ("opendit", "commit", "torch", "colossalai", "triton", "processor")},
+        "world_size": spec.mesh.world_size,
+        "first_step": spec.first_step,
+        "last_step": spec.last_step,
+        "steps_per_epoch": spec.schedule.steps_per_epoch,
+        "resumed_from": spec.resume and str(spec.resume.folder),
+        "changes": [note for note in spec.notes if note.startswith("resume: ")],
+        "recipe": flags.recipe and {"name": flags.recipe, "changed": list(overridden(flags))},
+        "flags": to_dict(flags),
+    }
+
+
+def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the starts in a config.json; an old one without a list of them is itself a start."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        content = read_file(path, RUN_CONFIG)
+    except (OSError, ValueError) as error:
+        rename(path, path.with_name(DAMAGED))
+        notes.append(f"{error}: it is kept as {DAMAGED}, and {CONFIG} begins anew")
+        return []
+    if "starts" in content:
+        return content["starts"]
+    return [{"time": _iso(path.stat().st_mtime), **content}]
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""Work out from the flags, without building anything: data, configuration, objective, steps and first weights."""
+"""Derive from the flags, without building anything: data, configuration, objective, steps and first weights."""
 
 import math
 from contextlib import suppress
@@ -36,10 +36,8 @@ from opendit.training.memory import Setup
 
 
 def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train") -> MediaDataset:
-    """Open the data set of --data_path. seed: --global_seed if left out. split: "train" or "test".
-
-    Raises as ``build_dataset``.
-    """
+    """Open the data set of --data_path. seed: --global_seed by default. split: "train" or "test". Raises as
+    ``build_dataset``."""
     return build_dataset(
         flags.data_path,
         flags.image_size,
@@ -55,7 +53,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         video_reader=flags.video_reader,
         energon_cooker=flags.energon_cooker,
         vae=flags.vae,
-        # Random latents have as many classes, or such captions.
+        # Random latents have the classes, or the captions, that the flags ask for.
         num_classes=flags.num_classes,
         text_encoder=flags.text_encoder or ("bytes" if flags.cross_attention else None),
         max_text_tokens=flags.max_text_tokens,
@@ -63,8 +61,8 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
 
 
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
-    """(Frames a second of the clips that a model of these data draws, the notes to print): those of --fps, or those of
-    the files, of several rates the median, by the interval. None of pictures, and where the files tell nothing."""
+    """Return the frame rate of the clips that a model of these data draws, and notes to print: --fps, or the rate of
+    the files (the median of several) divided by the interval. None for pictures, and if the files have no rate."""
     rates = [] if not data.use_video or data.fps is not None else dataset.frame_rates()
     if not rates:
         return data.fps, []
@@ -78,11 +76,13 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 
 
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
-    """(what is trained on, what is validated on or None) of a run whose --data_path holds ``dataset``.
+    """Split the data set of --data_path into what is trained on and what is validated on (None if nothing is).
 
-    Samples of the second are neither mirrored nor cut at random. Raises ValueError, FileNotFoundError or DataError,
-    naming the flag, for a --validate_path that can't be read or whose samples are others than the model's, and for a
-    share that leaves nothing to train on.
+    Validation samples are neither mirrored nor randomly cropped.
+
+    Raises:
+        ValueError, FileNotFoundError, DataError: --validate_path can't be read or has other samples than the model's,
+            or the held-out share leaves nothing to train on; the message names the flag.
     """
     if not flags.validates:
         return dataset, None
@@ -95,7 +95,7 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
-    """The data set of --validate_path: its test split, if it has one."""
+    """Open the data set of --validate_path: its test split, if it has one."""
     path = flags.validate_path
     theirs = replace(flags, data_path=path, random_flip=False)
     try:
@@ -157,7 +157,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
 
 def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextConfig | None:
     """Return how the model that a run continues (``resume``) or starts from takes captions; None if there is no such
-    model, or its file is faulty and a later check says why."""
+    model, or if its file is faulty, which a later check reports."""
     if resume is None and flags.pretrained is None:
         return None
     with suppress(OSError):
@@ -169,12 +169,12 @@ def text_before(flags: TrainConfig, resume: Checkpoint | None = None) -> TextCon
 def fit_captions(
     flags: TrainConfig, dataset: MediaDataset, keeps: TextConfig | None = None, mesh: Mesh = ALONE
 ) -> tuple[TrainConfig, list[str]]:
-    """Return the flags with the number of tokens that the ``bytes`` encoder takes, and notes on captions that it cuts
-    and on those that say nothing. With another encoder, or none, the flags stay as they are.
+    """Set the number of tokens of the ``bytes`` encoder; return the flags, and notes on captions that it cuts and on
+    empty ones. With another encoder, or none, the flags stay the same.
 
-    The length is --max_text_tokens, where that is given; else that of ``keeps``, of the weights that a run continues or
-    starts from; else one that fits the data (``fitting_tokens``). Rank 0 counts; call it on every rank of ``mesh``.
-    Raises as :func:`resolve_captions`.
+    The length is --max_text_tokens if given; else that of ``keeps``, the weights that a run continues or starts from;
+    else one that fits the data (``fitting_tokens``). Rank 0 counts; call it on every rank of ``mesh``. Raises as
+    :func:`resolve_captions`.
     """
     given = flags.max_text_tokens
     resolved, _ = resolve_captions(flags, dataset)
@@ -199,10 +199,13 @@ def fit_captions(
 def caption_notes(
     dataset: MediaDataset, text: TextConfig | None, encoder: TextEncoder | None, name: str = "captions"
 ) -> list[str]:
-    """Notes on captions that the encoder cuts or, where their embeddings are cached, has cut, and on those that say
-    nothing.
+    """Return notes on captions that the encoder cuts (or has cut, if their embeddings are cached) and on empty ones.
 
-    text: of the model. encoder: a frozen one, where it is at hand. name: what the notes begin with."""
+    Args:
+        text: of the model.
+        encoder: a frozen one, if it is loaded.
+        name: how the notes begin.
+    """
     if text is None or isinstance(dataset, MockDataset):
         return []
     if text.inside:
@@ -219,8 +222,11 @@ def caption_notes(
 class ModelPlan:
     """The model that is trained on a data set, with its objective.
 
-    flags: with those of captions resolved. config: of the newest revision; weights that the run starts from may be of
-    an earlier one (:func:`check_pretrained`). vae: its name.
+    Attributes:
+        flags: with those of captions resolved.
+        config: of the newest revision; weights that the run starts from may be of an earlier one
+            (:func:`check_pretrained`).
+        vae: its name.
     """
 
     flags: TrainConfig
@@ -231,8 +237,11 @@ class ModelPlan:
 
 
 def plan_model(flags: TrainConfig, dataset: MediaDataset) -> ModelPlan:
-    """Plan the model and its objective. Raises ValueError or OSError, naming the flag and the fix, for sizes,
-    conditions and options that don't fit together."""
+    """Plan the model and its objective.
+
+    Raises:
+        ValueError, OSError: sizes, conditions and options don't fit together; the message names the flag and the fix.
+    """
     flags, notes = resolve_captions(flags, dataset)
     vae, channels, size, frames = _latent_geometry(flags, dataset)
     objective = objective_from_flags(flags)
@@ -259,8 +268,8 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset) -> ModelPlan:
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:
-    """--given_frames in latent frames, of clips of ``num_frames`` that are ``latent`` ones. Raises ValueError for
-    frames that are not whole latent ones."""
+    """Return --given_frames in latent frames, for clips of ``num_frames`` frames and ``latent`` latent ones. Raises
+    ValueError if the given frames do not fill latent ones."""
     if asked is None or latent is None or not asked.startswith("prefix:"):
         return asked
     count, temporal = cast(int, parse_given(asked)), (num_frames - 1) // max(1, latent - 1) or 1
@@ -276,16 +285,18 @@ def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str
 def check_pretrained(
     pretrained: str, model: str, config: DiTConfig, notes: list[str], mesh: Mesh = ALONE, resumed: bool = False
 ) -> tuple[Weights, DiTConfig, DiTConfig]:
-    """The weights of --pretrained, still in their file, the configuration that they are of, and the model's in their
-    revision; of a run that is ``resumed``, the model's as it is. Call it on every rank of ``mesh``.
+    """Return the weights of --pretrained, still in their file; the configuration that they belong to; and the model's
+    configuration in their revision (unchanged for a run that is ``resumed``). Call it on every rank of ``mesh``.
 
-    Raises ValueError or FileNotFoundError if there are none that this model can start from."""
+    Raises:
+        ValueError, FileNotFoundError: there are no weights that this model can start from.
+    """
     weights = read_newest(pretrained, notes=notes, mesh=mesh)
     if "lora" in weights.info:
         raise ValueError(
             f"--pretrained {pretrained}: holds what --lora adds to {weights.info['lora']['base']}; give that"
         )
-    # What the file says, or what its shapes say of Meta's files.
+    # The configuration in the file; for Meta's files, by the shapes.
     found = weights.config or infer_config(weights.state, model, weights.path, weights.num_classes)
     config = config if resumed else of_revision(config, model, found.revision)
     check_same_blocks(found, config, weights.path)
@@ -294,14 +305,14 @@ def check_pretrained(
 
 
 def saved_by_adaln_lora(config: DiTConfig) -> str:
-    """The note on how many weights --adaln_lora leaves out."""
+    """Return a note on how many weights --adaln_lora saves."""
     full, low = (made.parameters() / 1e6 for made in (replace(config, adaln_lora=None), config))
     share = (full - low) / full
     return f"--adaln_lora {config.adaln_lora} saves {full - low:,.1f} M of {full:,.1f} M weights ({share:.0%})"
 
 
 def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
-    """The step at which --epochs or --max_steps ends the run."""
+    """Return the step at which --epochs or --max_steps ends the run."""
     steps = schedule.steps(batch.epochs)
     return min(steps, batch.max_steps or steps)
 
@@ -347,7 +358,8 @@ def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
 
 
 def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset) -> None:
-    """Raise ValueError, naming a sample where it can be found, if ``num_classes`` has no row for each label."""
+    """Check that ``num_classes`` has a row for each label. Raises ValueError, which names a sample if one can be
+    found."""
     if not num_classes or num_classes >= dataset.num_classes:
         return
     found = dataset.largest_label()
@@ -359,7 +371,7 @@ def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset
 
 
 def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
-    """Raises ValueError if the VAE of --vae has latents of another shape than those of --data_path."""
+    """Check that the VAE of --vae has latents of the shape of those of --data_path. Raises ValueError."""
     theirs, downscale = video_geometry(data.vae, 3)[:2] if data.use_video else codec_geometry(data.vae, 3)
     if (theirs, data.image_size // downscale) != (channels, side):
         raise ValueError(
@@ -370,8 +382,8 @@ def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
 
 
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
-    """(the VAE's name, latent channels, latent height and width, latent frames); raises ValueError if sizes don't
-    divide."""
+    """Return the VAE's name, latent channels, latent height and width, and latent frames. Raises ValueError if sizes
+    don't divide."""
     patch = patch_size(flags.model)
     if dataset.kind == "latents":
         channels, *frames, height, width = dataset.sample_shape

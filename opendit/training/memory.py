@@ -1,16 +1,21 @@
 """Estimate the memory of a training step by formula, before anything is allocated.
 
-Two moments compete for a step's peak. When the backward pass begins, every block's activations are there and no
-gradient of this micro-batch; when it ends, every gradient and no activation. Activations are counted in *units* of
-tokens x D in the precision of the activations, where tokens are those of one rank's micro-batch.
+The peak of a step is the larger of two moments. When the backward pass begins, the activations of all blocks are held
+and no gradients of this micro-batch; when it ends, all gradients and no activations. Activations are counted in units
+of tokens x D in the precision of the activations, where the tokens are those of one rank's micro-batch.
 
-Against the peaks that benchmarks/results.csv has of an H200 (DiT-XL/2): within 1 %, gemini in fp16 within 5 %. Not
-counted: the VAE and text encoder, the trained bytes encoder's activations, a CUDA context, NCCL's buffers, what the
-allocator can't use of its memory.
+The estimates lie within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), gemini in fp16
+within 5 %. They leave out the VAE and text encoder, the activations of a trained bytes encoder, a CUDA context, NCCL's
+buffers, and what the allocator loses to fragmentation.
 """
 
+import contextlib
+import functools
 import math
+import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,12 +23,14 @@ from opendit.config.names import BYTES
 from opendit.config.parallel_sizes import divide_grid
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plans.terms import Execution
+from opendit.models.shapes import model_shapes
 from opendit.parallel.experts import expert_parameters
-from opendit.parallel.tensor import held_parameters
-from opendit.training.memory_stages import stage_setups
+from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
+from opendit.parallel.rules import rule_of
+from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
-# Of a card's memory, for what the formulas leave out: a CUDA context, NCCL, fragmentation. A rule of thumb.
+# Share of a card's memory to plan with; the rest is for a CUDA context, NCCL and fragmentation. A rule of thumb.
 USABLE = 0.94
 WEIGHTS_SHARDED = ("gemini", "fsdp")
 LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is left of measured peaks at batch 0
@@ -31,18 +38,25 @@ LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is l
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings of a run that decide its memory, besides model and batch.
+    """Settings of a run that decide its memory, besides model and batch.
 
-    fused: LayerNorm + modulate in one kernel. compiled: blocks are. averages: how many EMAs. accumulate: several
-    micro-batches a step. trained: with LoRA, the weights that are trained; None: those of the model, all.
-    Of fsdp: replicate: copies of the sharded model. reduce_dtype: in which gradients are summed over ranks. reshard: as
-    --reshard; keep_gradients: whole gradients add up over the micro-batches, and are reduced once. What is left open
-    ("auto", None) counts as what needs less memory; :func:`settle_sharding` decides it. offload: as --offload.
-    pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
-    Of one of its stages: absent: parameters outside of the blocks that it does not have; held_micro_batches: how many
-    micro-batches' activations it holds at once.
-    (Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
-    head.)
+    Attributes:
+        fused: LayerNorm and modulation are one kernel.
+        compiled: blocks are compiled.
+        averages: number of EMAs.
+        accumulate: a step has several micro-batches.
+        trained: number of weights that LoRA trains; None if all of the model are trained.
+        replicate: copies of a model that fsdp shards.
+        reduce_dtype: precision in which fsdp sums gradients over ranks.
+        reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
+        keep_gradients: fsdp adds up whole gradients over the micro-batches and reduces them once; None as above.
+        offload: as --offload.
+        pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
+        absent: parameters outside of the blocks that a pipeline's stage does not have.
+        held_micro_batches: number of micro-batches whose activations a stage holds at once.
+
+    Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
+    head.
     """
 
     plugin: str = "zero2"
@@ -84,20 +98,25 @@ class Setup:
 
     @property
     def alike(self) -> int:
-        """Ranks that have the same part of every layer, and so share its state."""
+        """Number of ranks that have the same part of every layer, and so share its state."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
     def execution(self) -> Execution:
-        """The settings that the memory terms of an architecture's plan depend on."""
+        """Settings that the memory terms of an architecture's plan depend on."""
         return Execution(self.fused, self.autocast, self.fp8, self.recompute, self.sequence_parallel)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank: states by name, always there; activations when the backward pass begins; gradients then and
-    when it has ended (those that no state holds), and weights that were gathered from other ranks. host: states by name
-    that lie in host memory instead; what is the host's own (``total`` is the device's peak) is ``host_total``."""
+    """Bytes of one rank.
+
+    Attributes:
+        states: bytes by name of what is always there.
+        activations: held when the backward pass begins.
+        gradients: held then and when the pass has ended, unless they are among the states; and gathered weights.
+        host: states by name that lie in host memory instead. ``total`` is the device's peak, ``host_total`` the host's.
+    """
 
     states: dict[str, float]
     activations: float
@@ -119,11 +138,11 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """The peak of one rank for micro-batches of ``batch`` samples on a GPU; in a pipeline that of the rank with the
-    highest.
+    """Estimate the peak of one rank for micro-batches of ``batch`` samples on a GPU; of a pipeline, the highest of its
+    ranks.
 
-    LoRA's trained weights are counted beside the model's; embedders that it trains whole are not. Activations
-    are those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
+    LoRA's trained weights are counted beside the model's; embedders that it trains as a whole are not. Activations are
+    those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -149,22 +168,23 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
-    """Parameters of the model, and of one block, of which a rank has its part, or all of them."""
+    """Return the parameters of the model, and of one block, that a rank has (its part of those that ranks divide)."""
     model, block = config.parameters(), config.whole_block_parameters()
     if setup.tensor_parallel > 1:
         model, block = held_parameters(config, setup.tensor_parallel)
     return model - setup.absent, block
 
 
-# Of fsdp, blocks (with their modulations) that are gathered at once where each is freed after its use: the one that
-# computes, the next one, which is on its way, and the buffer that it is copied from.
+# Blocks (with their modulations) that fsdp holds gathered at once if each is freed after its use: the one that
+# computes,
+# the next one, which is being gathered, and the buffer that it is copied from.
 GATHERED = 3
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """FSDP2: fp32 shards of weights, gradients, moments and averages; whole weights of the units that are gathered, and
-    whole gradients of the block that has computed, beside the buffer in which those of the one before are reduced. What
-    is gathered in float8 takes a byte a weight, and as much on its shard."""
+    """Estimate FSDP2: fp32 shards of weights, gradients, moments and averages; whole weights of the gathered units;
+    whole gradients of the block that has computed, beside the buffer in which those of the previous one are reduced.
+    What is gathered in float8 takes a byte a weight, and as much on its shard."""
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
     trained = model if setup.trained is None else setup.trained
@@ -178,13 +198,13 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
-    # Experts that ranks divide are no part of a block's unit, and each rank's own are there until the backward pass.
+    # Experts that ranks divide are not part of a block's unit; each rank's own stay until the backward pass.
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
     kept = size * own * (1 if setup.grad_checkpoint else config.depth)
     trained_block = (block + own) * trained / (trained + frozen)
-    if setup.accumulate and setup.keep_gradients:  # which are reduced where the last backward pass has used them
+    if setup.accumulate and setup.keep_gradients:  # reduced after the last backward pass has used them
         before = after = reduced * trained + size * trained_block
     else:
         transient = (size + reduced) * trained_block + size * outside
@@ -198,21 +218,21 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     return Estimate(states, activations, before, after, gathered + kept, left + size * own)
 
 
-RING = 48 << 20  # bytes of the ring buffer through which both moments travel
+RING = 48 << 20  # bytes of the ring buffer through which both moments pass
 OFFLOADED = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    """The estimate with the states that --offload moves to host memory there."""
+    """Move the states that --offload keeps in host memory there."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
     return replace(needs, states=states, host=host)
 
 
-def settle_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """``setup`` with what it leaves open of fsdp decided: what saves traffic, if the step then needs no more than
-    ``capacity`` bytes; None: no bound. Gathered weights come before whole gradients."""
+def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
+    """Choose what ``setup`` leaves open for fsdp: the setting with the least traffic whose step needs at most
+    ``capacity`` bytes; None for no bound. Keeping weights gathered comes before keeping whole gradients."""
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -225,7 +245,7 @@ def settle_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
 
 
 def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
-    """The most samples a micro-batch may have where ``capacity`` bytes can be used; 0: the states alone don't fit."""
+    """Return the most samples a micro-batch may have within ``capacity`` bytes; 0 if the states alone do not fit."""
     if setup.pipeline_parallel > 1:
         return min(largest_batch(*stage, capacity) for stage in stage_setups(config, setup))
     if estimate(config, setup, 0).total > capacity:
@@ -236,13 +256,13 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
 
 
 def block_float8(config: DiTConfig, setup: Setup) -> float:
-    """Weights of a block that are read in float8, and bytes that they take in it."""
+    """Return the weights of a block that are read in float8, and the bytes that they take in it."""
     return plan_of(config).kept(config, setup.execution).weights
 
 
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
-    """Bytes of what all blocks keep, by the terms of the architecture's plan, and of what one block's backward pass
-    takes beyond that."""
+    """Return the bytes that all blocks keep, by the terms of the architecture's plan, and those that the backward pass
+    of one block takes beyond that."""
     plan, size = plan_of(config), BYTES[setup.precision]
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = config.tokens
@@ -314,7 +334,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
 
 
 def card_memory(device: torch.device) -> int | None:
-    """Bytes that a GPU has; None for a CPU."""
+    """Return the memory of a GPU in bytes; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
@@ -327,8 +347,8 @@ def parts(needs: Estimate) -> str:
 
 
 def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> str:
-    """One line, which train.py prints before it builds; ``capacity``: bytes of the card, None on a CPU."""
-    settled = settle_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
+    """Return the line that train.py prints before it builds. ``capacity``: bytes of the card, None on a CPU."""
+    settled = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
     needs = estimate(config, settled, batch)
     if capacity is None:  # nothing is staged where kernels don't run
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
@@ -343,3 +363,111 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     largest = largest_batch(config, setup, USABLE * capacity)
     room = f"enough for --batch_size {largest}" if largest else "too little for one sample"
     return f"{text}; the GPU has {capacity / GIB:.1f}, {room}"
+
+
+if TYPE_CHECKING:
+    from opendit.training.memory import Setup
+
+
+def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
+    """Return the model and the training setup of every rank of a pipeline: the blocks of its stages, without the layers
+    of other stages, with the activations of all micro-batches that it holds at once."""
+    ranks, found = setup.pipeline_parallel, []
+    for rank in range(ranks):
+        stages = stages_of(config, setup.schedule, rank, ranks)
+        actions = make_schedule(setup.schedule, rank, ranks, setup.micro_batches)
+        own = sum(len(stages.own(chunk)) for chunk in range(stages.chunks))
+        changes = dict(
+            pipeline_parallel=1,
+            world=setup.world // ranks,
+            absent=absent_parameters(config, stages, setup.tensor_parallel),
+            held_micro_batches=in_flight(actions) / stages.chunks,
+        )
+        found.append((replace(config, depth=own), replace(setup, **changes)))
+    return found
+
+
+@functools.cache
+def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel: int) -> int:
+    """Return the number of parameters outside of the blocks that a rank of a pipeline does not have."""
+    (shapes, _), plan = model_shapes(config), plan_of(config)
+    rules, absent = plan.rules(config), 0
+    for name, shape in shapes.items():
+        if name.partition(".")[0] != plan.stages.stack and not stages.has(config, name):
+            divided = isinstance(rule_of(rules, name), DIVIDING)
+            absent += math.prod(shape) // (tensor_parallel if divided else 1)
+    return absent
+
+
+# Share of it for page-locked state and the buffers of saves; loaders, libraries and the page cache need the rest.
+USABLE_OF_A_HOST = 0.8
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the memory of this machine in bytes, or that of this process's container (control group) if that is less.
+    root: of the file system."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):  # no such file, or not as Linux writes it
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                base, name = root / "sys/fs/cgroup", "memory.max"
+            elif "memory" in controllers.split(","):
+                base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            else:
+                continue
+            inside = PurePosixPath(path.lstrip("/"))
+            for folder in (inside, *inside.parents):  # a container may see its own group as the root
+                with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+                    found.append(int((base / folder / name).read_text()))
+    return min(found)
+
+
+def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
+    """Check that ``ranks`` processes that train on this machine's CPUs fit its memory.
+
+    Raises:
+        ValueError: they do not; Linux would end them without a message.
+    """
+    needs = estimate(config, setup, batch)
+    needed, there = ranks * (needs.total + needs.host_total), host_memory()
+    if needed > there:
+        raise ValueError(
+            f"training needs about {needed / GIB:,.0f} GiB and this machine has {there / GIB:,.0f}; lower "
+            "--image_size, --num_frames, --batch_size or --num_classes, or take a smaller --model"
+        )
+
+
+def save_buffers(config: DiTConfig, setup: Setup) -> float:
+    """Return the bytes of a rank's buffer for saves; the ranks share masters, averages and moments evenly."""
+    trained = config.parameters() if setup.trained is None else setup.trained
+    return 4 * trained * (3 + setup.averages) / setup.world
+
+
+def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
+    """Check that what --offload keeps in host memory, and the buffers for saves, fit this machine.
+
+    Args:
+        ranks: processes on this machine.
+        saves: the run writes checkpoints.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    state = estimate(config, setup, batch).host_total
+    buffers = save_buffers(config, setup) if saves else 0
+    needed, there = ranks * (state + buffers), host_memory()
+    if not state or needed <= USABLE_OF_A_HOST * there:
+        return
+    fixes = [f"--offload {less}" for less in ("average", "none") if _host_total(config, setup, batch, less) < state]
+    fixes += ["--no_save"] * (saves and ranks * state <= USABLE_OF_A_HOST * there) + ["more machines"]
+    raise ValueError(
+        f"--offload {setup.offload}: keeps {ranks * state / GIB:,.1f} GiB in host memory"
+        + (f", saves take {ranks * buffers / GIB:,.1f} more," if saves else "")
+        + f" and of the {there / GIB:,.1f} GiB of this machine {USABLE_OF_A_HOST:.0%} can be used; take "
+        + " or ".join(fixes)
+    )
+
+
+def _host_total(config: DiTConfig, setup: Setup, batch: int, offload: str) -> float:
+    return estimate(config, replace(setup, offload=offload), batch).host_total

@@ -1,19 +1,35 @@
-"""Micro-batches: samples of one size, or packs of samples of unequal size, behind the same methods."""
+"""What a training step works on: micro-batches of samples of one size, or packs of samples of unequal size."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
+from opendit.data import Batch
+from opendit.data.enlarging import enlarge
+from opendit.diffusion import Objective
+from opendit.diffusion.random import Stream, normal
+from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
+from opendit.encoders.video_vae import VideoCodec
 from opendit.models import Condition, TextCondition
 from opendit.models.given_frames import with_given
-from opendit.models.segments import PlacedSegments, Segments, segment_means
+from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
 
 
 class MicroBatch(NamedTuple):
-    """A micro-batch on the device: latents x0 and noise (B, C, ...) fp32, times t (B,) as of the objective's ``times``,
-    and the conditions of its samples. given: mask ++ given (B, 1 + C, T, H, W) of a model with given frames."""
+    """A micro-batch on the device.
+
+    Attributes:
+        x0, noise: latents and their noise, (B, C, ...) fp32.
+        t: (B,) times, as the objective draws them.
+        condition: of the B samples.
+        given: mask and latents (B, 1 + C, T, H, W) of the frames that a model is given; see
+            opendit/models/given_frames.py.
+    """
 
     x0: Tensor
     t: Tensor
@@ -60,11 +76,15 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """Packs on the device, as a single sequence of tokens (opendit.models.segments).
+    """Packs on the device, as a single sequence of tokens (opendit/models/segments.py).
 
-    x0, noise: patches (N, C, *patch) fp32. t: (S,), of its S segments. shares: (S,) fp32, which share of the loss each
-    segment's is: over all micro-batches and ranks of a step the mean is then that of the step's samples. given: patches
-    (N, 1 + C, *patch) of mask ++ given, of a model with given frames.
+    Attributes:
+        x0, noise: patches (N, C, *patch) fp32.
+        t: (S,) times of the S segments.
+        condition: of the S segments.
+        shares: (S,) fp32, each segment's share of the loss; the mean over all micro-batches and ranks of a step is then
+            the mean over the step's samples.
+        given: patches (N, 1 + C, *patch) of the frames that a model is given.
     """
 
     x0: Tensor
@@ -110,3 +130,125 @@ class PackedMicroBatch:
 
 def _rows_of(marked: Tensor) -> list[int]:
     return marked.any(dim=1).nonzero().flatten().tolist()
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Encodes pixels, or samples cached moments; the VAE's noise is keyed by (seed, step, sample).
+
+    Args:
+        codec: the VAE, or the one that passes pixels through; not used on cached latents.
+        cached: scaling factor and shift of a data set of cached latents; None for pixels.
+        sampled: True if the codec returns the moments of a distribution.
+    """
+
+    codec: ImageCodec | VideoCodec | None
+    cached: tuple[PerChannel, PerChannel] | None
+    sampled: bool
+    seed: int
+
+    def of(self, x: Tensor, step: int, index: Tensor) -> Tensor:
+        """Return latents (B, C, h, w) or (B, C, t, h, w) fp32 on the device.
+
+        Args:
+            x: (B, ...) items of the data set on the device.
+            index: (B,) positions in the global batch.
+        """
+        if self.cached is not None:
+            return sample_moments(x, self._noise(x, step, index), *self.cached)
+        codec = self.codec
+        assert codec is not None, "pixels have one"
+        if not self.sampled:
+            return codec.encode(x, None)
+        moments = codec.moments(x)
+        # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
+        return codec.sample(moments, self._noise(moments, step, index)).contiguous()
+
+    def _noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
+        shape = (moments.shape[1] // 2, *moments.shape[2:])
+        return normal(self.seed, step, index, Stream.VAE, shape)
+
+
+class SampleInputs(Protocol):
+    """Makes the inputs of samples of one shape; ``Inputs`` of train.py does, whose methods say more."""
+
+    objective: Objective
+    device: torch.device
+    seed: int
+
+    def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor: ...
+    def noise(self, x0: Tensor, step: int, index: Tensor) -> Tensor: ...
+    def condition(self, batch: Batch, index: Tensor) -> Condition: ...
+    def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The settings of a run's packs.
+
+    Args:
+        patch: of the model.
+        tokens: of a micro-batch, which is one sequence.
+        micro_batches: of a step, over all ranks that have different samples.
+    """
+
+    patch: tuple[int, ...]
+    tokens: int
+    micro_batches: int
+
+    def micro_batch(self, inputs: SampleInputs, batch: Batch, index: Tensor) -> PackedMicroBatch:
+        """Make a batch, a tuple of tensors each of its own shape, one sequence of packs on the device.
+
+        Args:
+            index: (S,) the samples' positions in the global batch, on the device.
+        """
+        samples, x0, noise, given = cast(tuple[Tensor, ...], batch.x), [], [], []
+        for part in same_size(samples):
+            x = torch.stack([sample.to(inputs.device, non_blocking=True) for sample in samples[part]])
+            x0.append(inputs.clean(enlarge(x, batch.small and batch.small[part]), batch.step, index[part]))
+            noise.append(inputs.noise(x0[-1], batch.step, index[part]))
+            given.append(inputs.given(x0[-1], batch.step, index[part]))
+        segments = self.segments(tuple(group.shape[2:]) for group in x0 for _ in group)
+        shares = self.shares(batch.weights, len(index), batch.segments_in_step)
+        return PackedMicroBatch(
+            self.patches(x0),
+            inputs.objective.times(inputs.seed, batch.step, index, segments.lengths),
+            self.patches(noise),
+            inputs.condition(batch, index),
+            segments,
+            shares.to(inputs.device, non_blocking=True),
+            None if given[0] is None else self.patches(given),
+        )
+
+    def segments(self, sizes: Iterable[tuple[int, ...]]) -> Segments:
+        """Return the segments of a pack of latents of these sizes."""
+        return Segments.of(list(sizes), self.patch, self.tokens)
+
+    def patches(self, latents: Sequence[Tensor]) -> Tensor:
+        """Return latents as (tokens, C, *patch), with zeros at the end. Each group (k, C, ...) holds neighbours of one
+        size."""
+        found = [to_patches(group, self.patch).flatten(0, 1) for group in latents]
+        left = self.tokens - sum(map(len, found))
+        return torch.cat([*found, found[0].new_zeros(left, *found[0].shape[1:])])
+
+    def shares(self, weights: Tensor | None, samples: int, segments_in_step: int) -> Tensor:
+        """Return the share of each of ``samples`` segments in the micro-batch's loss, (S,) float32 on weights' device.
+
+        The mean over ranks and micro-batches is then the mean over all samples of the step, however many a micro-batch
+        has.
+
+        Args:
+            weights: (S,) of the samples' losses, None for 1.
+        """
+        weights = torch.ones(samples) if weights is None else weights.float()
+        return weights * (self.micro_batches / segments_in_step)
+
+
+def same_size(samples: Sequence[Tensor]) -> list[slice]:
+    """Return slices of neighbours of one shape, which are handled together."""
+    found, first = [], 0
+    for _, group in groupby(samples, key=lambda x: x.shape):
+        count = sum(1 for _ in group)
+        found.append(slice(first, first + count))
+        first += count
+    return found

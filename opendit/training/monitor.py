@@ -14,9 +14,43 @@ from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import open_to_append, refuse_links, write_whole
 from opendit.data.progress import Progress
 from opendit.parallel.mesh import Mesh
-from opendit.training.board import Board
-from opendit.training.memory_pressure import MemoryPressure
-from opendit.training.run_loggers import RunLogger
+from opendit.training.loggers import Board, RunLogger
+
+
+def allocation_retries() -> int:
+    """Return how often torch's allocator found no memory, freed what it kept for reuse, and tried again; the host waits
+    for the device each time. 0 without a GPU."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
+
+
+class MemoryPressure:
+    """Reports once that every few steps wait for memory, if that continues after the first steps of a run.
+
+    Args:
+        retries: returns how often an allocation has been tried again in this process so far.
+    """
+
+    LINES = 2  # in a row; in the first steps, or when a grid is drawn, a retry is normal
+
+    def __init__(self, retries: Callable[[], int] = allocation_retries):
+        self._retries, self._before, self._lines, self._said = retries, None, 0, False
+
+    def note(self, steps: int) -> str | None:
+        """Return a note if memory is nearly full, else None. Call it after every ``steps`` steps."""
+        now, before = self._retries(), self._before
+        self._before = now
+        if self._said or before is None:
+            return None
+        self._lines = self._lines + 1 if now > before else 0
+        if self._lines < self.LINES:
+            return None
+        self._said = True
+        return (
+            f"note: the GPU's memory is nearly full: in the last {steps} steps torch had to free memory kept for "
+            f"reuse {now - before} times, and training waited for it; a smaller --batch_size, --recompute cheap or, "
+            "with --plugin fsdp, --offload average is likely to be faster"
+        )
+
 
 # Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
 PEAK_FLOPS = {
@@ -32,7 +66,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Peak of one device, or None when it is unknown (CPUs, fp32, other GPUs)."""
+    """Return the peak of one device in FLOP/s; None if it is unknown (CPUs, fp32, other GPUs)."""
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -44,8 +78,8 @@ class Monitor:
 
     Args:
         folder: the run's folder.
-        failures: takes what the disk refuses, and what goes wrong in a library of ``loggers``.
-        loggers: what makes each further logger that takes what TensorBoard takes, by its name.
+        failures: counts writes that the disk refuses, and errors of a logger's library.
+        loggers: constructors of further loggers, by name; they take what TensorBoard takes.
     """
 
     def __init__(
@@ -62,10 +96,10 @@ class Monitor:
         self.mesh = mesh
         self.peak = peak_flops(mesh.device, precision)
         self.data_wait = 0.0
-        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # of losses, and how many
+        self._sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # sum of losses, and their number
         self._steps, self._since = 0, time.perf_counter()
         self._samples, self._bytes, self._flops = 0, 0, 0.0
-        self._peak_gib = 0.0  # of memory, before the last drawing
+        self._peak_gib = 0.0  # of memory before the last drawing
         self._pressure = MemoryPressure()
         self.last: dict[str, Any] = {}
         self.failures = failures
@@ -87,30 +121,30 @@ class Monitor:
         self.close()
 
     def loader_wait(self, seconds: float) -> None:
-        """Adds time that the step stood waiting for its batch."""
+        """Add the time that the step waited for its batch."""
         self.data_wait += seconds
 
     def count(self, samples: int, flops: float) -> None:
-        """Adds samples of all ranks, and what this rank and those that share its samples compute for its own."""
+        """Add samples of all ranks, and the FLOPs that this rank and those that share its samples spend on them."""
         self._samples += samples
         self._flops += flops
 
     def count_bytes(self, count: int) -> None:
-        """Adds what the samples of all ranks took of files and tars."""
+        """Add the bytes that the samples of all ranks took of files and tars."""
         self._bytes += count
 
     def add(self, loss: torch.Tensor, finite: torch.Tensor) -> None:
-        """Adds one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device, and nothing
-        waits for them."""
+        """Add one step's mean loss on this rank, if the step was taken. Both are 0-dim on the device; the host does not
+        wait."""
         self._sums += torch.stack([torch.where(finite, loss, 0).double(), finite.double()])
         self._steps += 1
         if self.mesh.is_main:
             self._bar.update()
 
     def forget_drawing(self, trained: float) -> None:
-        """Takes the peak of ``allocated_gib()`` before a drawing for the run's: the drawing's memory is not training's.
+        """Leave the memory of a drawing out of the run's peak. trained: ``allocated_gib()`` before the drawing.
 
-        (The peak is not just measured again afterwards: a CUDA graph took its memory when it was recorded.)
+        The peak is not simply measured again afterwards: a CUDA graph took its memory when it was recorded.
         """
         self._peak_gib = max(self._peak_gib, trained)
         if self.mesh.device.type == "cuda":
@@ -129,8 +163,8 @@ class Monitor:
         self._since += time.perf_counter() - began
 
     def log(self, step: int, epoch: int, lr: float, grad_norm: float | None, **more: Any) -> dict[str, Any]:
-        """Writes one line; the loss is the mean over all ranks and all steps since the last line that were not
-        skipped, null if all were."""
+        """Write one line of the log. Its loss is the mean over all ranks and all steps since the last line that were
+        not skipped; null if all were."""
         total, count = self.mesh.sum(self._sums).tolist()
         loss = total / count if count else None
         now = time.perf_counter()
@@ -178,13 +212,13 @@ class Monitor:
             self._bar.write(text)
 
     def picture(self, path: Path, step: int, tag: str = "samples") -> None:
-        """Shows a PNG file in TensorBoard, and whatever else the run is logged to. Call it on rank 0."""
+        """Show a PNG file in TensorBoard and in the other loggers. Call it on rank 0."""
         for name, board in self.boards.items():
             with self._survive(name, step):
                 board.picture(tag, path.read_bytes(), step)
 
     def scalars(self, values: dict[str, float], step: int) -> None:
-        """Points of curves, likewise."""
+        """Add points of curves to TensorBoard and the other loggers. Call it on rank 0."""
         for name, board in self.boards.items():
             with self._survive(name, step):
                 board.scalars(values, step)
@@ -200,7 +234,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def _survive(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Survive any error like ``failures.survive`` does an OSError: loggers of others may raise anything."""
+        """Treat any error like ``failures.survive`` treats an OSError: other loggers may raise anything."""
         with self.failures.survive(name, step):
             try:
                 yield
@@ -211,8 +245,8 @@ class Monitor:
 
 
 def keep_up_to(log: Path, step: int) -> None:
-    """Drop the lines that a killed run logged after its last checkpoint, which are about to be written again, and an
-    incomplete one. Raises OSError."""
+    """Drop an incomplete line, and the lines that a killed run logged after its last checkpoint, since the resumed run
+    writes them again. Raises OSError."""
     refuse_links(log.parent, [log.name])
     if not log.is_file():
         return
@@ -233,12 +267,12 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def allocated_gib() -> float:
-    """Peak of the memory that tensors took on this GPU; 0 without one."""
+    """Return the peak of the memory that tensors took on this GPU in GiB; 0 without one."""
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def resident_gib() -> float:
-    """Peak resident memory of this process (CPU runs)."""
+    """Return the peak resident memory of this process in GiB (CPU runs)."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

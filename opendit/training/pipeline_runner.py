@@ -1,8 +1,8 @@
-"""The micro-batches of a step on the stages of a pipeline.
+"""Run the micro-batches of a step over the stages of a pipeline.
 
-torch.distributed.pipelining is not used: at torch 2.11 its ``schedule.step(target=)`` splits one tensor, while the loss
-needs all of what the objective has prepared, and its stages call autograd themselves, while the engines' own backward
-passes scale the loss and reduce gradients in buckets (zero2), or leave that to the last one (fsdp).
+torch.distributed.pipelining is not used. At torch 2.11 its ``schedule.step(target=)`` splits one tensor, while the loss
+needs everything that the objective has prepared; and its stages call autograd themselves, while the engines' backward
+passes scale the loss and reduce gradients in buckets (zero2), or leave the reduction to the last pass (fsdp).
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,10 +24,11 @@ from opendit.training.runners import Runner
 class PipelineRunner(Runner):
     """Runs all micro-batches of a step by the schedule of the engine's model, which has ``stages``.
 
-    Every rank of a pipeline is given the same micro-batches: a rank needs the times and conditions of all of them, the
-    first one x_t, and the last one what the loss needs. Nothing of them is sent. Losses are known to all ranks.
+    Every rank of a pipeline gets the same micro-batches: each needs the times and conditions of all of them, the first
+    stage x_t, and the last one what the loss needs. So none of this is sent.
 
-    links: the messages to other stages; None: made here, collective over all ranks of the mesh.
+    Args:
+        links: the messages to other stages; None to make them here, collectively over all ranks of the mesh.
     """
 
     def __init__(self, engine: Engine, objective: Objective, micro_batches: int, links: Links | None = None):
@@ -64,8 +65,13 @@ class PipelineRunner(Runner):
 class Passes:
     """The passes of this rank's chunks over the micro-batches of a step.
 
-    number: of the micro-batches. last: whether the optimizer's step follows the last of them. loss: the step's share of
-    what the last stage has seen so far, on other ranks 0. losses: of the micro-batches, on the last stage.
+    Args:
+        number: of micro-batches.
+        last: the optimizer's step follows the last of them.
+
+    Attributes:
+        loss: the step's loss so far on the last stage, 0 on other ranks.
+        losses: of each micro-batch, on the last stage.
     """
 
     def __init__(self, runner: PipelineRunner, micro_batches: Iterable[MicroBatch], number: int, last: bool = True):
@@ -73,14 +79,14 @@ class Passes:
         self._share, self._number, self._last = runner.micro_batches, number, last
         self._coming: Iterator[MicroBatch] = iter(micro_batches)
         self._given: list[tuple[MicroBatch, Prepared]] = []
-        # By chunk and micro-batch: the tokens that came in, and where what went out is in autograd's graph.
+        # By chunk and micro-batch: the tokens that came in, and the autograd node of the output.
         self._roots: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._left = number * runner.stages.chunks  # backward passes
         self.loss = torch.zeros((), device=runner.engine.mesh.device)
         self.losses: dict[int, Tensor] = {}
 
     def _micro_batch(self, number: int) -> tuple[MicroBatch, Prepared]:
-        """Each is asked for when it is first needed. Raises ValueError if there is none."""
+        """Return a micro-batch, which is asked for when it is first needed. Raises ValueError if there is none."""
         while len(self._given) <= number:
             micro_batch = next(self._coming, None)
             if micro_batch is None:
@@ -90,7 +96,7 @@ class Passes:
         return self._given[number]
 
     def check_number(self) -> None:
-        """Raises ValueError unless there were as many micro-batches as there should be."""
+        """Raise ValueError unless the step had the right number of micro-batches."""
         number = len(self._given) + sum(1 for _ in self._coming)
         if number != self._number:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
@@ -99,7 +105,7 @@ class Passes:
         return tuple(self._micro_batch(number)[0].x0.shape)
 
     def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
-        """One pass, as of :func:`opendit.parallel.pipeline.execute`."""
+        """Run one pass, as :func:`opendit.parallel.pipeline.executor.execute` asks for it."""
         return self._forward(action, value) if action.forward else self._backward(action, value)
 
     def _forward(self, action: Action, tokens: Tensor | None) -> Tensor:
@@ -119,7 +125,7 @@ class Passes:
             result = root = losses.mean() / self._share
             self.loss += root.detach()
         elif torch.is_grad_enabled():
-            root = get_gradient_edge(output)  # the output itself is let go when it is sent
+            root = get_gradient_edge(output)  # the output itself is freed once it is sent
         if torch.is_grad_enabled():
             self._roots[action.chunk, action.micro_batch] = tokens, root
         return result

@@ -1,4 +1,4 @@
-"""From flags to everything a training run needs, checked before any weight of the model is made."""
+"""Turn flags into a checked RunSpecification before any weight of the model is made."""
 
 import os
 import shlex
@@ -52,25 +52,29 @@ from opendit.training.from_flags import (
     saved_by_adaln_lora,
     text_before,
 )
-from opendit.training.host_memory import check_host, check_offload
-from opendit.training.memory import Setup, card_memory
-from opendit.training.resume import check_resume
-from opendit.training.shapes import make_schedule, parts_of_run, samples_at_once, shape_samples
-from opendit.training.sharding import choose_sharding
-from opendit.training.specification import RunSpecification
+from opendit.training.memory import Setup, card_memory, check_host, check_offload
+from opendit.training.specification import (
+    RunSpecification,
+    check_resume,
+    choose_sharding,
+    make_schedule,
+    parts_of_run,
+    samples_at_once,
+    shape_samples,
+)
 
-# The message is enough, no traceback needed: of prepare(), and of the run after it.
+# Errors of prepare(), and of the run after it, whose message is enough without a traceback.
 USER_ERRORS, RUN_ERRORS = (ValueError, OSError, DataError), (DataError, FloatingPointError)
 
 
 def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecification:
-    """Checks everything that can be wrong with a run, and loads its data set and VAE.
+    """Check everything that can be wrong with a run, and load its data set and VAE.
 
     Args:
-        flags, notes: of ``TrainConfig.resolve``.
+        flags, notes: of ``TrainConfig.settled``.
 
     Raises:
-        ValueError, OSError, DataError: with a message that names the flag and the fix.
+        ValueError, OSError, DataError: the message names the flag and the fix.
     """
     check_installed()
     if flags.deterministic:
@@ -113,7 +117,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         resumed = read_config(resume.model)
         config = config if resumed is None else of_revision(config, flags.model, resumed.revision)
         notes += check_resume(resume, config, objective, bool(flags.lora))
-    # LoRA's checkpoints hold what it adds: the weights it is added to are read each time.
+    # A LoRA checkpoint holds only the added layers; the base weights are read at every start.
     initial, initial_config = None, None
     if flags.pretrained and (flags.lora or not resume):
         initial, initial_config, config = check_pretrained(
@@ -128,7 +132,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, for_grids=codec is not None)
     if mesh.is_main:
         encoder = getattr(conditioner, "encoder", None)
-        if not (config.text and config.text.inside):  # whose captions have been counted
+        if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
@@ -192,8 +196,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
 
 
 def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
-    """The warm-up of the averages. A resumed run keeps that of its checkpoint, whose fingerprint is ``stored``, unless
-    the command line turns it on or off."""
+    """Return the warm-up of the averages. A resumed run keeps that of its checkpoint, whose fingerprint is ``stored``,
+    unless the command line turns it on or off."""
     if stored is None:
         return WARMUP if flags.ema_warmup else 0
     if "ema_warmup" not in flags.given:
@@ -202,13 +206,13 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 
 
 def make_deterministic() -> None:
-    """--deterministic: operations that give the same bits in every run (on the same GPU and libraries).
+    """Choose operations that give the same bits in every run, on the same GPU and libraries (--deterministic).
 
-    What has no such form warns and runs. cuBLAS wants a workspace of fixed size, named before its first use.
+    An operation without such a form warns and runs. cuBLAS needs a workspace of fixed size, set before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    memory: Any = torch.utils.deterministic  # an attribute by the module's class
+    memory: Any = torch.utils.deterministic  # the attribute is defined by the module's class
     memory.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
@@ -230,7 +234,7 @@ def _sequence(
 
 
 def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Checkpoint | None:
-    """The checkpoint that the run goes on from."""
+    """Return the checkpoint to resume, if any."""
     resume = find_checkpoint(save.load, save.outputs, model, mesh) if save.load else None
     if save.load and resume is None:
         notes.append(f"--load latest: no run of {model} under {save.outputs}, starting afresh")
@@ -238,7 +242,7 @@ def _checkpoint(save: SaveFlags, model: str, mesh: Mesh, notes: list[str]) -> Ch
 
 
 def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, notes: list[str]) -> Path:
-    """The run's folder: the one it goes on in, or a new one."""
+    """Return the run's folder: that of the resumed run, or a new one."""
     folder = resume.run if resume else None
     if folder is not None and save.save:
         check_writable(str(folder), f"--load {save.load}:")
@@ -250,7 +254,7 @@ def _folder(save: SaveFlags, model: str, resume: Checkpoint | None, mesh: Mesh, 
 
 
 def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | None, notes: list[str]) -> KernelChoice:
-    """The kernels of the run. stored: the attention of the checkpoint to resume."""
+    """Return the kernels of the run. stored: the attention of the checkpoint to resume."""
     dtype = PRECISIONS[flags.mixed_precision]
     head_dim = config.hidden_size // config.num_heads
     packs = flags.pack_tokens is not None
@@ -259,7 +263,7 @@ def _kernels(flags: TrainConfig, config: DiTConfig, mesh: Mesh, stored: str | No
 
 
 def _why_not_compiled(asked: bool, plugin: str) -> str | None:
-    """Why --compile is not done; None: it is."""
+    """Return why --compile is not done; None if it is."""
     if not asked:
         return "off (--compile is)"
     why = PLUGINS[plugin].ignores.get("compile")
@@ -281,10 +285,12 @@ def agree_on_attention(
     mesh: Mesh,
     notes: list[str],
 ) -> KernelChoice:
-    """Rank 0's attention kernel on every rank; on resuming the checkpoint's, where it runs here. (Other kernels round
-    differently: ranks would disagree, and a resumed run would leave its curve by a little.) --deterministic takes
-    torch's FlashAttention, which it tells to, rather than cuDNN, which adds the parts of dq up in any order and which
-    torch's own choice may be."""
+    """Return rank 0's attention kernel on every rank; a resumed run takes the checkpoint's where it runs here.
+
+    Kernels round differently: ranks would disagree, and a resumed run would leave its curve by a little.
+    --deterministic takes torch's FlashAttention, which can be told to be deterministic, and not cuDNN, which sums the
+    parts of dq in any order and which torch might choose by itself.
+    """
     backend, note = kernels.attend.backend, kernels.attention_note
     stored = stored if speed.attention == "auto" else None
     wanted, why = stored, "as in the checkpoint"
@@ -304,7 +310,8 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """The VAE; None where nothing needs it but grids that can't be drawn, which a note says, or none are."""
+    """Return the VAE. None if nothing needs it, or if only grids would need it and it can't be loaded, which a note
+    says."""
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
@@ -326,8 +333,9 @@ def _codec(
 
 
 def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: str) -> list[str]:
-    """The flags that would name the VAE and the text encoder of cached latents, where the user has named none and they
-    are no names known everywhere: an index may be a stranger's, and what it names is not loaded."""
+    """Return the flags that would name the VAE and the text encoder of cached latents if only the cache's index names
+    them. An index may come from a stranger: unless the user has named them too, or they are well-known names, they are
+    not loaded."""
     if dataset.kind != "latents" or isinstance(dataset, MockDataset):
         return []
     named = {"vae": vae, "text_encoder": dataset.text_encoder and flags.text_encoder}
@@ -347,7 +355,7 @@ def _conditioner(
     encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = for_grids or empty is None
-    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # (mock data have no words)
+    if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         name, longest = cast(str, text_encoder), config.text.max_tokens
         encoder = load_text_encoder(name, device=mesh.device, dtype=dtype, max_tokens=longest)
@@ -355,7 +363,8 @@ def _conditioner(
 
 
 def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None, notes: list[str]) -> Lora:
-    """Raises ValueError if peft is missing, or if the checkpoint to resume has another rank or scale."""
+    """Return the LoRA settings. Raises ValueError if peft is missing, or if the resumed checkpoint has another rank or
+    scale."""
     assert start.lora is not None and initial is not None, "--lora adds to --pretrained"
     check_peft()
     lora = Lora(start.lora, start.lora_alpha or start.lora, str(initial.path.resolve()))

@@ -1,4 +1,4 @@
-"""``--profile``: where the time of a training step goes, as a trace and as a table by kind of work."""
+"""Profile a few training steps (--profile): a trace, and a table of time by kind of work."""
 
 import gzip
 import logging
@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from opendit.common.records import WriteFailures
 from opendit.common.safe_files import replacing, write_whole
 
-WARMUP, STEPS = 8, 3  # steps that run before, and steps that are recorded; the profiler itself warms up in the last two
+WARMUP, STEPS = 8, 3  # steps before, of which the profiler warms up in the last two; recorded steps
 
 logger = logging.getLogger(__name__)
 
-# Kinds of work by what their kernels (on a GPU) or operators (on a CPU) are called; the first that matches counts.
+# Kinds of work by the names of kernels (on a GPU) or operators (on a CPU); the first match counts.
 KINDS = (
     ("communication", r"nccl|c10d::|gloo|symm_mem"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn_generated"),
@@ -37,7 +37,7 @@ KINDS = (
 
 
 class Work(NamedTuple):
-    """A kernel or operator: its time in the recorded steps in all, in microseconds, and how often it ran."""
+    """A kernel or operator: its total time in the recorded steps in microseconds, and its number of calls."""
 
     name: str
     time: float
@@ -45,12 +45,12 @@ class Work(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """The kind of work, of ``KINDS``, that a kernel or operator of this name does."""
+    """Return the kind of work, of ``KINDS``, that a kernel or operator of this name does."""
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
-    """Time a step by kind of work, then the ``longest`` single kernels or operators."""
+    """Return a table of a step's time by kind of work, then of the ``longest`` single kernels or operators."""
     works = list(works)
     total = sum(work.time for work in works) or 1.0
 
@@ -68,11 +68,11 @@ def table(works: Iterable[Work], steps: int, longest: int = 12) -> str:
 
 
 class StepProfiler:
-    """Records a few steps and writes trace.json.gz and table.txt into ``folder``: a context manager; call :meth:`step`
+    """Records a few steps and writes trace.json.gz and table.txt into ``folder``; a context manager. Call :meth:`step`
     after every step.
 
-    With ``wanted`` false nothing happens. A run that ends before all steps are recorded writes nothing and says so: at
-    once if ``steps``, those it will take, are too few, else in :meth:`close`.
+    It does nothing unless ``wanted``. A run that ends before all steps are recorded writes nothing and reports it: at
+    once if ``steps``, the steps it will take, are too few, else in :meth:`close`.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class StepProfiler:
         if kind is None:
             self.close()
         else:
-            self._profile = None  # what is recorded shows nothing whole
+            self._profile = None  # no step was recorded completely
 
     def step(self) -> None:
         if self._profile is None:
             return
         self._steps += 1
-        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # else kernels of the steps before would be counted
+        if self.cuda and self._steps in (WARMUP, WARMUP + STEPS):  # or kernels of earlier steps would count
             torch.cuda.synchronize()
         self._profile.step()
 
@@ -132,7 +132,7 @@ class StepProfiler:
         with self._failures.survive("profile"):
             run = self.folder.parent
             write_whole(self.folder / "table.txt", (text + "\n").encode(), root=run, make=True)
-            with tempfile.TemporaryDirectory() as private:  # the profiler takes a path, and writes beside it
+            with tempfile.TemporaryDirectory() as private:  # the profiler takes a path and writes next to it
                 plain = Path(private, "trace.json")
                 recorded.export_chrome_trace(str(plain))
                 with replacing(self.folder / "trace.json.gz", root=run) as new, gzip.open(new, "wb") as packed:
@@ -144,7 +144,7 @@ class StepProfiler:
 
 
 def works_of(recorded: profile, cuda: bool) -> list[Work]:
-    """Kernels where there is a GPU, else operators with the time they take themselves."""
+    """Return kernels if there is a GPU, else operators with their own time."""
     events = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
     if cuda:
         events = [event for event in events if event.device_type == DeviceType.CUDA]

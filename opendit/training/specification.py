@@ -1,63 +1,70 @@
-"""The specification of a training run, before anything large is built."""
+"""The specification of a training run: what prepare() has checked, before anything large is built."""
 
+import math
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from opendit.checkpoint.load import Checkpoint
+from opendit.checkpoint.pretrained import read_info, table_notes
+from opendit.checkpoint.schema import compare
 from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
-from opendit.data import BatchSchedule, MediaDataset
+from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.base import BadSample
-from opendit.diffusion import Objective
+from opendit.data.order.buckets import TokenSize, shape_table
+from opendit.data.shaped import shape_latents, shape_media
+from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
-from opendit.encoders.vae import ImageCodec
-from opendit.encoders.video_vae import VideoCodec
+from opendit.encoders.vae import ImageCodec, codec_geometry
+from opendit.encoders.video_vae import VideoCodec, video_geometry
 from opendit.kernels.select import KernelChoice
-from opendit.models import DiTConfig
+from opendit.models import DiTConfig, config_from_dict
 from opendit.models.lora import Lora
+from opendit.models.shapes import model_shapes
 from opendit.models.weights import Weights
 from opendit.parallel.apply import Sharding
+from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import PipelineStages
 from opendit.parallel.sequence import SequenceParallel
-from opendit.training.latents import Latents
-from opendit.training.memory import Setup
+from opendit.training.memory import USABLE, Setup, resolve_sharding
+from opendit.training.micro_batch import Latents
 
 
 @dataclass
 class RunSpecification:
-    """A checked training run, of which nothing large is built yet."""
+    """A checked training run; nothing large is built yet."""
 
     flags: TrainConfig
     mesh: Mesh
     dataset: MediaDataset
     schedule: BatchSchedule
     model_config: DiTConfig
-    codec: ImageCodec | VideoCodec | None  # None: training on cached latents whose VAE is not at hand
+    codec: ImageCodec | VideoCodec | None  # None on cached latents whose VAE can't be loaded
     vae: str
     conditioner: Conditioner
     objective: Objective
     kernels: KernelChoice
     sequence: SequenceParallel | None
     stages: PipelineStages | None  # of a pipeline
-    why_not_compiled: str | None  # None: blocks and final layer are
+    why_not_compiled: str | None  # None if they are
     memory: Setup
     sharding: Sharding | None  # of --plugin fsdp
     folder: Path
-    lock: AbstractContextManager[Any]  # the right to write there
+    lock: AbstractContextManager[Any]  # held while the run writes there
     resume: Checkpoint | None
     first_step: int
     last_step: int
     initial: Weights | None
-    initial_config: DiTConfig | None  # of the model that these weights are of
+    initial_config: DiTConfig | None  # of the model that these weights belong to
     lora: Lora | None
     notes: list[str]
     ema_warmup: float  # of the averages, see opendit.checkpoint.ema.EMA
-    samples_at_once: int  # of the model's configured size, in a rank's micro-batch, or as many tokens
-    validation: MediaDataset | None = None  # what the held-out loss is of
+    samples_at_once: int  # in a rank's micro-batch, by the model's configured size
+    validation: MediaDataset | None = None  # samples of the held-out loss
     clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
@@ -67,17 +74,17 @@ class RunSpecification:
         return self.latents_of(self.dataset, self.flags.global_seed)
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
-        """The same for another data set of its kind, with the VAE's noise keyed by ``seed``."""
+        """Return the same for another data set of its kind, with the VAE's noise keyed by ``seed``."""
         cached = (dataset.scaling_factor, dataset.shift_factor) if dataset.kind == "latents" else None
         return Latents(self.codec, cached, self.vae != "none", seed)
 
     @property
     def skipped_before(self) -> int:
-        """Steps that the run skipped before it was resumed."""
+        """Return the steps that the run skipped before it was resumed."""
         return self.resume.state["skipped"] if self.resume else 0
 
     def flag_values(self) -> dict[str, Any]:
-        """Every flag and its value."""
+        """Return every flag and its value."""
         return to_dict(self.flags)
 
     def info(self) -> dict[str, Any]:
@@ -99,8 +106,8 @@ class RunSpecification:
 
 
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
-    """Captions to draw when nobody names one: distinct ones, spread evenly over the data set. Rows that can't be read
-    have none: the loader replaces and counts them."""
+    """Return captions to draw if nobody names one: distinct ones, spread evenly over the data set. Rows that can't be
+    read are left out; the loader replaces and counts them."""
     if dataset.conditioning != "text":
         return []
     found: dict[str, None] = {}
@@ -114,3 +121,159 @@ def _path_or_name(value: str | None) -> str | None:
     """Return an encoder as checkpoints record it: a folder by its absolute path, a name unchanged."""
     folder = value is not None and value not in KNOWN and Path(value).expanduser()
     return str(folder.resolve()) if folder and folder.exists() else value
+
+
+def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Sharding:
+    """Choose the sharding that the flags ask for; where they leave it open, the one with the least traffic that fits by
+    the memory estimate.
+
+    Args:
+        batch: samples of a micro-batch on a rank.
+        capacity: bytes of a card; None on a CPU, where everything is assumed to fit.
+    """
+    resolved = resolve_sharding(config, setup, batch, None if capacity is None else USABLE * capacity)
+    return Sharding(
+        reduce_dtype=PRECISIONS[resolved.reduce_dtype],
+        keep_gathered=resolved.reshard == "never",
+        keep_gradients=cast(bool, resolved.keep_gradients),  # it is resolved
+        gather_float8=setup.gathers_float8,
+    )
+
+
+def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
+    """Return the data set with samples resized for --bucket_tokens or --pack_tokens, or unchanged without them.
+
+    Raises:
+        ValueError: the model or the data set can't be used with the flag; the message names it and what to do.
+    """
+    if flags.tokens is None:
+        return dataset
+    flag = "--bucket_tokens" if flags.pack_tokens is None else "--pack_tokens"
+    if flags.pack_tokens is not None:
+        config.check_packs()
+    if config.positions == "learned":
+        raise ValueError(
+            f"{flag} {flags.tokens}: this model has learned positions, of one size; give --positions sincos or rope"
+        )
+    *frames, height, width = config.patch
+    along = frames[0] if frames else 1
+    if dataset.kind == "latents":
+        return shape_latents(dataset, TokenSize(along, 1, (height, width)), flags.tokens, flag)
+    channels = dataset.sample_shape[0]
+    downscale, temporal = codec_geometry(flags.vae, channels)[1], 1
+    if flags.use_video:
+        _, downscale, temporal = video_geometry(flags.vae, channels)
+    token = TokenSize(along, temporal, (height * downscale, width * downscale))
+    try:
+        table = shape_table(
+            flags.image_size,
+            flags.num_frames if flags.use_video else 1,
+            token,
+            flags.tokens,
+            fine=flags.pack_tokens is not None,
+        )
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+    interval = 1 if flags.short_clips == "interval" or flags.fps is not None else flags.frame_interval
+    return shape_media(dataset, table, interval, flags.max_upscale, flag)
+
+
+def make_schedule(
+    flags: TrainConfig,
+    dataset: MediaDataset,
+    global_batch: int,
+    config: DiTConfig,
+    parts: int | None = None,
+) -> BatchSchedule:
+    """Return the order in which the samples of :func:`shape_samples` are trained on.
+
+    Args:
+        order: see ``build_schedule``, which raises as this function does.
+        parts: number of parts of one shape in a step; None for the number of micro-batches.
+    """
+    return build_schedule(
+        dataset,
+        global_batch,
+        parts or flags.grad_accumulation,
+        flags.global_seed,
+        bucket_tokens=flags.bucket_tokens,
+        pack_tokens=flags.pack_tokens,
+        attention=attention_length(config),
+    )
+
+
+def parts_of_run(stored: dict[str, Any], flags: TrainConfig, global_batch: int, experts: int) -> int | None:
+    """Return the number of parts of one shape in a resumed run's steps: the same as at its beginning, if a rank's
+    micro-batches lie within them; None if they don't, or if the number is not known.
+
+    Args:
+        stored: the checkpoint's fingerprint.
+        experts: ranks that divide the experts, whose micro-batches must have one shape.
+    """
+    split = str(stored.get("split", "")).split(" x ")
+    # In older checkpoints the number of parts is that of micro-batches.
+    parts = stored.get("parts", int(split[2]) if len(split) == 3 else None)
+    if parts is None or stored.get("global_batch") != global_batch or global_batch % parts:
+        return None
+    within = (global_batch // parts) % flags.batch_size == 0
+    return parts if within and (experts == 1 or flags.grad_accumulation % parts == 0) else None
+
+
+def attention_length(config: DiTConfig) -> float:
+    """Return the tokens of a sample at which attention takes as many operations as the linear layers."""
+    return config.hidden_size * (2 + config.mlp_ratio)
+
+
+def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
+    """Return the most samples of the model's configured size that have the tokens of a rank's micro-batch."""
+    return flags.batch_size if flags.tokens is None else math.ceil(flags.batch_size * flags.tokens / config.tokens)
+
+
+def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:
+    """Check that a checkpoint holds what this run trains; return the notes to print.
+
+    adds: the run trains only the layers of ``--lora``.
+
+    Raises:
+        ValueError: it holds another model, weights that are not those of its configuration, or a model that learned
+            another objective.
+    """
+    folder, info = checkpoint.folder, read_info(checkpoint.model)
+    if "config" not in info:
+        raise ValueError(f"--load: {checkpoint.model} does not say which model it holds; load another checkpoint")
+    found = config_from_dict(info["config"])
+    if ("lora" in info) != adds:
+        raise ValueError(f"--load: {folder} was made with{'out' if adds else ''} --lora; do so again")
+    if found != config:
+        differences = [
+            f"{key} {value} there, {config.to_dict()[key]} here"
+            for key, value in found.to_dict().items()
+            if value != config.to_dict()[key]
+        ]
+        raise ValueError(
+            f"--load: {folder} is a checkpoint of another model ({', '.join(differences)}); give that model's flags"
+        )
+    if not adds:
+        _check_shapes(checkpoint, config)
+    then = objective_from_dict(info.get("objective") or checkpoint.state.get("objective")).predicts
+    if then != objective.predicts:
+        flags = " ".join(f"--{name} {value}" for name, value in then.items())
+        raise ValueError(
+            f"--load: the model in {folder} learned another objective; repeat its {flags}, or give it to --pretrained "
+            "to start from its weights"
+        )
+    with checkpoint.open(checkpoint.model.name) as tensors:
+        notes = table_notes(config, tensors, checkpoint.model)
+    if not checkpoint.damaged:
+        return notes
+    return [*notes, f"--load: {'; '.join(checkpoint.damaged)}; going on from {folder}, the newest that is intact"]
+
+
+def _check_shapes(checkpoint: Checkpoint, config: DiTConfig) -> None:
+    """Check by the files' headers that weights and averages are those of such a model. Raises ValueError."""
+    own = model_shapes(config)[0]
+    for name in (checkpoint.model.name, *checkpoint.state["ema"]["files"]):
+        with checkpoint.open(name) as tensors:
+            tensors.check_floats()
+            theirs = {key: shape for key, shape in tensors.shapes.items() if key in own}
+        compare(own, theirs, checkpoint.folder / name)

@@ -1,7 +1,7 @@
 """Estimate the time of a training step by formula, before anything is built: computation by the terms of the model's
-plan, communication by what each strategy sends over which links, and how much of it computation hides.
+plan, communication by what each strategy sends over which links, and the part of it that computation hides.
 
-Not counted: reading data, the VAE and the text encoder (latents and embeddings are taken to be there), saving, and
+Not counted: reading data, the VAE and the text encoder (latents and embeddings are assumed to be cached), saving, and
 ranks that wait for slower ones.
 """
 
@@ -18,17 +18,16 @@ from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
-from opendit.training.memory import Setup, held_counts
-from opendit.training.memory_stages import stage_setups
+from opendit.training.memory import Setup, held_counts, stage_setups
 
-# Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: what is kept was
-# written and is read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
+# Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: it is written and
+# read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
 PASSES = 2.3
-# What recomputing by parts does again, in units of N x D read and written, and as a share of the MLP's first product.
+# Cost of recomputing by parts, in units of N x D read and written, and as a share of the MLP's first product.
 AGAIN = {"none": (0, 0), "norms": (4, 0), "cheap": (12, 0), "half": (12, 0.5), "mlp": (12, 1)}
-QUANTISED = 20  # units of N x D read and written to make the operands of products in float8
+QUANTISED = 20  # units of N x D read and written to quantise the operands of products in float8
 UPDATE = 30  # bytes a weight that AdamW reads and writes: master, both moments, gradient, working weight
-AVERAGE = 8  # of each average
+AVERAGE = 8  # bytes a weight of each average
 # Gathers and sums of N x D that tensor parallelism makes for each divided pair of layers; one of them lies beside a
 # product.
 GATHERS_OF_A_PAIR = 5
@@ -36,8 +35,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """The data that a rank receives by one kind of communication in a step: bytes, seconds if it ran alone, and the
-    seconds that computation does not hide."""
+    """The data that a rank receives by one kind of communication in a step: bytes, seconds if it ran alone, and seconds
+    that computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -52,8 +51,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a rank's step. work: by kind of computation, each in all micro-batches. traffic: by kind of
-    communication. waiting: for the host, where it launches kernels more slowly than they run."""
+    """Seconds of a rank's step.
+
+    Attributes:
+        work: by kind of computation, in all micro-batches.
+        traffic: by kind of communication.
+        waiting: for the host, where it launches kernels more slowly than they run.
+    """
 
     work: dict[str, float]
     traffic: dict[str, Traffic]
@@ -62,7 +66,7 @@ class StepCost:
 
     @property
     def exposed(self) -> float:
-        """Communication that computation does not hide."""
+        """Seconds of communication that computation does not hide."""
         return sum(kind.exposed for kind in self.traffic.values())
 
     @property
@@ -111,8 +115,8 @@ def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
 
 @functools.cache
 def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
-    """(how many of it, FLOPs of one sample's forward pass in one, keys of attention) of each part of the plan that has
-    work; linear layers have no keys."""
+    """Yield (count, FLOPs of one sample's forward pass, keys of attention) of each part of the plan that has work;
+    linear layers have no keys."""
     found = []
     for term in plan_of(config).flops:
         count = config.depth if term.per_block else 1
@@ -121,7 +125,7 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 class _Step:
-    """One rank's step, as :func:`step_cost` takes it apart."""
+    """One rank's step, for :func:`step_cost`."""
 
     def __init__(self, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int):
         self.config, self.setup, self.batch, self.hardware, self.node = config, setup, batch, hardware, node
@@ -130,10 +134,9 @@ class _Step:
         self.parameters, self.block_parameters = held_counts(config, setup)
         self.unit = batch * config.tokens * config.hidden_size * self.size  # of all ranks that share samples
 
-    # ------------------------------------------------------------------------------------------------- computation
-
     def products(self) -> tuple[float, float]:
-        """(seconds of a micro-batch's linear layers in its forward pass, of the first of the MLP in one block)."""
+        """Return the seconds of a micro-batch's linear layers in the forward pass, and of the MLP's first one in one
+        block."""
         hardware, fp8 = self.hardware, self.setup.fp8
         rate = (hardware.matmul_fp8 if fp8 else hardware.matmul) * hardware.sustained
         total = 0.0
@@ -145,7 +148,7 @@ class _Step:
         return total, first
 
     def attention(self) -> tuple[float, float]:
-        """Seconds of a micro-batch's attention kernels, forward and backward."""
+        """Return the seconds of a micro-batch's attention kernels, forward and backward."""
         forward = backward = 0.0
         for count, flops, keys in _terms(self.config):
             if keys is not None:
@@ -155,7 +158,7 @@ class _Step:
         return forward, backward
 
     def work(self) -> dict[str, float]:
-        """Seconds of a micro-batch, by kind."""
+        """Return the seconds of a micro-batch, by kind."""
         config, setup = self.config, self.setup
         forward, first = self.products()
         there, back = self.attention()
@@ -166,7 +169,7 @@ class _Step:
         recomputed = config.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
         if setup.grad_checkpoint:
             recomputed = forward + there + 0.4 * elementwise
-        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied on their way
+        if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
@@ -178,19 +181,17 @@ class _Step:
         }
 
     def update(self) -> float:
-        """Seconds of AdamW and the averages on this rank's share of the state."""
+        """Return the seconds of AdamW and the averages on this rank's share of the state."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = self.parameters if setup.trained is None else setup.trained
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
         seconds = (UPDATE * share + averaged) / self.hardware.memory
-        if setup.offload != "none":  # moments are read and written; averages are changed in place beside other work
+        if setup.offload != "none":  # moments are read and written; averages change in place while other work runs
             moved = 16 * share if setup.offload == "state" else 0
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
         return seconds
-
-    # ----------------------------------------------------------------------------------------------- communication
 
     def sharding(self, work: float, micro_batches: int) -> Iterator[tuple[str, Traffic]]:
         """Yield the traffic of weights and gradients between ranks with the same part of every layer.
@@ -200,7 +201,7 @@ class _Step:
         alike = span(setup.alike, stride, self.node)
         trained = self.parameters if setup.trained is None else setup.trained
         share, depth = trained / self.parameters, self.config.depth
-        forward, backward = work / 3, work * 2 / 3  # about: with whole blocks recomputed half and half
+        forward, backward = work / 3, work * 2 / 3  # roughly; half and half if whole blocks are recomputed
         if setup.plugin == "ddp":
             reduced = beside(gather(4 * trained, alike, self.hardware), backward)
             yield "gradients", reduced * 2  # there and back
@@ -209,13 +210,13 @@ class _Step:
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
             yield "gradients", reduced * micro_batches
             weights = gather(self.size * trained, alike, self.hardware)[0]
-            if setup.plugin == "gemini":  # in both passes, and nothing else is under way
+            if setup.plugin == "gemini":  # in both passes, with nothing beside it
                 weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
         shards = span(setup.alike // setup.replicate, stride, self.node)
         divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
-        experts = expert_parameters(self.config) if divided else 0  # which are gathered apart
+        experts = expert_parameters(self.config) if divided else 0  # which are gathered separately
         block_parameters = self.block_parameters - experts
         bytes_of_block = self.size * block_parameters
         if setup.gathers_float8:
@@ -269,8 +270,8 @@ class _Step:
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
-        """Return the traffic of tokens to the ranks of the experts that chose them and back, in both passes. They
-        travel to the experts beside the shared MLP."""
+        """Return the traffic of tokens to the ranks of the experts that chose them and back, in both passes. The way
+        there overlaps with the shared MLP."""
         ranks, config, hardware = self.setup.expert_parallel, self.config, self.hardware
         if ranks == 1 or self.setup.tensor_parallel > 1:
             return Traffic()
@@ -328,7 +329,7 @@ def step_cost(
     with the ranks of its sequence and tensor groups.
 
     Args:
-        setup: with --reshard and what becomes of gradients settled (``settle_sharding``).
+        setup: with --reshard and what becomes of gradients settled (``resolve_sharding``).
         node: ranks of a machine. sequence_types: that the model and --attention allow; None: the model's.
         graph: whether forward and backward are replayed as a CUDA graph.
 

@@ -1,5 +1,10 @@
-"""The lines of a run's log: what the monitor measures, and what only the loader, the saves and the optimizer know."""
+"""The lines of a run's log, and the search for the rank that slows down the others."""
 
+import logging
+import socket
+import time
+from collections import deque
+from statistics import median
 from typing import Any
 
 import torch
@@ -7,8 +12,85 @@ import torch
 from opendit.checkpoint.save import Checkpoints
 from opendit.data import BatchIterator, BatchSchedule
 from opendit.parallel.engines import Engine, StepResult
+from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.training.monitor import Monitor
-from opendit.training.pace import Pace
+
+logger = logging.getLogger(__name__)
+
+SLOW = 1.5  # times as long as the others' median
+LOSS = 0.1  # least share of a step that is lost
+LEAST_S = 1.0  # least seconds lost since the last line
+REPEAT = 20  # log lines after which the warning is repeated
+TIMED = 32  # micro-batches before a log line whose forward passes are timed
+
+
+class Pace:
+    """Times one rank's own work and compares it with the others'; with one rank it does nothing.
+
+    All ranks take the same time for a step, since they wait for each other. What tells them apart is how long each
+    works by itself before it meets the others: the wait for its data, and the time from there to the end of the forward
+    pass. If the forward pass itself waits for others (Gemini's gathers, a shared sequence) or is part of a CUDA graph,
+    only the wait for the data is seen. The host reads a GPU's clock only at a log line, where it waits for the GPU
+    anyway.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._channel = ControlGroup(mesh) if mesh.world_size > 1 else None
+        self._on_gpu = mesh.device.type == "cuda"
+        self._data, self._batches, self._since = 0.0, 0, time.perf_counter()
+        self._begun: Any = None  # the host's clock in seconds, or on a GPU an event
+        self._forwards: deque[Any] = deque(maxlen=TIMED)  # seconds, or two events
+        self._named, self._lines = None, 0  # the rank named last, and the log lines since
+
+    def begin(self, waited: float) -> None:
+        """Start timing a micro-batch, which came after ``waited`` seconds."""
+        if self._channel is None:
+            return
+        self._data += waited
+        self._batches += 1
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """Stop timing: the forward pass has ended, or on a GPU is enqueued."""
+        if self._begun is None or (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            return
+        begun, now, self._begun = self._begun, self._now(), None
+        self._forwards.append((begun, now) if self._on_gpu else now - begun)
+
+    def log(self, step: int, steps: int) -> dict[str, Any]:
+        """Return fields for the log line after ``steps`` steps, once the device has been read: the slowest rank, and
+        the time of its own work as a multiple of the others'. Collective."""
+        if self._channel is None:
+            return {}
+        forwards = [begun.elapsed_time(end) / 1e3 for begun, end in self._forwards] if self._on_gpu else self._forwards
+        forward = sum(forwards) / len(forwards) * self._batches if forwards else 0.0
+        length = time.perf_counter() - self._since
+        ranks = self._channel.gather((self._data / steps, forward / steps, socket.gethostname()))
+        self._forwards.clear()
+        self._data, self._batches, self._since, self._begun = 0.0, 0, time.perf_counter(), None
+        own = [data + forward for data, forward, _ in ranks]
+        slowest = max(range(len(own)), key=own.__getitem__)
+        usual = median(own[:slowest] + own[slowest + 1 :])
+        lost = own[slowest] - usual
+        slow = own[slowest] > SLOW * usual and lost > LOSS * length / steps and lost * steps > LEAST_S
+        self._lines += 1
+        if slow and (self._named != slowest or self._lines >= REPEAT):
+            data, _, host = ranks[slowest]
+            logger.warning(
+                f"step {step}: rank {slowest} ({host}) holds the others up: it works {own[slowest]:.2f} s a step "
+                f"before it meets them, they {usual:.2f} s; {data:.2f} s of it is the wait for its data"
+            )
+            self._lines = 0
+        self._named = slowest if slow else None
+        return {"slowest_rank": slowest, "slowest_x": own[slowest] / usual if usual else None}
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 class StepLog:
@@ -16,12 +98,12 @@ class StepLog:
 
     Args:
         first_step: of this start of the run.
-        skipped_before: steps that the run skipped before it.
+        skipped_before: steps that the run skipped before this start.
 
     Attributes:
-        skipped: steps of the run that were skipped up to the last line, those before it was resumed included.
+        skipped: steps of the whole run that were skipped, up to the last line.
         logged: the step of the last line.
-        figures: what the last line says of the held-out loss and of samples, as it is saved; those that are finite.
+        figures: finite figures of held-out and drawn samples in the last line, as they are saved.
     """
 
     def __init__(
@@ -41,7 +123,7 @@ class StepLog:
         self._skipped_before = self.skipped = skipped_before
         self.figures: dict[str, Any] = {}
         self.logged = first_step
-        self._bytes_read = 0  # up to it, by all ranks
+        self._bytes_read = 0  # by all ranks, up to the last line
 
     def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
         """Write a line after ``done`` steps, with the figures ``measured`` on held-out samples and on drawn ones. The
@@ -56,7 +138,7 @@ class StepLog:
         self.skipped = self._skipped_before + int(self._engine.skipped)
         loader = self._loader
         seen = torch.tensor([loader.skipped, loader.shortened, loader.bytes_read], device=mesh.device)
-        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # so many ranks read the same
+        bad_files, short_clips, bytes_read = (mesh.sum(seen) // mesh.sharing).tolist()  # shared reads count once
         counts = {"loss_scale": float(result.loss_scale), "skipped": self.skipped, "bad_files": bad_files}
         counts |= {"short_clips": short_clips, "failed_saves": len(self._checkpoints.failures)}
         counts |= self._schedule.log(done)

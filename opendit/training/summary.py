@@ -17,10 +17,10 @@ from opendit.encoders.folder import KNOWN
 from opendit.parallel.engines import Engine
 from opendit.parallel.sequence import attention_note
 from opendit.training.dry_run import describe_recipe
-from opendit.training.history import write_config
+from opendit.training.fingerprint import write_config
+from opendit.training.loggers import RunLogger
 from opendit.training.memory import USABLE, advice, card_memory, describe
 from opendit.training.monitor import Monitor
-from opendit.training.run_loggers import RunLogger
 from opendit.training.specification import RunSpecification
 
 
@@ -38,15 +38,15 @@ def announce_memory(spec: RunSpecification) -> None:
 
 
 def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, ema: EMA, graph_note: str) -> None:
-    """One block that says what is in use, and why."""
+    """Print one block that says what is in use, and why."""
     if not spec.mesh.is_main:
         return
     with failures.survive("config.json"):
         write_config(spec)
     flags, mesh, config = spec.flags, spec.mesh, spec.model_config
     cuda = mesh.device.type == "cuda"
-    weights = sum(math.prod(shape) for shape in engine.shapes.values())  # that are trained
-    if spec.stages is not None:  # of which this rank has some, and all are trained
+    weights = sum(math.prod(shape) for shape in engine.shapes.values())  # number of trained weights
+    if spec.stages is not None:  # this rank has some of them, and all are trained
         weights = config.parameters()
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
@@ -120,7 +120,7 @@ def summarise(spec: RunSpecification, monitor: Monitor, checkpoints: Checkpoints
 
 
 def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | None:
-    """A command that works on what this run has saved; None if it has nothing."""
+    """Return a command that works on what this run has saved; None if it has saved nothing."""
     if newest is None:
         return None
     if step < spec.last_step:
@@ -129,12 +129,12 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
         run = "latest" if ours else quote(spec.folder)
         return f"the same command with --load {run} goes on to step {spec.last_step}"
     if isinstance(spec.dataset, MockDataset):
-        return None  # a model of noise
+        return None  # the model learned noise
     command, info = f"python sample.py --ckpt {quote(spec.folder)}", spec.info()
     text = spec.model_config.text
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
-        command += f" --{name} {quote(info[name])}"  # what a file alone names is not loaded
+        command += f" --{name} {quote(info[name])}"  # a name that only a file gives is not loaded
     return command + ("" if spec.codec is not None else "  (the latents' VAE was not at hand)")
 
 

@@ -1,16 +1,24 @@
 """The loss of the EMA weights on samples that are not trained on, by noise level."""
 
+import io
+import json
 import math
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from opendit.checkpoint.ema import EMA
+from opendit.common.safe_files import write_whole
 from opendit.data import MediaDataset
-from opendit.data.base import to_pixels
+from opendit.data.base import SampleKey, to_pixels
+from opendit.data.held_out import SEED
 from opendit.data.loader import read_batches
+from opendit.data.order.sequences import permuted
 from opendit.data.progress import Progress
 from opendit.diffusion import Objective
 from opendit.diffusion.given_frames import draw_given
@@ -22,15 +30,155 @@ from opendit.training.micro_batch import MicroBatch
 from opendit.training.monitor import Monitor
 from opendit.training.runners import Runner
 from opendit.training.specification import RunSpecification
-from opendit.training.validation_data import LEVELS, SEED, FixedSamples, number_of_losses, steps_between
-from opendit.training.validation_plot import LossHistory, draw_losses
+
+LEVELS = 10  # noise levels, each an equal share of training's times
+MOST_SAMPLES = 1000
+SHARE_OF_SAMPLES = 0.015  # of the samples trained on in between; their forward passes are 0.5 % of the run's work
+
+
+def steps_between(spec: RunSpecification) -> int:
+    """Return the steps from one validation to the next; those of the run if only its end is validated."""
+    flags = spec.flags
+    return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or spec.last_step
+
+
+def number_of_losses(spec: RunSpecification) -> int:
+    """Return the number of losses to average: --validate_samples, or as many as cost little beside the steps between.
+    All ranks of a pipeline but one are idle meanwhile."""
+    if spec.flags.validate_samples is not None:
+        return spec.flags.validate_samples
+    trained_on = steps_between(spec) * spec.schedule.global_batch
+    return max(LEVELS, min(MOST_SAMPLES, int(SHARE_OF_SAMPLES * trained_on / spec.mesh.pp_size)))
+
+
+class FixedSamples:
+    """The row, the time and the micro-batch of each of ``count`` losses.
+
+    The row of loss i is drawn once for the whole run, each row equally often. Its noise is keyed by (``SEED``, i). The
+    times are a stratified sample: loss i has one of the quantiles (k + 1/2) / count of training's times, each k once.
+
+    Attributes:
+        quantiles: (count,) float64 in (0, 1), by the number of the loss.
+        micro_batches: the numbers of the losses in each micro-batch, ``size`` of one shape.
+        new: number of losses, the first ones, of each micro-batch that are in no earlier one. The last micro-batch of a
+            shape is filled up with losses that were there before, so that all have one size.
+    """
+
+    def __init__(self, dataset: MediaDataset, count: int, size: int):
+        numbers = np.arange(count)
+        self.rows = permuted(numbers % len(dataset), len(dataset), SEED, 1, 0)
+        self.quantiles = torch.from_numpy((permuted(numbers, count, SEED, 2, 0) + 0.5) / count)
+        keys = np.array([dataset.shape_key(int(row)) for row in self.rows])
+        self.micro_batches: list[list[int]] = []
+        self.new: list[int] = []
+        for key in np.unique(keys):
+            numbers = np.flatnonzero(keys == key)
+            filled = np.resize(numbers, -(-len(numbers) // size) * size)
+            self.micro_batches += filled.reshape(-1, size).tolist()
+            self.new += [min(size, len(numbers) - first) for first in range(0, len(numbers), size)]
+
+    def keys(self, number: int) -> list[SampleKey]:
+        """Return the keys of the samples that a micro-batch reads."""
+        return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]
+
+
+MOST = 20  # % above a level's lowest loss that the heat map tells apart: losses of the first steps are many times it
+
+
+@dataclass
+class LossHistory:
+    """The validations of a run, oldest first; None stands for what was not finite.
+
+    Attributes:
+        steps, losses: step and mean loss of each validation.
+        noise: sigma of the noise levels, rising.
+        by_noise: the losses of each validation at every level.
+    """
+
+    noise: list[float]
+    steps: list[int] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    by_noise: list[list[float | None]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, log: Path, noise: list[float]) -> "LossHistory":
+        """Read the losses at these noise levels from log.jsonl; unreadable lines are skipped. Raises OSError."""
+        history = cls(noise)
+        for line in log.read_bytes().splitlines() if log.is_file() else []:
+            try:
+                history.add(json.loads(line))
+            except (ValueError, TypeError, KeyError, RecursionError):
+                continue
+        return history
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add a line of the log if it has a validation at these noise levels."""
+        if line.get("val_noise") == self.noise:
+            step, loss, by_noise = (line[key] for key in ("step", "val_loss", "val_loss_by_noise"))
+            self.steps.append(step)
+            self.losses.append(loss)
+            self.by_noise.append(by_noise)
+
+
+def draw_losses(history: LossHistory, path: Path, title: str) -> None:
+    """Write a PNG of three parts: the mean over training; the loss at each noise level over training; and, as a heat
+    map, how far each level is above its own lowest loss. The heat map shows where the model still learns and where it
+    begins to memorise its training samples. Raises OSError."""
+    import numpy as np
+    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+
+    table = np.array(history.by_noise, dtype=float).reshape(len(history.steps), -1).T  # (levels, validations)
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    figure.suptitle(title)
+    total, levels, heat = figure.subplots(1, 3, width_ratios=(1, 1.2, 1.2))
+    total.plot(history.steps, np.array(history.losses, dtype=float), marker="." if len(history.steps) < 50 else None)
+    total.set(title="held-out loss of the EMA weights", xlabel="step", ylabel="loss")
+    total.grid(alpha=0.3)
+    names = [f"{sigma:.3g}" for sigma in history.noise]
+    colours = _colours(len(names))
+    for name, colour, losses in zip(names, colours, table, strict=True):
+        levels.plot(history.steps, losses, color=colour, label=name, marker="." if len(history.steps) < 50 else None)
+    levels.set(title="by noise level", xlabel="step", ylabel="loss", yscale="log")
+    levels.grid(alpha=0.3)
+    levels.legend(title="noise / signal", fontsize=7, title_fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        lowest = np.min(np.where(np.isfinite(table), table, np.inf), axis=1, keepdims=True)
+        excess = 100 * (table / lowest - 1)
+    image = heat.pcolormesh(_edges(history.steps), np.arange(len(names) + 1), excess, cmap="viridis", vmin=0, vmax=MOST)
+    heat.set(title="above that level's lowest loss", xlabel="step", ylabel="noise / signal")
+    heat.set_yticks(np.arange(len(names)) + 0.5, names)
+    figure.colorbar(image, ax=heat, label="%", extend="max")
+    memory = io.BytesIO()
+    figure.savefig(memory, format="png", dpi=100)
+    write_whole(path, memory.getvalue(), make=True)
+
+
+def _colours(count: int) -> list[Any]:
+    from matplotlib import colormaps
+
+    return [colormaps["plasma"](0.9 * i / max(1, count - 1)) for i in range(count)]
+
+
+def _edges(steps: list[int]) -> list[float]:
+    """Return the edges of a heat map's columns, one column around each step."""
+    if len(steps) == 1:
+        return [steps[0] - 0.5, steps[0] + 0.5]
+    middle = [(a + b) / 2 for a, b in zip(steps, steps[1:], strict=False)]
+    return [steps[0] - (middle[0] - steps[0]), *middle, steps[-1] + (steps[-1] - middle[-1])]
+
 
 PICTURE = "validation.png"
 
 
 class FixedBatch(NamedTuple):
-    """A micro-batch without its noise, in host memory. numbers: (B,) of its losses. new: how many, the first ones, are
-    taken; 0 if it only keeps other ranks company. x0: (B, C, ...) float32. condition: of B samples."""
+    """A micro-batch without its noise, in host memory.
+
+    Attributes:
+        numbers: (B,) numbers of its losses.
+        new: number of losses that count, the first ones; 0 if the batch is only there because other ranks have one.
+        x0: (B, C, ...) float32.
+        condition: of the B samples.
+    """
 
     numbers: Tensor
     new: int
@@ -39,11 +187,11 @@ class FixedBatch(NamedTuple):
 
 
 class Validation:
-    """The objective's loss of fixed samples with fixed noise at fixed times, without dropped conditions.
+    """The objective's loss on fixed samples with fixed noise at fixed times, without dropped conditions.
 
-    The same numbers on any number of data-parallel ranks, bit for bit, for the same weights and --batch_size: micro-
-    batches are dealt out whole, and the losses are added up in the order of their numbers. Samples are read, and
-    encoded, once, when this is made; then their latents wait in host memory. Build and use it on every rank.
+    For the same weights and --batch_size the figures are the same on any number of data-parallel ranks, bit for bit:
+    micro-batches are dealt out as a whole, and the losses are summed in the order of their numbers. Samples are read
+    and encoded once, when this is built; their latents then stay in host memory. Build and use it on every rank.
     """
 
     def __init__(self, spec: RunSpecification, engine: Engine, ema: EMA, runner: Runner, monitor: Monitor):
@@ -71,7 +219,7 @@ class Validation:
         )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
-        """This rank's micro-batches; what is beyond the last one is the first one again, and does not count."""
+        """Return this rank's micro-batches; beyond the last one the first one repeats, and does not count."""
         spec, flags, device = self._spec, self._spec.flags, self._spec.mesh.device
         found, there = [], len(self.samples.micro_batches)
         latents = spec.latents_of(dataset, SEED)
@@ -91,7 +239,7 @@ class Validation:
 
     @torch.no_grad()
     def losses(self) -> Tensor:
-        """Every loss by its number, (count,) float64 in host memory, the same on every rank. Collective."""
+        """Return every loss by its number, (count,) float64 in host memory, the same on every rank. Collective."""
         mesh = self._engine.mesh
         losses = torch.zeros(self.count, dtype=torch.float64, device=mesh.device)
         with self._ema.at_work():
@@ -99,7 +247,7 @@ class Validation:
                 found = self._runner.losses(self._micro_batch(batch)).double()
                 if mesh.leads_sharing:
                     losses[batch.numbers[: batch.new].to(mesh.device)] = found[: batch.new]
-        return mesh.sum(losses).cpu()  # of each number all but one rank's are 0, so that nothing is rounded
+        return mesh.sum(losses).cpu()  # all ranks but one hold 0 for a number, so that nothing is rounded
 
     def _micro_batch(self, batch: FixedBatch) -> MicroBatch:
         device = self._engine.mesh.device
@@ -110,7 +258,7 @@ class Validation:
 
     def after(self, step: int) -> dict[str, Any]:
         """Validate after ``step``. Return fields for its line of the log: the mean, the means by noise level, the
-        levels as sigma, and the seconds. Null for what is not finite. Collective."""
+        levels as sigma, and the seconds; null for what is not finite. Collective."""
         began = time.perf_counter()
         trained = monitoring.allocated_gib()
         losses = self.losses().tolist()
@@ -138,12 +286,12 @@ class Validation:
 
 
 def noise_levels(objective: Objective) -> list[float]:
-    """Sigma, noise over signal, in the middle of each of ``LEVELS`` equal shares of training's times."""
+    """Return sigma, noise over signal, in the middle of each of ``LEVELS`` equal shares of training's times."""
     t = objective.times_at((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS)
     nothing = torch.zeros(LEVELS, 1)
     return objective.noise_level(objective.prepare(nothing, t, nothing).timestep).double().tolist()
 
 
 def _mean(losses: list[float]) -> float | None:
-    """Exactly rounded, whatever the order; None if it is not finite."""
+    """Return the mean, rounded once whatever the order; None if it is not finite."""
     return math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None

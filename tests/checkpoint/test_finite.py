@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import opendit.training.resources
+import opendit.training.build
 import sample
 import train
 from opendit.checkpoint.files import damage, not_finite, read_manifest, write_manifest
@@ -45,13 +45,13 @@ def spoil(engine, ema, part: str) -> None:
 def blow_up(mesh, outputs: str, part: str) -> int | None:
     """After step 2 something of what is saved is not finite on the last rank, though all gradients were."""
 
-    class Spoiling(opendit.training.resources.Checkpoints):
+    class Spoiling(opendit.training.build.Checkpoints):
         def save(self, state):
             if state["step"] == 3 and mesh.rank == mesh.world_size - 1:
                 spoil(self.engine, self.ema, part)
             super().save(state)
 
-    opendit.training.resources.Checkpoints = Spoiling
+    opendit.training.build.Checkpoints = Spoiling
     try:
         run_to(Path(outputs), 3, "--lr", "1e-30")
     except SystemExit as stop:

@@ -130,7 +130,7 @@ def test_a_global_batch_is_cut_for_the_ranks(world, asked, most, given, expected
 
 def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("opendit.parallel.mesh.init_mesh", lambda **_: pytest.fail("started processes"))
-    monkeypatch.setattr("opendit.training.engine.empty_model", lambda *_, **__: pytest.fail("made weights"))
+    monkeypatch.setattr("opendit.training.build.empty_model", lambda *_, **__: pytest.fail("made weights"))
     outputs = tmp_path / "outputs"
     argv = ["--recipe", "dit_xl_imagenet256", "--outputs", str(outputs), "--data_path", str(tmp_path / "nowhere")]
     shown = dry_run(["8", *argv], capsys)
@@ -237,7 +237,7 @@ def test_random_latents_are_the_model_s_size_and_depend_on_the_row_alone(text, f
 def test_a_mock_run_trains_and_leaves_no_checkpoint(tmp_path, no_ranks, monkeypatch, capsys):
     engines = []
     monkeypatch.setattr(
-        "opendit.training.engine.build_engine", lambda *a, **k: engines.append(build_engine(*a, **k)) or engines[-1]
+        "opendit.training.build.build_engine", lambda *a, **k: engines.append(build_engine(*a, **k)) or engines[-1]
     )
     argv = "--recipe mock_pretrain_xl --model vDiT-Ti/122 --image_size 32 --batch_size 2 --max_steps 3 --log_every 1"
     train.main([*argv.split(), "--num_workers", "0", "--max_text_tokens", "5", "--outputs", str(tmp_path)])

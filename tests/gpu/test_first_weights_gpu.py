@@ -7,7 +7,7 @@ import torch
 
 from opendit.checkpoint.pretrained import read_newest
 from opendit.parallel.mesh import Mesh
-from opendit.training.engine import build_model_and_engine
+from opendit.training.build import build_model_and_engine
 from tests.ranks import run_ranks
 from tests.training.test_first_weights import CASES, LARGE, WIDE, built, digest, expected, specification, stored
 

@@ -18,7 +18,7 @@ from opendit.training import auto_parallel
 from opendit.training.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
 from opendit.training.dry_run import budget
 from opendit.training.from_flags import memory_setup, plan_model
-from opendit.training.memory import estimate, settle_sharding
+from opendit.training.memory import estimate, resolve_sharding
 from tests.ranks import run_ranks, several_programs
 
 FAST = "--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel --data_path mock"
@@ -64,7 +64,7 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     dims = ParallelDims.fill(world, **sizes, dp_replicate=settled.data_parallel_replicate)
     check_expert_parallel(config, dims)
     assert settled.batch_size * settled.grad_accumulation * dims.size("dp") == one.samples
-    setup = settle_sharding(config, memory_setup(settled, config, world), settled.batch_size, capacity)
+    setup = resolve_sharding(config, memory_setup(settled, config, world), settled.batch_size, capacity)
     assert setup == one.setup
     assert estimate(config, setup, settled.batch_size).total == one.memory <= capacity
 

@@ -209,7 +209,7 @@ def test_other_blocks_are_refused_before_weights_are_made(argv, message, tmp_pat
     old = model(num_classes=10, in_channels=1)
     info = {"model": "DiT-Ti/2", "config": old.config.to_dict()}
     save_file(old.state_dict(), tmp_path / "w.safetensors", metadata={METADATA_KEY: json.dumps(info)})
-    monkeypatch.setattr("opendit.training.engine.empty_model", lambda *_, **__: pytest.fail("made before the check"))
+    monkeypatch.setattr("opendit.training.build.empty_model", lambda *_, **__: pytest.fail("made before the check"))
     given = ["--pretrained", str(tmp_path / "w.safetensors"), "--outputs", str(tmp_path / "o")]
     with pytest.raises(SystemExit):
         train.main([*TRAIN, *given, "--mixed_precision", "bf16", *argv])

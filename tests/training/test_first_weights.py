@@ -25,7 +25,7 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import Engine
 from opendit.parallel.layout import Layout, dim_cut
 from opendit.parallel.mesh import Mesh
-from opendit.training.engine import build_model_and_engine
+from opendit.training.build import build_model_and_engine
 from tests.first_weights import taken_over
 from tests.memory import peak_bytes
 from tests.models.test_dit import randomised

@@ -18,8 +18,7 @@ from opendit.diffusion import FlowObjective
 from opendit.diffusion.random import Stream, normal, uniform
 from opendit.models import VDiTConfig, build_model, model_config
 from opendit.models.given_frames import give, with_given
-from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
-from opendit.training.packing import Packing
+from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.runners import CUDAGraphRunner, EagerRunner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by

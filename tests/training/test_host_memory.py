@@ -5,7 +5,7 @@ import os
 import pytest
 
 from opendit.models import model_config
-from opendit.training import host_memory
+from opendit.training import memory
 from opendit.training.memory import GIB, RING, Setup, describe
 
 XL = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=1000)
@@ -32,7 +32,7 @@ def test_a_container_may_have_less_than_its_machine(group, files, found, tmp_pat
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
-    assert host_memory.host_memory(tmp_path) == found
+    assert memory.host_memory(tmp_path) == found
 
 
 def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
@@ -40,9 +40,9 @@ def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
     one = 4 * XL.parameters() / 8 * 4 / GIB
 
     def checked(offload: str, room: float, saves: bool = True) -> str | None:
-        monkeypatch.setattr(host_memory, "host_memory", lambda: room * GIB / host_memory.USABLE_OF_A_HOST)
+        monkeypatch.setattr(memory, "host_memory", lambda: room * GIB / memory.USABLE_OF_A_HOST)
         try:
-            host_memory.check_offload(XL, Setup("fsdp", "bf16", 8, offload=offload), 4, 4, saves)
+            memory.check_offload(XL, Setup("fsdp", "bf16", 8, offload=offload), 4, 4, saves)
         except ValueError as error:
             return str(error)
         return None

@@ -12,8 +12,7 @@ from opendit.diffusion import OBJECTIVES
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.conditioner import LabelConditioner
 from opendit.training.batches import Batches
-from opendit.training.latents import Latents
-from opendit.training.packing import Packing
+from opendit.training.micro_batch import Latents, Packing
 from train import Inputs, micro_batches
 
 SEED, STEP, CLASSES = 11, 5, 10

@@ -277,7 +277,7 @@ def test_what_is_needed_is_said_before_it_is_allocated(card, rank, tmp_path, no_
         torch.save(build_model(config).state_dict(), tmp_path / "base.pt")
         argv += ["--pretrained", str(tmp_path / "base.pt"), "--lora", str(rank)]
     monkeypatch.setattr("opendit.training.summary.card_memory", lambda device: card)
-    monkeypatch.setattr("opendit.training.engine.empty_model", out_of_memory)
+    monkeypatch.setattr("opendit.training.build.empty_model", out_of_memory)
     with pytest.raises(SystemExit) as stop:
         train.main(argv)
     out, err = capsys.readouterr()

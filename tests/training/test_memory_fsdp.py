@@ -27,7 +27,7 @@ from opendit.training.memory import (
     describe,
     estimate,
     largest_batch,
-    settle_sharding,
+    resolve_sharding,
 )
 from tests.memory import peak_bytes
 from tests.models.test_dit import randomised
@@ -172,7 +172,7 @@ def test_what_is_left_open_is_settled_by_what_fits():
     setup = Setup("fsdp", "bf16", 8, accumulate=True)
 
     def chosen(capacity: float | None, setup: Setup = setup) -> tuple[str, bool]:
-        found = settle_sharding(XL, setup, 1, capacity)
+        found = resolve_sharding(XL, setup, 1, capacity)
         return found.reshard, found.keep_gradients
 
     least = estimate(XL, setup, 1).total

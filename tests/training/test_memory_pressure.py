@@ -2,7 +2,7 @@
 
 import itertools
 
-from opendit.training.memory_pressure import MemoryPressure, allocation_retries
+from opendit.training.monitor import MemoryPressure, allocation_retries
 
 
 def notes(*retries: int) -> list[str | None]:

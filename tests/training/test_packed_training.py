@@ -14,9 +14,7 @@ from opendit.encoders.conditioner import LabelConditioner
 from opendit.models import DiTConfig, VDiTConfig, build_model
 from opendit.parallel.engines import build_engine
 from opendit.parallel.mesh import Mesh, init_mesh
-from opendit.training.latents import Latents
-from opendit.training.micro_batch import MicroBatch, PackedMicroBatch
-from opendit.training.packing import Packing, same_size
+from opendit.training.micro_batch import Latents, MicroBatch, PackedMicroBatch, Packing, same_size
 from opendit.training.runners import build_runner
 from tests.models.packs import assert_same, with_vectors
 from tests.models.test_dit import randomised

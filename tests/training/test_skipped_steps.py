@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opendit.parallel.engines import StepResult
-from opendit.training.skipped_steps import SkippedSteps
+from opendit.training.diagnosis import SkippedSteps
 from tests.messages import logged
 
 

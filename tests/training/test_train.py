@@ -16,7 +16,7 @@ from opendit.data import BatchSchedule, build_dataset, build_loader
 from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.random import Stream, integers, normal, uniform
 from opendit.models import DiT, build_model, model_config
-from opendit.training.learning_rate import LearningRate
+from opendit.training.build import LearningRate
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 

@@ -19,8 +19,7 @@ from opendit.diffusion import DDPM, training_loss
 from opendit.diffusion.objectives import DDPMObjective, EDMObjective, FlowObjective
 from opendit.diffusion.random import Stream, normal
 from opendit.models import build_model, model_config
-from opendit.training.validation import noise_levels
-from opendit.training.validation_plot import LossHistory, draw_losses
+from opendit.training.validation import LossHistory, draw_losses, noise_levels
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from tests.training.test_train import TINY, log_of

@@ -17,8 +17,7 @@ from opendit.parallel.pipeline import Absent, keep_stages, mesh_stages, on_every
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import ReplicatedGradients, divided_parameters, tensor_group
-from opendit.training.memory import Setup
-from opendit.training.memory_stages import stage_setups
+from opendit.training.memory import Setup, stage_setups
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.pipeline_runner import PipelineRunner
 from tests.models.test_dit import randomised

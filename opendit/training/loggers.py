@@ -1,17 +1,81 @@
-"""``--log_to``: a run's curves and pictures for Weights & Biases and MLflow, by their own libraries.
-
-Nothing leaves the machine unless the user's environment says so, as these libraries' users know it: WANDB_MODE=online,
-MLFLOW_TRACKING_URI=https://.... Without, both write files that can be looked at, or sent, later.
-"""
+"""Loggers beside log.jsonl: TensorBoard, Weights & Biases, MLflow."""
 
 import io
 import os
+import socket
+import struct
 import time
 from abc import ABC, abstractmethod
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from opendit.common.records import RecordFile
 from opendit.common.safe_files import make_folder, write_whole
+
+
+class Board:
+    """Curves and pictures for TensorBoard, in an event file of this start.
+
+    Args:
+        folder: of the event files.
+        first_step: what earlier starts wrote from this step on is hidden: it is about to be done again.
+        root: of :class:`RecordFile`.
+    """
+
+    def __init__(self, folder: Path, first_step: int, root: Path | None = None):
+        made = _messages("event")
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file, self._written = RecordFile(folder / name, root), False
+        version = made.Event(wall_time=time.time(), file_version="brain.Event:2")
+        log = made.SessionLog(status=made.SessionLog.START)
+        start = made.Event(wall_time=time.time(), step=first_step, session_log=log)
+        self._start = _record(version.SerializeToString()) + _record(start.SerializeToString())
+
+    @property
+    def complete(self) -> bool:
+        """True if something was written and nothing is lost or still waiting."""
+        return self._written and not self._file.waiting and not self._file.lost
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Write points of curves. Like all methods, raises OSError if they have to wait for the next ones."""
+        Summary = _messages("summary").Summary
+        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]), step)
+
+    def picture(self, tag: str, png: bytes, step: int) -> None:
+        """Write a PNG file of these bytes."""
+        Summary = _messages("summary").Summary
+        width, height = struct.unpack(">II", png[16:24])  # of the header, the first chunk of every PNG
+        image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)
+        self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, summary, step: int) -> None:
+        event = _record(_messages("event").Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+        start, self._start = self._start, b""
+        self._written = True
+        self._file.append(start + event)
+
+
+def _messages(of: str) -> Any:
+    """Return TensorBoard's protocol buffers, whose classes are made at their import."""
+    return import_module(f"tensorboard.compat.proto.{of}_pb2")
+
+
+def _record(data: bytes) -> bytes:
+    """Return a TFRecord: length and data, each with its masked CRC."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    written = []
+
+    class Sink:
+        write = staticmethod(written.append)
+
+    RecordWriter(Sink).write(data)
+    return b"".join(written)
+
 
 PROJECT = "opendit"
 
@@ -23,8 +87,7 @@ class RunLogger(ABC):
 
     @abstractmethod
     def __init__(self, folder: Path, config: dict[str, Any]):
-        """folder: of the run, which may have been logged before: a resumed run goes on in the same one. config: its
-        flags."""
+        """folder: of the run, which may have been logged before; a resumed run continues there. config: its flags."""
 
     @abstractmethod
     def scalars(self, values: dict[str, float], step: int) -> None: ...
@@ -95,7 +158,7 @@ class MlflowLogger(RunLogger):
         self.where = f"mlflow ui --backend-store-uri {uri}"
 
     def _find(self, folder: Path, artifacts: str | None) -> str:
-        """The run that is of this folder, made if there is none."""
+        """Return the MLflow run of this folder; create it if there is none."""
         client, name = self._client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name, artifact_location=artifacts)
