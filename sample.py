@@ -6,25 +6,78 @@
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --num_samples 50000 --npz fid.npz
     torchrun --standalone --nproc_per_node=8 sample.py --ckpt ... --sequence_parallel_size 4 --cfg_parallel
 
-Several processes split the samples, or share each of them; its noise depends on --seed and its number only.
+Several processes split the samples, or share each of them. The noise of a sample depends on --seed and its number only.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from opendit.common.stages import Stages
 from opendit.config.command_line import read_flags
 from opendit.config.console import prepare_console
 from opendit.config.sample import SampleConfig
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from opendit.sampling.sample_output import SampleOutput
+    from opendit.sampling.sampling_run import SamplingRun
+
 
 def main(argv: list[str]) -> None:
+    """Sample as the flags say. If that fails, the ``Supervisor`` ends the program with one line that says why."""
     prepare_console()
     flags = read_flags(SampleConfig, argv)
-    stages = Stages("Python, flags")
-    with stages("imports"):
-        from opendit.sampling.run import run  # torch and the rest, which a wrong flag need not wait for
+    stages = Stages("Python, flags")  # where the time goes, for --profile
+    with stages("imports"):  # torch and the rest, which a wrong flag need not wait for
+        import torch
 
-    run(flags, stages)
+        from opendit.parallel.mesh import init_mesh
+        from opendit.parallel.supervisor import Supervisor
+        from opendit.sampling.sample_output import open_output
+        from opendit.sampling.sampling_run import load_run
+
+    with Supervisor((ValueError, OSError)) as supervisor:
+        with stages("processes, device"):
+            mesh = init_mesh(
+                sequence_parallel=flags.sequence_parallel_size,
+                tensor_parallel=flags.tensor_parallel_size,
+                group_of_one=False,
+            )
+            if flags.profile and mesh.device.type == "cuda":
+                stages.wait = torch.cuda.synchronize  # so that stages don't overlap
+        with stages("flags and files: checked"):
+            run = load_run(flags, mesh, stages)  # the checkpoint, its VAE and text encoder, all samples' conditions
+        with run.lock:
+            output = open_output(run)
+            supervisor.started(())  # from here on, errors are the run's and not the flags'
+            draw(run, output)
+
+
+def draw(run: "SamplingRun", output: "SampleOutput") -> None:
+    """Draw the samples that are not in ``output`` yet; several replicas share them."""
+    with output.missing_batches() as batches:
+        for batch in batches:
+            with run.stages("drawing"):
+                index, latents = draw_batch(run, batch)
+            batches.decode(index, latents)  # while the next batch is drawn; threads then write the files
+
+
+def draw_batch(run: "SamplingRun", batch: range) -> tuple["Tensor", "Tensor"]:
+    """Return the numbers (B,) and the latents (B, C, ...) of a batch of samples."""
+    import torch
+
+    index = torch.arange(batch.start, batch.stop)
+    y, conditioning_frames = run.conditions_of(index)
+    latents = run.engine.sample(  # the noise is keyed by the seed and the sample's number
+        y,
+        run.null,
+        index,
+        run.flags.seed,
+        conditioning_frames=conditioning_frames,
+        progress=run.profiled_steps(len(index)),
+    )
+    return index, latents
 
 
 if __name__ == "__main__":

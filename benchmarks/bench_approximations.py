@@ -32,7 +32,7 @@ from opendit.evaluation.digits import AskedDigits, named_right, picture_features
 from opendit.evaluation.frechet import Moments, frechet_distance
 from opendit.evaluation.media import Media
 from opendit.evaluation.moving_digits import ClipShape, clip_features, moved_right, real_clips
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.sampling_engine import SamplingEngine
 
 EXACT = "exact"
 SETTINGS = (

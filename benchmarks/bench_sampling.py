@@ -31,7 +31,7 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.fp8_linear import float8_available
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, build_model, model_config
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.sampling_engine import SamplingEngine
 
 CHANNELS, CLASSES, SEED = 4, 1000, 0
 PLAIN = "plain compiled"

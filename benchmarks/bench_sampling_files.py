@@ -27,10 +27,10 @@ from benchmarks.results import append
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.engine import SamplingEngine
-from opendit.sampling.output import save_one
+from opendit.sampling.output_files import save_one
 from opendit.sampling.output_pipeline import OutputPipeline, Writers
-from opendit.sampling.run import writer_threads
+from opendit.sampling.sample_output import writer_threads
+from opendit.sampling.sampling_engine import SamplingEngine
 
 
 def make_codec(args, device: torch.device, compiled: bool = False) -> VAECodec:

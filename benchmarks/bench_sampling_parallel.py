@@ -27,8 +27,8 @@ from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.sampling.engine import SamplingEngine
 from opendit.sampling.output_pipeline import OutputPipeline
+from opendit.sampling.sampling_engine import SamplingEngine
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opendit.models.dit import DiT as DiT
     from opendit.models.zoo import build_model as build_model
     from opendit.models.zoo import model_config as model_config
-    from opendit.sampling.clip import VideoClip as VideoClip
+    from opendit.sampling.output_files import VideoClip as VideoClip
     from opendit.sampling.pipeline import Pipeline as Pipeline
     from opendit.sampling.pipeline import load as load
 
@@ -50,7 +50,7 @@ _get, _ = import_when_used(
         "opendit.cli.programs": "train",
         "opendit.config.train": "TrainConfig",
         "opendit.evaluation.program": "evaluate",
-        "opendit.sampling.clip": "VideoClip",
+        "opendit.sampling.output_files": "VideoClip",
         "opendit.sampling.pipeline": "Pipeline load",
         "opendit.models.dit": "DiT",
         "opendit.models.zoo": "build_model model_config",

@@ -12,7 +12,7 @@ import torchvision  # noqa: F401
 from diffusers import AutoencoderKL  # noqa: F401
 
 import benchmarks.plain_dit  # noqa: F401  (timm)
-import opendit.sampling.run
+import opendit.sampling.sample_output
 import opendit.training.build  # noqa: F401
 import preprocess  # noqa: F401
 import sample  # noqa: F401

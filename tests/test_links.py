@@ -42,10 +42,9 @@ from opendit.evaluation.results import Measurement, append_results
 from opendit.evaluation.sweep import write_sweep
 from opendit.parallel import hardware
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.clip import VideoClip
-from opendit.sampling.output import OutputFolder, save_one, write_npz
-from opendit.sampling.parts import Job, Parts
-from opendit.sampling.prepare import WRITTEN as WRITTEN_SAMPLES
+from opendit.sampling.output_files import OutputFolder, VideoClip, save_one, write_npz
+from opendit.sampling.sample_cache import SampleCache, SamplingJob
+from opendit.sampling.sampling_run import WRITTEN as WRITTEN_SAMPLES
 from opendit.training.loggers import Board
 from opendit.training.monitor import keep_up_to
 from opendit.training.profiling import STEPS, WARMUP, StepProfiler
@@ -62,7 +61,7 @@ MOMENTS = {
     "rows": torch.zeros(1).long(),
 }
 FIGURE = Measurement("fid", 1.0, 2, "8 x 8", "x", "0" * 64)
-JOB = Job({"--seed": "0"}, 2, 2, (8, 8, 3), 1)
+JOB = SamplingJob({"--seed": "0"}, 2, 2, (8, 8, 3), 1)
 PID = os.getpid()
 
 
@@ -117,7 +116,7 @@ def plotted(folder: Path) -> None:
 
 
 def parts(folder: Path) -> None:
-    made = Parts(folder, JOB)
+    made = SampleCache(folder, JOB)
     made.begin()
     made.write(0, PIXELS[:1])
 

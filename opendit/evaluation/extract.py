@@ -5,7 +5,6 @@ OUTPUT/features/HASH, whose name is made of all that decides it: the next evalua
 """
 
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,10 +24,11 @@ from opendit.data.progress import Progress
 from opendit.evaluation.media import Media
 from opendit.evaluation.networks import FeatureNetwork
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.job import pixel_shape, settings_of
-from opendit.sampling.parts import Job, PartAssembly, Parts, find, samples_a_part
-from opendit.sampling.prepare import SamplingRun
-from opendit.sampling.run import draw_missing, drawn_before, writer_threads
+from opendit.sampling.job_settings import pixel_shape, settings_of
+from opendit.sampling.replica_batches import replica_batches
+from opendit.sampling.sample_cache import CacheWriter, SampleCache, SamplingJob, find_unfinished_job, samples_a_part
+from opendit.sampling.sample_output import writer_threads
+from opendit.sampling.sampling_run import SamplingRun
 
 FOLDER = "features"
 AHEAD = 3  # batches that are read while one is computed
@@ -137,7 +137,7 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, 
         store = _Store(output, settings, media.count, extractor.batch_size, extractor.layout(shape), mesh, say)
 
         def fill(sink: "Sink") -> None:
-            groups = store.parts.to_draw(store.missing, extractor.batch_size)
+            groups = store.parts.batches_to_draw(store.missing, extractor.batch_size)
             mine = [batch for group in groups[mesh.rank :: mesh.world_size] for batch in group]
             title = media.name if mesh.world_size == 1 else f"{media.name} (rank 0's part of {mesh.world_size})"
             with Progress(sum(map(len, mine)), "samples", title=title, disable=not mesh.is_main) as progress:
@@ -160,9 +160,14 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: 
 
     def fill(sink: "Sink") -> None:
         finite = _FiniteLatents()
-        # The queue has a name that no earlier one had.
-        name = sampling.mesh.broadcast_object(secrets.token_hex(8))
-        draw_missing(sampling, store.parts, store.missing, name, sink.deliver, sink.flush, finite.look)
+        with replica_batches(sampling, store.parts, store.missing, sink.deliver, sink.flush) as batches:
+            for batch in batches:
+                index = torch.arange(batch.start, batch.stop)
+                y, frames = sampling.conditions_of(index)
+                seed = sampling.flags.seed
+                latents = sampling.engine.sample(y, sampling.null, index, seed, conditioning_frames=frames)
+                finite.look(index, latents)
+                batches.decode(index, latents)
         finite.check()
 
     return store.run(extractor, fill)
@@ -234,7 +239,7 @@ class _Store:
         width = sum(math.prod(shape) for shape in layout.values())
         settings = {**settings, "layout": " ".join(f"{name} {shape}" for name, shape in layout.items())}
         size = samples_a_part(count, batch_size, 4 * width)
-        job = Job(settings, count, count, (width,), size, "<f4")
+        job = SamplingJob(settings, count, count, (width,), size, "<f4")
         identity = hash_parts(str(count), *(part for item in sorted(settings.items()) for part in item))
         self.folder, problem = output / FOLDER / identity[:16], None
         missing: list[int] = []
@@ -246,25 +251,25 @@ class _Store:
         job, missing, problem = mesh.broadcast_object((job, missing, problem))
         if problem:
             raise OSError(problem)
-        self.parts, self.missing = Parts(self.folder, job, output), missing
+        self.parts, self.missing = SampleCache(self.folder, job, output), missing
 
-    def _begin(self, job: Job, say: Callable[[str], None]) -> tuple[Job, list[int]]:
+    def _begin(self, job: SamplingJob, say: Callable[[str], None]) -> tuple[SamplingJob, list[int]]:
         make_folder(self.folder, root=self._output)
         try:
-            found = find(self.folder)
+            found = find_unfinished_job(self.folder)
         except ValueError:  # damaged: of what lies there nothing is known
             found = None
         if found is None or found.settings != job.settings or found.count != job.count:
-            parts, missing = Parts(self.folder, job, self._output), None
+            parts, missing = SampleCache(self.folder, job, self._output), None
             parts.remove()
         else:
             job = replace(job, samples_a_part=found.samples_a_part)
-            parts = Parts(self.folder, job, self._output)
+            parts = SampleCache(self.folder, job, self._output)
             missing, problems = parts.missing(lambda number: True)
             for line in problems[:10]:
                 say(line.replace("its samples are drawn again", "its features are computed again"))
             parts.remove_unfinished()
-            there = drawn_before(parts, missing)
+            there = parts.count_outside(missing)
             if there:
                 say(f"features of {there:,} of {job.count:,} samples are there from an earlier start")
         parts.begin()
@@ -274,7 +279,7 @@ class _Store:
         """Has ``fill`` deliver what is missing, and reads all of it."""
         begun = time.monotonic()
         if self.missing:
-            sink = Sink(PartAssembly(self.parts, self.missing), extractor)
+            sink = Sink(CacheWriter(self.parts, self.missing), extractor)
             fill(sink)
             sink.flush()
         self.mesh.barrier()
@@ -294,7 +299,7 @@ class Sink:
     """Pixels in, rows of features to their parts. On a GPU the networks work on a stream of their own, beside the one
     that draws; what a batch gives is taken when the next one has been begun, so that the device need not wait."""
 
-    def __init__(self, assembly: PartAssembly, extractor: Extractor):
+    def __init__(self, assembly: CacheWriter, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None

@@ -22,7 +22,7 @@ from opendit.data.files import printable
 from opendit.data.folders import CLIPS, Ignored, files_below, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
-from opendit.sampling.output import INDEX
+from opendit.sampling.output_files import INDEX
 
 SAMPLES, LABELS = "arr_0", "arr_1"  # of an .npz, as sample.py and ADM write it
 

@@ -20,7 +20,7 @@ from opendit.evaluation.frechet import Gaussian, Moments
 from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
 from opendit.evaluation.moving_digits import ClipShape, real_clips
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.loading import SOURCE_FPS
+from opendit.sampling.model_loading import SOURCE_FPS
 
 # Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}

@@ -20,10 +20,9 @@ from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_l
 from opendit.evaluation.extract import Extractor, Features, drawn_by, extract_media, extract_run
 from opendit.evaluation.media import MediaOptions, open_media
 from opendit.parallel.mesh import Mesh
-from opendit.sampling.given import drawn_without
-from opendit.sampling.job import pixel_shape, settings_of
-from opendit.sampling.prepare import WRITTEN, SamplingRun, choose, prepare
-from opendit.sampling.run import announce
+from opendit.sampling.conditioning_frames import note_on_missing_frames
+from opendit.sampling.job_settings import pixel_shape, settings_of
+from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose_labels, load_run
 
 if TYPE_CHECKING:
     from opendit.config.evaluate import EvaluateConfig
@@ -73,7 +72,7 @@ def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]
     Raises ValueError or OSError with a message for the user.
     """
     if flags.samples is None:
-        sampling = prepare(flags.sampling(), mesh, Stages("before"))
+        sampling = load_run(flags.sampling(), mesh, Stages("before"))
         with sampling.lock:
             yield _drawn(sampling, flags, say)
         return
@@ -110,7 +109,7 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
 
 def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], None]) -> Samples:
     """The samples of a run, which are drawn for their features alone."""
-    for note in drawn_without(sampling.model.config):
+    for note in note_on_missing_frames(sampling.model.config):
         say(note)
     count = flags.num_samples or (CLIPS if sampling.model.config.is_video else PICTURES)
     sampling.flags = replace(sampling.flags, num_samples=count)
@@ -120,7 +119,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
             _ask_for_all_digits(sampling)
         sampling.choices, labels = torch.arange(count) % len(sampling.names), "prompts"
     elif flags.class_labels or flags.label_sampling == "balanced":
-        sampling.choices = choose(sampling.flags, len(sampling.names))
+        sampling.choices = choose_labels(sampling.flags, len(sampling.names))
         labels = "given" if flags.class_labels else "balanced"
     else:
         generator = torch.Generator().manual_seed(flags.seed)

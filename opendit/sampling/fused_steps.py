@@ -1,13 +1,13 @@
-"""Steps of samplers that are sums with weights, in few kernels: the network's blocks, and one kernel at either end.
+"""Sampling steps in few kernels, for samplers whose update is a weighted sum: the blocks, and a kernel at each end.
 
     take_step        every sample's rows of the tables
-    embed_patches    the sampler's x to tokens, of both halves of guidance
+    embed_patches    the sampler's x to tokens, for both halves of guidance
     ...              the network
-    guided_update    its last layer's output to guidance, the sampler's update and the next x
+    guided_update    the last layer's output to guidance, the sampler's update and the next x
 
-It is ``guidance.cfg_model`` and the sampler's own ``advance`` by the weights that the sampler states
-(``Sampler.weights``), and draws the same up to the rounding of fp32. What every sample takes of a step lies in static
-memory, as ``SamplingLoop`` has it.
+This computes ``guidance.cfg_model`` and the sampler's ``advance`` with the weights that the sampler states
+(``Sampler.weights``), and draws the same up to fp32 rounding. All inputs of a step lie in static memory, as in
+``SamplingLoop``.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """In what steps differ beside numbers; one recording serves all steps of a kind."""
+    """How steps differ, apart from numbers in tables; one recording serves all steps of a kind."""
 
     guided: bool
     evaluations: int
@@ -35,28 +35,29 @@ class StepKind(NamedTuple):
     variance: bool
 
 
-def usable(model: DiT, size: tuple[int, ...]) -> bool:
+def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if a model's steps can be fused: it runs kernels, on one rank, on patches that they accept."""
     available, _ = kernels_available(model.device, model.x_embedder.proj.weight.dtype)
     autocast = torch.is_autocast_enabled(model.device.type)
-    return available and bool(model.ops.replaced) and not autocast and takes(model, size)
+    return available and bool(model.ops.replaced) and not autocast and fits_kernels(model, size)
 
 
-def takes(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if the kernels fit a model's patches: without given frames, and with no other rank sharing its
-    samples."""
+def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
+    """Return True if the kernels support a model: no other rank shares its samples, it has no conditioning frames, and
+    its patches don't repeat frames."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
     return model.sequence is None and not repeated and model.config.given_frames is None
 
 
 class FusedSteps:
-    """The steps of one batch size.
+    """The fused steps of one batch size.
 
     Args:
-        network: told which conditions to draw.
-        linear: the steps of the sampler. guided: which of them are, each.
-        state: the sampler's, static, x first; (B, C, ...) fp32, contiguous.
+        network: prepared for the conditions of the batch.
+        linear: the weights of every step of the sampler.
+        guided: True for the steps that have guidance.
+        state: the sampler's static state, x first; (B, C, ...) fp32, contiguous.
         step: (B,) int64, static: every sample's step, counted from the first one in the tables.
         cfg_scale, cfg_channels: of guidance.
     """
@@ -90,7 +91,7 @@ class FusedSteps:
         self._all = torch.tensor(table, dtype=torch.float64).to(device, torch.float32)
         self._noisy = any(kind.noise for kind in self.kinds)
         self._guidance = torch.full((len(step),), cfg_scale, dtype=torch.float32, device=device)
-        # What lies between a step's evaluations: the network's next input, and the prediction.
+        # Between a step's evaluations: the network's next input, and the prediction.
         self._between = [
             (torch.empty_like(x), torch.empty_like(x)) for _ in range(max(k.evaluations for k in self.kinds))
         ]
@@ -98,13 +99,13 @@ class FusedSteps:
         self._kernels = kernels_available(device, torch.float32)[0]
 
     def reserve(self, capacity: int) -> None:
-        """Memory for so many steps' numbers and noise."""
+        """Allocate the numbers and the noise of ``capacity`` steps."""
         x, self.capacity = self.state[0], capacity
         self._numbers = self._all[:capacity].clone()
         self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
 
     def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
-        """Puts the numbers and the noise of steps ``first`` to ``first + count`` where they read them."""
+        """Write the numbers and the noise of steps ``first`` to ``first + count`` where the steps read them."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
             if self._noise is not None and self.kinds[first + i].noise:
@@ -112,7 +113,7 @@ class FusedSteps:
                 self._noise[rows].copy_(noise_of(first + i))
 
     def advance(self, kind: StepKind) -> int:
-        """Takes a step of this kind; returns the rows of the batches that the network was given."""
+        """Run a step of this kind; return the number of rows that the network has evaluated."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
         take_step = step_rows.take_step if self._kernels else step_rows.take_step_reference
         embed = embedding.embed_patches if self._kernels else embedding.embed_patches_reference
@@ -147,9 +148,9 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """A step's numbers as :meth:`FusedSteps.advance` takes them one after the other: what x is multiplied by for the
-    network; of each evaluation but the last the weights of the next input and of the prediction itself; of the last
-    those of the state; p and q of a learned variance."""
+    """Return a step's numbers in the order in which :meth:`FusedSteps.advance` reads them: the factor of x for the
+    network's input; for each evaluation but the last, the weights of the next input and of the prediction itself; for
+    the last one, those of the state; p and q of a learned variance."""
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
         numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]
@@ -168,9 +169,9 @@ def fused_steps(
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """The steps of ``sampler``; None if it states no weights, or more than the kernels have room for."""
+    """Return the fused steps of ``sampler``; None if it states no weights, or more than the kernels support."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
-    found = [of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
+    found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):
         return None
     most = max(len(one.inputs) for one in found)
@@ -179,12 +180,13 @@ def fused_steps(
     return FusedSteps(network, found, guided, state, step, cfg_scale, cfg_channels)
 
 
-def of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
-    """Rewrite the weights of what the objective reads as those of what the network itself returns."""
+def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
+    """Return a step whose weights apply to the network's output, from one whose weights apply to the objective's
+    reading of that output."""
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):
         return step
-    (scales,) = step.inputs  # of an objective that reads outputs in another way, samplers evaluate once a step
+    (scales,) = step.inputs  # objectives that read the output differently have samplers with one evaluation a step
     parts = len(scales)
     after = []
     for weights in step.after:

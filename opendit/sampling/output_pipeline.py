@@ -1,8 +1,7 @@
-"""From latents to files, beside the drawing of the next batch.
+"""Decode latents and write files while the next batch is drawn.
 
-On a GPU the VAE decodes on a stream of its own while the model draws the next batch on the main one, and the pictures
-come to the host through pinned memory; a few threads encode and write them. On a CPU it is the same, one after the
-other, but for the threads.
+On a GPU the VAE decodes on a side stream while the model draws the next batch on the main one, pictures reach the host
+through pinned memory, and a few threads encode and write them. On a CPU only the threads run concurrently.
 """
 
 import threading
@@ -25,10 +24,10 @@ from opendit.parallel.collectives import Group, start_gather
 
 
 class Writers:
-    """Threads that run tasks, at most ``waiting`` of which wait. The first error ends all: the tasks after it are not
-    run, and it is raised by the next call.
+    """Threads that run tasks, with at most ``waiting`` tasks in the queue. After the first error no further task is
+    run, and the next call raises it.
 
-    Use as a context manager: at its end all tasks are done; after an exception, what has begun."""
+    A context manager: on exit it waits for all tasks, or after an exception only for those that are running."""
 
     def __init__(self, threads: int, waiting: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="writer")
@@ -45,7 +44,7 @@ class Writers:
             self._pool.shutdown(cancel_futures=True)
 
     def put(self, task: Callable[..., None], *args: Any) -> None:
-        """Hands a task over; waits while too many wait."""
+        """Queue a task; wait while the queue is full."""
         self._room.acquire()
         try:
             self._raise()
@@ -55,7 +54,7 @@ class Writers:
             raise
 
     def close(self) -> None:
-        """Waits for all tasks."""
+        """Wait for all tasks."""
         self._pool.shutdown()
         self._raise()
 
@@ -63,7 +62,7 @@ class Writers:
         try:
             if self._error is None:
                 task(*args)
-        except BaseException as error:  # the thread has nobody else to tell
+        except BaseException as error:  # raised in the calling thread, by its next call
             self._error = self._error or error
         finally:
             self._room.release()
@@ -75,8 +74,12 @@ class Writers:
 
 @dataclass
 class _Batch:
-    """Pictures on their way. rows: of the whole batch, pictures, frames or tiles; pixels: this rank's, then all of
-    them; last on the host. tiles: that ranks share. ready: recorded after the last work on them."""
+    """A batch that is being decoded.
+
+    rows: number of pictures, frames or tiles in the batch. tiles: how pictures are cut, if ranks share their tiles.
+    pixels: this rank's rows, after the exchange between ranks all of them, at last on the host. ready: recorded on the
+    side stream after the last work on them.
+    """
 
     index: Tensor
     rows: int
@@ -86,17 +89,17 @@ class _Batch:
 
 
 class OutputPipeline:
-    """Decodes batches of latents, a share on each rank of a replica, and hands the pictures to ``deliver``.
+    """Decodes batches of latents, a share on each rank of a replica, and passes the pictures to ``deliver``.
 
-    Use as a context manager: at its end all is delivered; after an exception nothing more is. Every rank of a replica
-    puts the same batches.
+    A context manager: on exit everything is delivered, after an exception nothing more. Every rank of a replica puts
+    the same batches.
 
     Args:
         device: of the latents.
-        ranks: those that get the same latents; None for one alone.
-        leads: whether this rank delivers.
-        deliver: ``deliver(index, pictures)`` with the (B,) numbers of samples and their (B, H, W, 3) or (B, T, H, W, 3)
-            uint8. On the calling thread, a batch or two after the one that was put.
+        ranks: the ranks that have the same latents; None for a single rank.
+        leads: this rank delivers.
+        deliver: ``deliver(index, pictures)`` is called with the samples' numbers (B,) and their uint8 pixels
+            (B, H, W, 3) or (B, T, H, W, 3), on the thread that calls :meth:`put`, one or two batches later.
     """
 
     def __init__(
@@ -108,11 +111,11 @@ class OutputPipeline:
         leads: bool = True,
     ):
         self._ranks, self._leads, self._deliver = ranks, leads, deliver
-        # The frames of a picture's codec are independent: they can be shared out where there is a single clip.
+        # A picture codec decodes frames independently, so ranks can share the frames of a single clip.
         self._frames = isinstance(codec, FrameCodec)
         self._codec = codec.codec if isinstance(codec, FrameCodec) else codec
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._flying: deque[_Batch] = deque()
+        self._in_flight: deque[_Batch] = deque()
 
     def __enter__(self) -> "OutputPipeline":
         return self
@@ -122,32 +125,35 @@ class OutputPipeline:
             self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
-        """index: (B,) on the CPU; latents: (B, ...). Raises what ``deliver`` raises."""
+        """Start decoding a batch, and deliver an earlier one. Raises what ``deliver`` raises.
+
+        index: (B,) on the CPU. latents: (B, C, ...).
+        """
         batch = self._start(index, latents)
-        if self._ranks is not None and self._flying:
-            self._gather(self._flying[-1])
-        self._flying.append(batch)
-        # What is delivered now was begun before the batch that the GPU draws at this moment: the host waits for it
-        # while the GPU has work. The exchange between ranks lies one batch further back.
-        while len(self._flying) > (1 if self._ranks is None else 2):
-            self._hand_over(self._flying.popleft())
+        if self._ranks is not None and self._in_flight:
+            self._gather(self._in_flight[-1])
+        self._in_flight.append(batch)
+        # The batch delivered now was started before the one that the GPU is drawing, so the GPU has work while the host
+        # waits. With several ranks, their exchange takes one batch more.
+        while len(self._in_flight) > (1 if self._ranks is None else 2):
+            self._deliver_batch(self._in_flight.popleft())
 
     def finish(self) -> None:
-        """Delivers all that has been put."""
-        if self._ranks is not None and self._flying:
-            self._gather(self._flying[-1])
-        while self._flying:
-            self._hand_over(self._flying.popleft())
+        """Deliver all batches that have been put."""
+        if self._ranks is not None and self._in_flight:
+            self._gather(self._in_flight[-1])
+        while self._in_flight:
+            self._deliver_batch(self._in_flight.popleft())
 
     def _start(self, index: Tensor, latents: Tensor) -> _Batch:
-        """Queues the decoding of this rank's share."""
-        latents = latents.clone()  # it may be memory that the recording of a step writes to in the next batch
+        """Launch the decoding of this rank's share."""
+        latents = latents.clone()  # the next batch's recorded steps may write to this memory
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
-            # Tiles travel as they come from the decoder: to blend bytes would round twice.
+            # Tiles are exchanged before they are rounded to bytes: blending bytes would round twice.
             rows, codec = tiles.cut(rows), self._codec
-            assert isinstance(codec, FrozenVAE)  # the only ones that have tiles
+            assert isinstance(codec, FrozenVAE)  # the only codecs with tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
         count, mine = len(rows), rows
         if self._ranks is not None:
@@ -161,7 +167,7 @@ class OutputPipeline:
             return _Batch(index, count, tiles, pixels, self._record())
 
     def _gather(self, batch: _Batch) -> None:
-        """Every rank's share to all of them. On the main stream, where all ranks communicate in one order."""
+        """Exchange the ranks' shares, on the main stream, where all ranks communicate in the same order."""
         assert self._ranks is not None
         if self._side is not None and batch.ready is not None:
             main = torch.cuda.current_stream()
@@ -175,7 +181,7 @@ class OutputPipeline:
             batch.pixels = self._to_host(pixels) if self._leads else pixels
             batch.ready = self._record()
 
-    def _hand_over(self, batch: _Batch) -> None:
+    def _deliver_batch(self, batch: _Batch) -> None:
         if batch.ready is not None:
             batch.ready.synchronize()
         if not self._leads:
@@ -185,10 +191,11 @@ class OutputPipeline:
             pictures = pictures.reshape(len(batch.index), -1, *pictures.shape[1:])
         self._deliver(batch.index, pictures)
 
-    # ------------------------------------------------------------------------------------------ streams, if there are
+    # ------------------------------------------------------------------------------------ CUDA streams, no-ops on a CPU
 
     def _on_side(self, after: Tensor):
-        """The side stream, when what the main one has been given so far, ``after`` among it, is done."""
+        """Return a context on the side stream, which first waits for the main stream's work so far, including
+        ``after``."""
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -204,7 +211,7 @@ class OutputPipeline:
 
     @staticmethod
     def _to_host(pixels: Tensor) -> Tensor:
-        """In pinned memory, not there yet: the event after it says when."""
+        """Start a copy to pinned memory; an event recorded after it tells when it is complete."""
         if pixels.device.type == "cpu":
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)

@@ -1,10 +1,12 @@
 # pyright: standard
-"""``opendit.load`` and ``Pipeline``: from a checkpoint to pictures or clips, in Python (docs/python.md)."""
+"""``opendit.load`` and ``Pipeline``: draw pictures or clips from a checkpoint, in Python (docs/python.md)."""
 
 import contextlib
 import math
 import numbers
 import os
+import re
+import shlex
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from opendit.config.approximations import Approximations
 from opendit.config.flags import nearest
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
@@ -29,11 +32,8 @@ from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
-from opendit.sampling.arguments import MOST_SAMPLES, arguments_named, check_number
-from opendit.sampling.clip import VideoClip
-from opendit.sampling.engine import SamplingEngine
-from opendit.sampling.given import given_latents, rows_of
-from opendit.sampling.loading import (
+from opendit.sampling.conditioning_frames import encode_frames, frames_of_samples
+from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
     check_negative,
@@ -46,9 +46,23 @@ from opendit.sampling.loading import (
     make_conditioner,
     null_of,
 )
-from opendit.sampling.settings import DrawSettings, EnginePlan
+from opendit.sampling.output_files import VideoClip
+from opendit.sampling.sampling_engine import SamplingEngine
 
 ENGINES = 2  # settings whose recorded steps are kept
+MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # as sample.py's flags
+# flag of sample.py -> argument here, where their names differ
+ARGUMENTS = {
+    "ckpt": "path",
+    "mixed_precision": "precision",
+    "cfg_scale": "guidance",
+    "cfg_interval": "interval",
+    "cfg_channels": "guided_channels",
+    "num_sampling_steps": "steps",
+    "negative_prompt": "negative",
+    "image_size": "size",
+    "num_frames": "frames",
+}
 
 
 def load(
@@ -68,7 +82,7 @@ def load(
     fp8: bool = False,
     kernels: bool = True,
 ) -> "Pipeline":
-    """A checkpoint, ready to draw from.
+    """Load a checkpoint, ready to draw from.
 
     Args:
         path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
@@ -88,11 +102,12 @@ def load(
         kernels: the fused kernels and the fastest attention, on GPUs that have them.
 
     Raises:
-        FileNotFoundError: nothing of the kind is there.
-        ValueError: damaged, another model than said, or an argument that does not fit it; the message names it.
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it is damaged or holds another model than ``model``, or an argument does not fit it; the message
+            names the argument.
 
-    What is not an error and should be known is a warning: a newer checkpoint that is damaged, a number of classes that
-    was taken for granted, FP8 that this GPU does not have.
+    Warns of what is no error: a damaged newer checkpoint, a number of classes that had to be assumed, FP8 on a GPU
+    without it.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = precision or ("fp32" if device.type == "cpu" else "bf16")
@@ -127,38 +142,29 @@ def load(
         conditioner = make_conditioner(config, found, text_encoder, device, precision)
     if fp8 and not chosen.ops.float8:
         notes.append(chosen.ops_note)
-    for note in notes:  # a damaged checkpoint that was passed over, what was taken for granted
+    for note in notes:
         warnings.warn(note, stacklevel=2)
-    said = Weights({}, found.path, found.info)  # without the tensors, which the network has
+    described = Weights({}, found.path, found.info)  # without the tensors, which the network holds
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
-    return Pipeline(network, loaded.objective, codec, conditioner, said, precision, notes)
-
-
-@dataclass(frozen=True, eq=False)
-class Order:
-    """A checked request, see :meth:`Pipeline.order`. y: the samples' conditions. null: guidance's other one, a row."""
-
-    y: Condition
-    null: Condition
-    plan: EnginePlan
+    return Pipeline(network, loaded.objective, codec, conditioner, described, precision, notes)
 
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """A network with what it takes to draw from it; made by :func:`load`, called to draw.
+    """A model with all that is needed to draw from it. :func:`load` returns one; call it to draw.
 
         pipe = opendit.load("outputs/000-DiT-XL-2")
         pictures = pipe([207, 360], steps=50, guidance=4, seed=0)
 
     Attributes:
         model: the network.
-        objective: what it was trained by.
-        codec: latents to pixels and back.
-        conditioner: classes or captions to conditions.
-        weights: where the weights are from (``path``) and what their file says of them (``info``).
+        objective: the objective that it was trained with.
+        codec: converts between latents and pixels.
+        conditioner: converts classes or captions to conditions.
+        weights: where the weights are from (``path``) and their file's metadata (``info``).
         precision: of the network.
-        notes: what is worth knowing of the loading, a line each.
-        engines: those that drew last, by their settings, with what they have recorded.
+        notes: remarks about the loading, one line each.
+        engines: the engines used last, by their settings, with their recorded steps.
     """
 
     model: DiT
@@ -168,7 +174,7 @@ class Pipeline:
     weights: Weights
     precision: str
     notes: list[str]
-    engines: OrderedDict[EnginePlan, SamplingEngine] = field(default_factory=OrderedDict, init=False)
+    engines: OrderedDict["EngineSettings", SamplingEngine] = field(default_factory=OrderedDict, init=False)
 
     @property
     def config(self) -> DiTConfig:
@@ -180,12 +186,12 @@ class Pipeline:
 
     @property
     def samplers(self) -> tuple[str, ...]:
-        """Those that can draw from this model, the default one first."""
+        """Names of the samplers that can draw from this model, the default one first."""
         return self.objective.samplers
 
     @property
     def class_names(self) -> list[str]:
-        """The name of every class; none of a model of captions."""
+        """Names of all classes; empty for a model of captions."""
         return [] if self.config.text else class_names(self.config, self.weights)
 
     def __repr__(self) -> str:
@@ -217,38 +223,39 @@ class Pipeline:
         progress: bool = True,
         callback: Callable[[int, Tensor], None] | None = None,
     ) -> list[Any]:
-        """Draws one picture or clip for each of ``what``.
+        """Draw one picture or clip for each element of ``what``.
 
-        The noise of sample number i depends on ``seed`` and i only, as with sample.py, whose pictures these are.
+        The noise of sample number i depends on ``seed`` and i only, as in sample.py, which draws the same pictures.
 
         Args:
-            what: a list of class numbers and names, or of captions; or one name or caption. A number alone is a count:
-                so many samples of no class or caption at all (a single class is a list: ``[207]``).
-            steps: of the sampler.
-            guidance: classifier-free; 1 is none, and half the work.
+            what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the count
+                of samples to draw without a class or caption (a single class is a list: ``[207]``).
+            steps: number of sampler steps.
+            guidance: scale of classifier-free guidance; 1 is none, at half the work.
             sampler: one of ``samplers``; None for the first.
-            interval: (low, high), the noise levels sigma between which there is guidance; None for all.
+            interval: (low, high), the noise levels sigma between which guidance is on; None for all.
             negative: a caption to guide away from, instead of the empty one.
-            guidance_every: an approximation: guidance's unconditional half is evaluated every so many steps only.
+            guidance_every: an approximation: evaluate guidance's unconditional half every N-th step only.
             cache: an approximation: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]" leave blocks out of steps
                 (docs/sampling.md has their errors).
-            guided_channels: so many of the latents' first channels are guided; None for all (Meta's figures: 3).
-            size: pixels, (height, width) or a side. A model draws one size: this only checks it.
-            frames: of a clip; None for as many as the model was trained on.
-            image: what clips begin with, of a model with given frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
-                list of these, of which sample number i has number i, beginning again after the last.
-            clip: what clips go on from: a file, a :class:`VideoClip`, uint8 (T, H, W, 3), or a list of these. They
-                begin with its last frames: as many as the model was trained on, or ``clip_frames``.
+            guided_channels: guide only this many of the latents' channels, the first ones; None for all (Meta's
+                figures: 3).
+            size: (height, width) or a side in pixels. A model draws one size only; this checks it.
+            frames: number of frames of a clip; None for as many as the model was trained on.
+            image: first frames for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
+                list of these, which samples use in turn.
+            clip: clips to continue, for such a model: a file, a :class:`VideoClip`, uint8 (T, H, W, 3), or a list of
+                these. Samples begin with a clip's last frames: as many as the model was trained on, or ``clip_frames``.
             batch_size: samples at a time.
-            progress: shows a bar.
-            callback: ``callback(step, latents)`` after every step of every batch: how many steps are done, and the
-                latents (B, C, ...) there, which it must not change. An exception in it ends the sampling.
+            progress: show a progress bar.
+            callback: ``callback(step, latents)`` is called after every step of every batch with the number of finished
+                steps and the latents (B, C, ...), which it must not change. An exception in it ends the sampling.
 
         Returns:
-            ``PIL.Image``s, or :class:`VideoClip`s of a model of clips.
+            ``PIL.Image``s, or :class:`VideoClip`s for a model of clips.
 
         Raises:
-            ValueError: an unknown class (the message has the most similar name), or an argument that does not fit.
+            ValueError: a class is unknown (the message has the most similar name), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
         settings = DrawSettings(
@@ -265,12 +272,12 @@ class Pipeline:
             frames=frames,
         )
         with self._arithmetic():
-            order = self.order(what, settings)
-            engine = self._engine(order.plan)
-            y, index, drawn = order.y, torch.arange(len(order.y)), []
-            given = self._given(order.plan.size, image, clip, clip_frames)
-            total, said = steps * math.ceil(len(y) / batch_size), engine.approximations.note.partition(": ")[0] or None
-            with tqdm(total=total, unit=" steps", desc=said, disable=not progress) as bar:
+            y, null, plan = self._resolve(what, settings)
+            engine, index, drawn = self._engine(plan), torch.arange(len(y)), []
+            given = self._conditioning_frames(plan.size, image, clip, clip_frames)
+            total = steps * math.ceil(len(y) / batch_size)
+            title = engine.approximations.note.partition(": ")[0] or None
+            with tqdm(total=total, unit=" steps", desc=title, disable=not progress) as bar:
 
                 def after_step(i: int, x: Tensor) -> None:
                     bar.update()
@@ -279,27 +286,35 @@ class Pipeline:
 
                 for first in range(0, len(y), batch_size):
                     rows = slice(first, first + batch_size)
-                    own = rows_of(given, index[rows])
-                    drawn += self.shown(
-                        engine.sample(y[rows], order.null, index[rows], seed, given=own, callback=after_step)
+                    latents = engine.sample(
+                        y[rows],
+                        null,
+                        index[rows],
+                        seed,
+                        conditioning_frames=frames_of_samples(given, index[rows]),
+                        callback=after_step,
                     )
+                    drawn += self.decode(latents)
         return drawn
 
-    def _given(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
-        """The given frames of the samples, see :func:`given_latents`."""
-        what = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
-        what["fps"] = self.weights.info.get("fps")
+    def _conditioning_frames(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
+        """Return the samples' conditioning frames, see :func:`encode_frames`."""
+        media = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
+        media["fps"] = self.weights.info.get("fps")
         with arguments_named():
-            return given_latents(self.config, self.codec, size, self.device, path=str(self.weights.path), **what)
+            return encode_frames(self.config, self.codec, size, self.device, path=str(self.weights.path), **media)
 
-    def order(self, what: int | str | Sequence[int | str], settings: DrawSettings) -> "Order":
-        """Check and encode the arguments of a call, without drawing; raises as the call does."""
+    def _resolve(
+        self, what: int | str | Sequence[int | str], settings: "DrawSettings"
+    ) -> tuple[Condition, Condition, "EngineSettings"]:
+        """Check the arguments of a call. Return the samples' conditions, guidance's other condition (one row), and the
+        settings of the engine."""
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):
             raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
         if isinstance(what, numbers.Integral):
-            what = int(what)  # numpy's, too
+            what = int(what)  # numpy's integers too
         with arguments_named():
             latents = self._latent_size(settings.size, settings.frames)
             check_negative(negative, self.config, self.weights)
@@ -308,8 +323,8 @@ class Pipeline:
                 check_guidance(self.config, self.weights, guidance)
         y = self._conditions(what)
         if isinstance(what, int) and negative is None:
-            guidance, interval = 1.0, None  # away from what is drawn itself
-        plan = EnginePlan(
+            guidance, interval = 1.0, None  # samples without a condition would be guided away from themselves
+        plan = EngineSettings(
             steps=settings.steps,
             sampler=sampler,
             cfg_scale=float(guidance),
@@ -319,19 +334,19 @@ class Pipeline:
             cache=settings.cache,
             size=latents,
         )
-        return Order(y, null_of(self.conditioner, negative), plan)
+        return y, null_of(self.conditioner, negative), plan
 
-    def _engine(self, plan: EnginePlan) -> SamplingEngine:
-        """The engine of a plan; those used last are kept, with what they have recorded."""
-        if plan not in self.engines:
+    def _engine(self, settings: "EngineSettings") -> SamplingEngine:
+        """Return the engine of these settings, a new one in exchange for the least recently used."""
+        if settings not in self.engines:
             while len(self.engines) >= ENGINES:
                 self.engines.popitem(last=False)
-            self.engines[plan] = plan.engine(self.model, self.objective, say=warnings.warn)
-        self.engines.move_to_end(plan)
-        return self.engines[plan]
+            self.engines[settings] = SamplingEngine(self.model, self.objective, **vars(settings))
+        self.engines.move_to_end(settings)
+        return self.engines[settings]
 
-    def shown(self, latents: Tensor) -> list[Any]:
-        """Pictures or clips of latents (B, C, ...)."""
+    def decode(self, latents: Tensor) -> list[Any]:
+        """Return the pictures or clips of latents (B, C, ...)."""
         pixels = to_uint8(self.codec.decode(latents))
         if not self.config.is_video:
             return [Image.fromarray(picture) for picture in pixels]
@@ -339,7 +354,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """Matrix products of fp32 in fp32, as sample.py has them, on this pipeline's device."""
+        """Compute on this pipeline's device, and fp32 matrix products in full fp32, as sample.py does."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
@@ -349,7 +364,7 @@ class Pipeline:
             torch.set_float32_matmul_precision(before)
 
     def _latent_size(self, size: int | tuple[int, int] | None, frames: int | None) -> tuple[int, ...]:
-        """Raises ValueError for sizes that the model does not draw."""
+        """Return the size of the latents. Raises ValueError for sizes that the model does not draw."""
         if frames is not None:
             if not self.config.is_video:
                 raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
@@ -357,7 +372,7 @@ class Pipeline:
         return latent_size(self.config, self.weights, self.codec.name, frames, size)
 
     def _conditions(self, what: int | str | Sequence[int | str]) -> Condition:
-        """The condition of every sample, one row each."""
+        """Return the conditions of all samples, one row each."""
         if isinstance(what, int):
             return self._no_condition(what)
         wanted = [what] if isinstance(what, str) else list(what)
@@ -366,8 +381,8 @@ class Pipeline:
         if isinstance(self.conditioner, CaptionConditioner):
             captions = [item for item in wanted if isinstance(item, str)]
             if len(captions) < len(wanted):
-                strange = next(item for item in wanted if not isinstance(item, str))
-                raise ValueError(f"{strange!r}: {self.weights.path} is conditioned on captions; give text")
+                other = next(item for item in wanted if not isinstance(item, str))
+                raise ValueError(f"{other!r}: {self.weights.path} is conditioned on captions; give text")
             for line in self.conditioner.cut(captions, "captions"):
                 warnings.warn(line, stacklevel=3)
             return self.conditioner.encode(captions)
@@ -385,7 +400,7 @@ class Pipeline:
         return self.conditioner.null()[torch.zeros(count, dtype=torch.int64, device=self.device)]
 
     def _class(self, item: int | str) -> int:
-        """The number of a class, or of the one of this name; of names with commas, each part is one, too."""
+        """Return a class's number from its number or name. Each part of a name with commas is a name, too."""
         names = self.class_names
         if not isinstance(item, str):
             check_number("class", item, 0, len(names) - 1, int)
@@ -400,3 +415,92 @@ class Pipeline:
         if len(found) > 1:
             raise ValueError(f"class {item!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
         return found[0]
+
+
+# --------------------------------------------------------------------------------------------------------- the settings
+
+
+@dataclass(frozen=True)
+class DrawSettings:
+    """Arguments of a call of :class:`Pipeline`, which describes them."""
+
+    steps: int = 50
+    guidance: float = 4.0
+    seed: int = 0
+    sampler: str | None = None
+    interval: tuple[float, float] | None = None
+    negative: str | None = None
+    guided_channels: int | None = None
+    guidance_every: int = 1
+    cache: str | None = None
+    size: int | tuple[int, int] | None = None
+    frames: int | None = None
+
+    def check(self, channels: int) -> None:
+        """Raise ValueError for settings that no model could draw with. channels: of the model's latents."""
+        check_number("steps", self.steps, 1, MOST_STEPS, int)
+        check_number("seed", self.seed, 0, MOST_SEED, int)
+        check_number("guidance", self.guidance, 0, MOST_GUIDANCE)
+        check_number("guidance_every", self.guidance_every, 1, MOST_STEPS, int)
+        without = {"interval": self.interval, "negative": self.negative, "guidance_every": self.guidance_every}
+        for name, value in without.items():
+            if self.guidance == 1 and value not in (None, 1):
+                raise ValueError(f"{name} does nothing with guidance 1, which is none; leave one of them out")
+        if self.guided_channels is not None:
+            check_number("guided_channels", self.guided_channels, 1, channels, int)
+        with arguments_named():
+            Approximations.of(self.guidance_every, self.cache, self.steps)
+        if self.interval is not None:
+            low, high = self.interval
+            if not 0 <= low < high:
+                raise ValueError(f"interval {low:g} {high:g}: two noise levels with 0 <= LOW < HIGH")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Arguments of a :class:`SamplingEngine`, resolved for a model."""
+
+    steps: int
+    sampler: str
+    cfg_scale: float
+    cfg_channels: int | None
+    cfg_interval: tuple[float, float] | None
+    guidance_every: int
+    cache: str | None
+    size: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def arguments_named() -> Iterator[None]:
+    """Replace the names of sample.py's flags in error messages with the names of arguments."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        message = re.sub(r"(?<= add )--(\w+) (.+)$", _as_keyword, str(error))
+        message = re.sub(r"(?<![\w./-])--(\w+)", lambda found: ARGUMENTS.get(found[1], found[1]), message)
+        message = message.replace("leave the flag out", "leave it out")
+        if message == str(error):
+            raise
+        kinds = (FileNotFoundError, OSError, ValueError)
+        raise next(kind for kind in kinds if isinstance(error, kind))(message) from error
+
+
+def _as_keyword(found: re.Match[str]) -> str:
+    """Rewrite ``--flag value`` at the end of a message as a Python argument."""
+    try:
+        (value,) = shlex.split(found[2])
+    except ValueError:  # more than one value
+        return found[0]
+    return f"{ARGUMENTS.get(found[1], found[1])}={value!r}"
+
+
+def check_number(name: str, value: Any, low: float, high: float, kind: type[Any] = float) -> None:
+    """Raise ValueError unless ``value`` is a number of this kind from ``low`` to ``high``."""
+    try:
+        number = value.__index__() if kind is int else float(value)
+        fits = not isinstance(value, bool) and low <= number <= high
+    except (AttributeError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        what = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} {value!r}: must be {what} from {low:,} to {high:,}")

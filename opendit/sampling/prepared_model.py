@@ -1,6 +1,7 @@
-"""A network whose share of a sampling step that does not depend on x_t is made beforehand, into tables."""
+"""A network whose share of a sampling step that doesn't depend on x_t is computed beforehand, into tables."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,40 +11,43 @@ from torch import Tensor
 from opendit.kernels.common import kernels_available
 from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
+from opendit.models.blocks import Context
 from opendit.models.conditioning import joined
 from opendit.models.given_frames import with_given
-from opendit.sampling.block_stacks import BlockStack
-from opendit.sampling.gathered import GatheredContexts, GatheredModulations, select_rows
 
-PRODUCT_ROWS = 256  # of the products that make modulations
+PRODUCT_ROWS = 256  # rows of the matrix products that make modulations
+
+GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """``model(x, t, rows)`` for the steps of one batch of B samples: no time or caption is embedded in a step.
+    """``model(x, t, rows)`` for the steps of one batch of B samples, without embedding times or captions in a step.
 
-    Modulations of all blocks and of the final layer, which for DiT-XL/2 are a third of all weights, are one product a
-    block for many steps. They fill a table whose rows are those of (step, evaluation, condition); a step takes the rows
-    of its samples, each of which may stand at a step of its own. The conditions are those of the B samples, then
-    guidance's null condition, one for all or one a sample. Keys and values of captions are made once, as are positions.
+    The modulations of all blocks and of the final layer, whose weights are a third of DiT-XL/2's, are computed for many
+    steps at once with one matrix product a block. They fill a table with a row for each (step, evaluation, condition),
+    from which a step gathers the rows of its samples; samples may be at different steps. The conditions are those of
+    the B samples, then guidance's null condition, one for all or one a sample. Captions' keys and values and positions
+    are computed once.
 
-    Everything lies in memory that stays where it is, so that a CUDA graph that was recorded with one batch, or at one
-    step, serves others.
+    All of it lies in memory that does not move, so a CUDA graph recorded with one batch, or at one step, also serves
+    others.
 
     Args:
-        times: (steps, evaluations) what the network gets as t at every step's every evaluation.
+        times: (steps, evaluations), the t of every evaluation of the network.
         samples: B.
-        guided: whether there is a null condition.
+        guided: there is a null condition.
         size: of the latents, without channels.
-        memory: bytes that a table may take. That of modulations holds as many steps as fit, one at least; where keys
-            and values of captions don't fit, every step makes them again.
-        shared: whether ``rows`` may be any, as ranks choose theirs of a batch; or else the first ones of all.
+        memory: bytes of a table. The modulations' holds as many steps as fit, at least one; captions' keys and values
+            are recomputed in every step if they don't fit.
+        shared: ranks choose ``rows`` of a batch; otherwise ``rows`` are always the first ones.
 
     Attributes:
-        table: modulations, (rows, of all blocks and the final layer); empty until the first condition.
-        capacity: steps in the table; known when the first condition is.
+        stack: runs the blocks, called as :class:`~opendit.sampling.approximate_steps.BlockStack`; the owner sets it.
+        table: modulations, (rows, sum of the widths of all blocks and the final layer); empty before the first batch.
+        capacity: number of steps in the table, known after the first :meth:`condition`.
     """
 
-    stack: BlockStack
+    stack: Callable[..., Tensor]
     guided: bool
     model: DiT
     samples: int
@@ -65,7 +69,6 @@ class PreparedModel:
         memory: int,
         shared: bool = False,
     ):
-        self.stack = BlockStack()  # which runs the blocks
         self.model, self.times, self.samples, self.guided = model, times, samples, guided
         self.memory, self.shared = memory, shared
         self.grid = model.config.grid_of(size)
@@ -74,10 +77,10 @@ class PreparedModel:
         self._evaluation = 0
         self.capacity = len(times)
 
-    # ------------------------------------------------------------------------------------------------ before the steps
+    # ----------------------------------------------------------------------------------------------- before the steps
 
     def condition(self, y: Condition, null: Condition | None) -> None:
-        """Takes the conditions of a batch: y, B rows; null, one row or B, None without guidance."""
+        """Prepare for the conditions of a batch: B rows of y; one row or B of null, None without guidance."""
         both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
         rows = torch.arange(self.samples, device=self.model.device)
@@ -89,12 +92,12 @@ class PreparedModel:
         self._keep_context(context)
         self._make_table(len(both))
 
-    def give(self, given: Tensor | None) -> None:
-        """Takes mask ++ given (B, 1 + C, T, H, W) of the batch's clips; None: no frames are given."""
-        self._keep("given", [] if given is None else [given])
+    def set_conditioning_frames(self, frames: Tensor | None) -> None:
+        """Set the frames that the batch's clips begin with: (B, 1 + C, T, H, W), a mask and latents; None for none."""
+        self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Keep the contexts of cross-attention for every row of the batch: keys and values by block, if they fit."""
+        """Store the contexts of cross-attention for every row of the batch: keys and values by block, if they fit."""
         if context is None:
             self._parts = 0
             return
@@ -117,15 +120,15 @@ class PreparedModel:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
-        """One tensor a block: other models are not prepared."""
+        """Return the modulations, one tensor for each block and one for the final layer."""
         return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _steps_of(self, rows: int, size: int) -> int:
-        """Return the number of steps that the table holds. rows: of a step. size: bytes of these rows."""
+        """Return how many steps fit in the table. rows: of a step. size: bytes of these rows."""
         return max(1, min(len(self.times), self.memory // size))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
-        """Copies tensors to where those of this name lie, or takes their places."""
+        """Copy tensors over the stored ones of this name, or store clones if shapes or dtypes have changed."""
         kept = self._static.setdefault(name, [])
         if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
             for old, new in zip(kept, tensors, strict=True):
@@ -135,25 +138,26 @@ class PreparedModel:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Return the addresses of all tensors; a recording is valid as long as they stay the same."""
+        """Addresses of all tensors; a recording is valid while they stay the same."""
         tensors = [self.table, *(tensor for tensors in self._static.values() for tensor in tensors)]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Makes the modulations of step ``first`` and as many after it as there is room for; returns how many."""
+        """Compute the modulations of step ``first`` and of as many after it as fit; return the number of steps."""
         times = self.times[first : first + self.capacity]
         conditions = torch.arange(self._conditions, device=self.table.device).repeat(times.numel())
         self._write(None, times.flatten().repeat_interleave(self._conditions), conditions)
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Modulations at times t of these conditions, into these rows of the table (None: the first ones); all (n,).
-        The products are of as many rows in every call: a modulation doesn't depend on how many others are made."""
+        """Write the modulations at times t of these conditions into these rows of the table (None: the first ones);
+        all are (n,). Every product has the same number of rows, so that a modulation does not depend on how many others
+        are computed with it."""
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
-            given = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
-            c, column = self.model.t_embedder(given[0]) + self._vector[given[1]], 0
+            padded = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
+            c, column = self.model.t_embedder(padded[0]) + self._vector[padded[1]], 0
             for m, width in zip(self._modulations(c), self._widths, strict=True):
                 table = self.table[:, column : column + width]
                 if rows is None:
@@ -162,16 +166,16 @@ class PreparedModel:
                     table.index_copy_(0, rows[some], m[:count])
                 column += width
 
-    # ----------------------------------------------------------------------------------------------------- in the steps
+    # --------------------------------------------------------------------------------------------------- in the steps
 
     @property
     def rows(self) -> Tensor:
-        """(halves, B) int64: every sample's rows of the table at step 0."""
+        """Every sample's rows of the table at step 0, (halves, B) int64."""
         return self._static["rows"][0]
 
     @property
     def conditions(self) -> int:
-        """Rows of the table from one evaluation of a step to the next."""
+        """Number of rows of the table from one evaluation of a step to the next."""
         return self._conditions
 
     @property
@@ -180,33 +184,34 @@ class PreparedModel:
 
     @property
     def positions(self) -> Tensor | None:
-        """(1, N, D) of the model's grid."""
+        """Position embeddings of the model's grid, (1, N, D), or None."""
         return next(iter(self._static["positions"]), None)
 
     @property
     def contexts(self) -> list[Tensor]:
-        """Return the contexts of cross-attention, each (2 B, tokens, ...): keys and values of every block, or tokens
-        for all blocks, and the mask last. Empty for a model of classes."""
+        """Contexts of cross-attention, each (2 B, tokens, ...): keys and values of every block, or tokens for all
+        blocks, and the mask last. Empty for a class-conditional model."""
         return self._static["contexts"]
 
     def of_tokens(self, start: list[Tensor], table_rows: Tensor) -> Tensor:
-        """The last layer's values of tokens [(n, N, D)], which is emptied, for these rows of the table, (n,) int64; the
-        samples are the first n of 2 B."""
+        """Return the last layer's output for tokens ``start`` [(n, N, D)], a list that is emptied.
+
+        table_rows: (n,) int64, of the first n of 2 B samples."""
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
         return self.model.of_tokens(start, grid, modulations, self._context(table_rows), self.stack)
 
     def begin(self, step: Tensor) -> None:
-        """Begins a step: ``step`` (B,) int64 is every sample's own, counted from the first one in the table."""
+        """Begin a step. step: (B,) int64, every sample's step, counted from the first one in the table."""
         self._rows = torch.add(self.rows, step, alpha=self.rows_of_a_step).flatten()
         self._evaluation = 0
 
     def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
-        """The network's output for x (n, C, ...); called once for every evaluation of the step, in their order.
+        """Return the network's output for x (n, C, ...). Call it once for every evaluation of a step, in order.
 
-        t: not looked at. rows: (n,) int64, which of the 2 B rows of a guided batch these are: sample b's is b in the
-        conditional half and B + b in the other.
+        t: ignored. rows: (n,) int64, which of the 2 B rows of a guided batch these are: sample b has row b in the
+        conditional half and B + b in the unconditional one.
         """
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
@@ -215,15 +220,77 @@ class PreparedModel:
         modulations = GatheredModulations(self.table, table_rows, self._widths)
         positions = self._static["positions"]
         position = positions[0] if positions else None
-        for given in self._static.get("given", []):  # both halves of guidance have the same
-            x = with_given(x, given[rows % self.samples])
+        for frames in self._static.get("conditioning frames", []):  # the same in both halves of guidance
+            x = with_given(x, frames[rows % self.samples])
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
-    def _context(self, rows: Tensor) -> Any:  # GatheredContexts is indexed as the list of contexts that models take
+    def _context(self, rows: Tensor) -> Any:  # GatheredContexts stands in for the list of contexts that models take
         if not self._parts:
             return None
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
-        """These rows of what is kept for all 2 B."""
+        """Return these rows of a tensor that has all 2 B."""
         return part[rows] if self.shared else part[: len(rows)]
+
+
+def select_rows(table: Tensor, rows: Tensor) -> Tensor:
+    return table.index_select(0, rows)
+
+
+class GatheredModulations:
+    """Iterator over the modulations of every block and then of the last layer, gathered from a table when needed.
+
+    Args:
+        table: (R, sum of ``widths``), the modulations of all blocks and of the last layer side by side.
+        rows: (n,) int64, rows of the table.
+        gather_rows: gathers rows of a table: :func:`select_rows`, or a kernel that does the same.
+    """
+
+    def __init__(self, table: Tensor, rows: Tensor, widths: Sequence[int], gather_rows: GatherRows = select_rows):
+        self._table, self._rows, self._widths, self._gather_rows = table, rows, widths, gather_rows
+        self._number = self._column = 0
+        self._ready: deque[Tensor] = deque()
+
+    def __iter__(self) -> "GatheredModulations":
+        return self
+
+    def __next__(self) -> Tensor:
+        if not self._ready:
+            self.gather(1)
+        return self._ready.popleft()
+
+    def gather(self, count: int) -> None:
+        """Gather the next ``count`` with one call; ``next`` returns them one by one."""
+        if self._number == len(self._widths):
+            raise StopIteration
+        widths = self._widths[self._number : self._number + count]
+        part = self._table[:, self._column : self._column + sum(widths)]
+        self._ready.extend(self._gather_rows(part, self._rows).split(widths, dim=1))
+        self.skip(count)
+
+    def skip(self, count: int) -> None:
+        """Skip the next ``count``, of blocks that are not evaluated."""
+        self._column += sum(self._widths[self._number : self._number + count])
+        self._number += count
+
+
+class GatheredContexts:
+    """The contexts of cross-attention, gathered only for blocks that are evaluated.
+
+    Args:
+        kept: for all rows of a batch: one context, or every block's keys and values; and the mask.
+        every: ``kept`` has every block's keys and values.
+        rows_in: selects this call's rows of a tensor that has all rows.
+    """
+
+    def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):
+        (*self._parts, self._mask), self._every, self._rows_in = kept, every, rows_in
+
+    def of(self, blocks: slice) -> Context | list[Context]:
+        """Return the context of these blocks, as ``run_blocks`` takes it."""
+        mask = self._rows_in(self._mask)
+        if not self._every:
+            return self._rows_in(self._parts[0]), mask
+        parts = [self._rows_in(part) for part in self._parts[2 * blocks.start : 2 * blocks.stop]]
+        return [(*pair, mask) for pair in zip(parts[::2], parts[1::2], strict=True)]

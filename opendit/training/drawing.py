@@ -18,7 +18,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions
@@ -86,11 +86,10 @@ class EMASampler:
             objective = spec.objective.for_tokens(spec.model_config.tokens)
             how |= dict(objective=objective, seed=seed, forward=partial(self._pipeline, model))
             return sample_in_batches(model, y, null, index, self.at_once, **how)
-        # The engine lives for this drawing alone: its recordings would take memory from training.
-        record = (
-            spec.sequence is None and tensor_group(spec.mesh) is None
-        )  # ranks that share samples share memory in training, too
-        engine = SamplingEngine(model, spec.objective, record=record, say=self._monitor.say, **how)
+        # The engine lives for this drawing alone: its recordings would take memory from training. Ranks that share
+        # samples share memory in training, too.
+        record = spec.sequence is None and tensor_group(spec.mesh) is None
+        engine = SamplingEngine(model, spec.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 
 

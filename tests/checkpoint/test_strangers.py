@@ -59,7 +59,7 @@ def test_a_vae_that_only_the_metadata_names_is_not_loaded(tmp_path, no_ranks, ca
     small_vae().save_pretrained(vae)
     ckpt = write(tmp_path / "w.safetensors", info={"vae": str(vae)})
     with monkeypatch.context() as patch:
-        patch.setattr("opendit.sampling.loading.codec_geometry", lambda *_: pytest.fail("looked at"))
+        patch.setattr("opendit.sampling.model_loading.codec_geometry", lambda *_: pytest.fail("looked at"))
         assert draw(ckpt, tmp_path, capsys).endswith(f"if you trust it, add --vae '{vae}'")
     with pytest.raises(ValueError, match=f"if you trust it, add vae='{vae}'$"):  # as it can be typed in Python
         opendit.load(ckpt)

@@ -165,7 +165,7 @@ def place(tmp_path, monkeypatch, no_ranks):
     run = SimpleNamespace(failed_writes=lambda: 0)
     monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext(run))
     monkeypatch.setattr(train, "train", lambda run: None)
-    monkeypatch.setattr("opendit.sampling.run.draw", lambda *_: None)
+    monkeypatch.setattr("sample.draw", lambda *_: None)
     monkeypatch.setattr("opendit.evaluation.program.run", lambda *_: None)
     monkeypatch.setattr(preprocess, "run", lambda *_: None)
     monkeypatch.setattr(export, "convert", lambda *_: None)

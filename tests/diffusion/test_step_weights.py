@@ -5,7 +5,7 @@ import torch
 
 from opendit.diffusion import OBJECTIVES, DDPMTrajectory
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.sampling.fused_steps import of_network
+from opendit.sampling.fused_steps import weights_of_network
 
 SETTINGS = {
     "ddpm": ("ddpm", {}),
@@ -57,7 +57,7 @@ def test_steps_are_their_weighted_sums(which, name, steps):
             for i in range(steps):
                 network.inputs.clear()
                 want = sampler.step(state, i)
-                found = of_network(sampler.weights(i, learned), objective, sampler, i)
+                found = weights_of_network(sampler.weights(i, learned), objective, sampler, i)
                 assert len(found.inputs) == len(network.inputs)
                 terms = [*state]
                 for weights, got, output in zip(found.inputs, network.inputs, outputs, strict=False):

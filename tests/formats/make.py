@@ -432,7 +432,7 @@ def make_exported(recorded: dict) -> None:
 
 
 def make_job(recorded: dict) -> None:
-    from opendit.sampling.parts import Job, Parts, find
+    from opendit.sampling.sample_cache import SampleCache, SamplingJob, find_unfinished_job
 
     with elsewhere("make/job"):
         weights_of("dit", "dit.safetensors")
@@ -442,22 +442,24 @@ def make_job(recorded: dict) -> None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        there = find(Path("samples"))
-        assert there is not None and there.there < there.count
-        parts = Parts(Path("samples"), Job(there.settings, there.count, there.count, (8, 8, 3), there.samples_a_part))
-        for part in range(there.there):
-            assert parts.is_whole(part)
+        there = find_unfinished_job(Path("samples"))
+        assert there is not None and there.cached < there.count
+        parts = SampleCache(
+            Path("samples"), SamplingJob(there.settings, there.count, there.count, (8, 8, 3), there.samples_a_part)
+        )
+        for part in range(there.cached):
+            assert parts.is_intact(part)
             parts.write(part, np.full((1, 8, 8, 3), 100 + part, np.uint8))
         shutil.rmtree(Path("samples/.lock"), ignore_errors=True)
         pack("job", "dit.safetensors", "samples")
     with elsewhere("read/job", "job"):
         pixels = reading.drawn(cases.JOB.split())
-        assert [int(p.min()) for p in pixels[: there.there]] == list(range(100, 100 + there.there))
-    recorded["job"] = {"there": there.there, "shape": list(pixels.shape), "pixels": pixels.tobytes().hex()}
+        assert [int(p.min()) for p in pixels[: there.cached]] == list(range(100, 100 + there.cached))
+    recorded["job"] = {"there": there.cached, "shape": list(pixels.shape), "pixels": pixels.tobytes().hex()}
 
 
 def make_evaluation(recorded: dict) -> None:
-    from opendit.sampling.parts import Job, Parts, find
+    from opendit.sampling.sample_cache import SampleCache, SamplingJob, find_unfinished_job
     from tests.evaluation import small
 
     with elsewhere("make/evaluation"):
@@ -469,15 +471,15 @@ def make_evaluation(recorded: dict) -> None:
         shutil.rmtree("evaluation")
         reading.evaluated("samples.npz", "reference.npz")
         for folder in Path("evaluation/features").iterdir():
-            there = find(folder)
+            there = find_unfinished_job(folder)
             print("==", folder, there, sorted(folder.rglob("*"))[:5])
             if there is None:
                 continue
             first = np.load(folder / ".parts/00000000.npy")
-            job = Job(there.settings, there.count, there.count, first.shape[1:], there.samples_a_part, "<f4")
-            parts = Parts(folder, job)
+            job = SamplingJob(there.settings, there.count, there.count, first.shape[1:], there.samples_a_part, "<f4")
+            parts = SampleCache(folder, job)
             for part in range(parts.count):
-                assert parts.is_whole(part)
+                assert parts.is_intact(part)
                 rows = np.load(parts.path(part)) + np.float32(0.25) * (part % 2)
                 parts.write(part, rows)
         statistics = {key: np.load("reference.npz")[key] for key in ("mu", "sigma")}

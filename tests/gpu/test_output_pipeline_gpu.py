@@ -9,17 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import opendit.sampling.run as inference
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import VAECodec
 from opendit.encoders.video_vae import FrameCodec
 from opendit.models import DiT, model_config
-from opendit.sampling import parts as parts_module
-from opendit.sampling.job import tensors_digest
+from opendit.sampling import sample_cache as cache_module
+from opendit.sampling.job_settings import tensors_digest
 from opendit.sampling.output_pipeline import OutputPipeline
-from opendit.sampling.parts import FOLDER
+from opendit.sampling.sample_cache import FOLDER
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 
@@ -77,7 +76,7 @@ def test_a_digest_is_that_of_the_cpu():
 
 def test_recorded_steps_go_on_where_they_were(tmp_path, no_ranks, monkeypatch, capsys):
     """bf16, recorded steps, a VAE: a job that stops after some parts and goes on has the bytes of one that does not."""
-    monkeypatch.setattr(parts_module, "FINE", 0)
+    monkeypatch.setattr(cache_module, "FINE", 0)
     small_vae(scaling_factor=0.3).save_pretrained(tmp_path / "vae")
     config = model_config("DiT-S/2", input_size=(16, 16), in_channels=4, num_classes=5)
     torch.manual_seed(0)
@@ -90,7 +89,7 @@ def test_recorded_steps_go_on_where_they_were(tmp_path, no_ranks, monkeypatch, c
     out = capsys.readouterr().out
     assert "recorded as a CUDA graph" in out
 
-    draw, again = inference.draw_batch, [*argv, "--output", str(tmp_path / "b"), "--npz", str(tmp_path / "b.npz")]
+    draw, again = sample.draw_batch, [*argv, "--output", str(tmp_path / "b"), "--npz", str(tmp_path / "b.npz")]
 
     def stops(sampling, batch):
         if batch.start == 5 * 8:
@@ -100,7 +99,7 @@ def test_recorded_steps_go_on_where_they_were(tmp_path, no_ranks, monkeypatch, c
         return draw(sampling, batch)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(inference, "draw_batch", stops)
+        patch.setattr(sample, "draw_batch", stops)
         sample.main(again)
     capsys.readouterr()
     sample.main(again)

@@ -13,7 +13,7 @@ from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import divide, tensor_group
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
 

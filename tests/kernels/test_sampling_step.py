@@ -12,7 +12,7 @@ from opendit.kernels.guided_update import guided_update, guided_update_reference
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.kernels.step_rows import gather_rows, take_step, take_step_reference
 from opendit.models import DiTConfig, VDiTConfig, build_model
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 
 DEVICE = "cpu"

@@ -9,10 +9,9 @@ import torch
 
 from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache, parse_cache
 from opendit.diffusion.samplers import SAMPLERS
-from opendit.sampling.approximations import ALL, FIRST, evaluated_steps, plan_steps
-from opendit.sampling.block_stacks import weighted_sum
-from opendit.sampling.engine import SamplingEngine
-from tests.sampling.test_engine import LABELS, OBJECTIVES, fresh
+from opendit.sampling.approximate_steps import ALL, FIRST, evaluated_steps, plan_steps, weighted_sum
+from opendit.sampling.sampling_engine import SamplingEngine
+from tests.sampling.test_sampling_engine import LABELS, OBJECTIVES, fresh
 
 
 @pytest.mark.parametrize("order", range(5))

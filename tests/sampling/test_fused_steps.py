@@ -8,11 +8,11 @@ from opendit.diffusion.guidance import cfg_model, guided_within
 from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS, sample
 from opendit.models import DiTConfig, build_model
-from opendit.sampling import fused_steps, sampling_loop
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling import fused_steps, sampling_engine
+from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CONFIGS, NAMED
 from tests.sampling.tape import TapeRecorder
-from tests.sampling.test_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
+from tests.sampling.test_sampling_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
 
 SETTINGS = {
     "guided": {},
@@ -23,7 +23,7 @@ SETTINGS = {
 
 @pytest.fixture(autouse=True)
 def fused(monkeypatch):
-    monkeypatch.setattr(sampling_loop, "usable", fused_steps.takes)
+    monkeypatch.setattr(sampling_engine, "can_fuse", fused_steps.fits_kernels)
 
 
 @torch.inference_mode()

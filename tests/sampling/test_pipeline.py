@@ -15,7 +15,7 @@ from opendit.diffusion.sampling import sample_latents
 from opendit.encoders.pictures import to_uint8
 from opendit.export import correct_timesteps
 from opendit.models import DiT, encode_bytes, model_config
-from opendit.sampling.clip import VideoClip
+from opendit.sampling.output_files import VideoClip
 from tests.encoders.test_vae import small_vae
 from tests.models.test_dit import randomised
 from tests.sampling.small import BYTES, write

@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-import opendit.sampling.run as inference
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.models import DiT, model_config
-from opendit.sampling import parts as parts_module
-from opendit.sampling.parts import FOLDER, Parts
+from opendit.sampling import sample_cache as cache_module
+from opendit.sampling import sample_output
+from opendit.sampling.sample_cache import FOLDER, SampleCache
+from opendit.sampling.sample_output import SampleOutput
 from tests.models.test_dit import randomised
 from tests.ranks import context, run_ranks
 
@@ -67,7 +68,7 @@ def killed_after(function, calls: int, half=lambda *args, **options: None):
     return call
 
 
-def half_a_part(parts: Parts, part: int, pixels: np.ndarray) -> None:
+def half_a_part(parts: SampleCache, part: int, pixels: np.ndarray) -> None:
     (parts.folder / f".{part:08d}.{os.getpid()}.npy").write_bytes(b"half")
 
 
@@ -78,31 +79,33 @@ def half_an_npz(path: Path, arrays: dict, mark: str) -> None:
 
 def kill_at(moment: str) -> None:
     if moment == "first part":
-        Parts.write = killed_after(Parts.write, 0, half_a_part)
+        SampleCache.write = killed_after(SampleCache.write, 0, half_a_part)
     elif moment == "third part":
-        Parts.write = killed_after(Parts.write, 2, half_a_part)
+        SampleCache.write = killed_after(SampleCache.write, 2, half_a_part)
     elif moment == "seventh picture":
         half = lambda self, file, *args, **options: os.write(file.fileno(), b"half")  # noqa: E731
         Image.Image.save = killed_after(Image.Image.save, 6, half)
     elif moment == "npz":
-        inference.write_npz = killed_after(inference.write_npz, 0, half_an_npz)
+        sample_output.write_npz = killed_after(sample_output.write_npz, 0, half_an_npz)
     elif moment == "after the npz":
-        Parts.remove = killed_after(Parts.remove, 1)
+        SampleCache.remove = killed_after(SampleCache.remove, 1)
     elif moment == "amid the removal":
-        Parts.remove = killed_after(Parts.remove, 1, lambda parts: (parts.folder / "manifest.json").unlink())
+        SampleCache.remove = killed_after(
+            SampleCache.remove, 1, lambda parts: (parts.folder / "manifest.json").unlink()
+        )
 
 
 def start(mesh, argv: list[str], fine: int, moment: str = "") -> list[int]:
     """sample.py with parts of a batch where there are more than ``fine`` samples. Returns the samples that this rank
     drew."""
-    parts_module.FINE = fine
-    numbers, draw = [], inference.draw_batch
+    cache_module.FINE = fine
+    numbers, draw = [], sample.draw_batch
 
     def watched(sampling, batch):
         numbers.extend(batch)
         return draw(sampling, batch)
 
-    inference.draw_batch = watched
+    sample.draw_batch = watched
     kill_at(moment)
     sample.main(argv)
     return numbers
@@ -161,14 +164,14 @@ def test_killed_and_started_again(moment, fine, worlds, there, tmp_path, ckpt, u
 
 
 def slowly(argv: list[str]) -> None:
-    draw = inference.draw_batch
+    draw = sample.draw_batch
 
     def slow(sampling, batch):
         time.sleep(0.03)
         return draw(sampling, batch)
 
-    inference.draw_batch = slow
-    parts_module.FINE = 0
+    sample.draw_batch = slow
+    cache_module.FINE = 0
     sample.main(argv)
 
 
@@ -189,7 +192,7 @@ def test_five_kills_from_outside(tmp_path, ckpt, uninterrupted):
 
 def late(mesh, argv: list[str]) -> list[int]:
     """Like ``start``, but rank 0's first batch ends only when the other ranks have written all the rest."""
-    draw, folder = inference.draw_batch, Path(argv[argv.index("--output") + 1])
+    draw, folder = sample.draw_batch, Path(argv[argv.index("--output") + 1])
 
     def waits(sampling, batch):
         end = time.monotonic() + 60
@@ -198,7 +201,7 @@ def late(mesh, argv: list[str]) -> list[int]:
             time.sleep(0.01)
         return draw(sampling, batch)
 
-    inference.draw_batch = waits
+    sample.draw_batch = waits
     return start(mesh, argv, 1024)
 
 
@@ -216,9 +219,9 @@ def unfinished(tmp_path, ckpt, no_ranks, monkeypatch, capsys) -> Path:
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "s.npz")
 
-    monkeypatch.setattr(parts_module, "FINE", 0)
+    monkeypatch.setattr(cache_module, "FINE", 0)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(inference, "write_npz", full)
+        patch.setattr(sample_output, "write_npz", full)
         sample.main(argv(ckpt, tmp_path / "o"))
     assert len(list((tmp_path / "o" / FOLDER).glob("0*.npy"))) == 6
     capsys.readouterr()
@@ -232,8 +235,8 @@ def test_damaged_parts_and_lost_pictures_are_drawn_again(unfinished, ckpt, unint
     (parts / "00000005.npy").unlink()
     lost = sorted(unfinished.glob("0*.png"))[13]
     lost.unlink()
-    drawn, draw = [], inference.draw_batch
-    monkeypatch.setattr(inference, "draw_batch", lambda run, batch: drawn.append(list(batch)) or draw(run, batch))
+    drawn, draw = [], sample.draw_batch
+    monkeypatch.setattr(sample, "draw_batch", lambda run, batch: drawn.append(list(batch)) or draw(run, batch))
     sample.main(argv(ckpt, unfinished))
     same(unfinished, uninterrupted)
     out = capsys.readouterr().out
@@ -280,8 +283,8 @@ def test_overwrite_draws_anew(unfinished, ckpt, capsys):
 
 
 def test_a_disk_that_is_full_in_a_part(tmp_path, ckpt, no_ranks, uninterrupted, monkeypatch, capsys):
-    monkeypatch.setattr(parts_module, "FINE", 0)
-    folder, calls, true_replacing = tmp_path / "o", [], parts_module.replacing
+    monkeypatch.setattr(cache_module, "FINE", 0)
+    folder, calls, true_replacing = tmp_path / "o", [], cache_module.replacing
 
     @contextlib.contextmanager
     def fails(path, **options):
@@ -292,7 +295,7 @@ def test_a_disk_that_is_full_in_a_part(tmp_path, ckpt, no_ranks, uninterrupted, 
             yield file
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(parts_module, "replacing", fails)
+        patch.setattr(cache_module, "replacing", fails)
         sample.main(argv(ckpt, folder, "--no_save_png"))
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert stop.value.code == 1 and line.startswith("error: [Errno 28] No space left on device: ")
@@ -306,13 +309,13 @@ def test_a_disk_that_is_full_in_a_part(tmp_path, ckpt, no_ranks, uninterrupted, 
 
 
 def test_a_part_that_is_damaged_before_the_npz_is_told(tmp_path, ckpt, no_ranks, monkeypatch, capsys):
-    true_collect = inference.collect
+    true_collect = SampleOutput.collect
 
-    def damage(sampling, parts, folder):
-        parts.path(3).write_bytes(b"")
-        return true_collect(sampling, parts, folder)
+    def damage(output):
+        output.cache.path(3).write_bytes(b"")
+        return true_collect(output)
 
-    monkeypatch.setattr(inference, "collect", damage)
+    monkeypatch.setattr(SampleOutput, "collect", damage)
     with pytest.raises(SystemExit) as stop:
         sample.main(argv(ckpt, tmp_path / "o"))
     line = capsys.readouterr().err.strip().splitlines()[-1]

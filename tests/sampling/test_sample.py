@@ -124,7 +124,7 @@ def test_frames_that_have_no_learned_positions(frames, frames_a_patch, tmp_path,
     known = max(frames, frames_a_patch)
     sample.main([*argv, str(known)])  # of a picture's patch all frames are trained
     monkeypatch.setattr(
-        "opendit.sampling.loading.load_video_codec", lambda *_, **__: pytest.fail("the VAE was loaded first")
+        "opendit.sampling.model_loading.load_video_codec", lambda *_, **__: pytest.fail("the VAE was loaded first")
     )
     with pytest.raises(SystemExit) as stop:
         sample.main([*argv, str(known + frames_a_patch)])

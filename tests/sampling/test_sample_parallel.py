@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import opendit.sampling.run as inference
 import sample
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.config.command_line import parse
@@ -27,8 +26,8 @@ from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
-from opendit.sampling.engine import SamplingEngine
-from opendit.sampling.job import digest_of_weights
+from opendit.sampling.job_settings import digest_of_weights
+from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 from tests.numbers import largest
 from tests.ranks import run_ranks, several_programs
@@ -203,7 +202,7 @@ def weights(tmp_path_factory) -> Path:
 def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
     """Run sample.py with each command line. Return its exit status, its output, its stderr, whether it loaded a VAE,
     the largest (rows, tokens) of this rank's blocks, and the digest of the model's weights."""
-    results, run = [], inference.draw
+    results, run = [], sample.draw
     several_programs()
     for argv in runs:
         decodes, met, status, digests = [], [(0, 0)], 0, []
@@ -214,7 +213,7 @@ def start(mesh: Mesh, runs: list[str]) -> list[tuple]:
             sampling.model.blocks[0].register_forward_pre_hook(lambda _, args: met.append(args[0].shape[:2]))
             run(sampling, *more)
 
-        inference.draw = watched
+        sample.draw = watched
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             try:
                 sample.main(shlex.split(argv))

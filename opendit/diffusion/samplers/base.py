@@ -100,7 +100,7 @@ class Sampler(ABC):
         """Return the inputs of step i = 0, 1, ... besides the state: tensors, or None for those that the step lacks.
 
         ``advance`` may get a number of these as (B, 1, ..., 1), one a sample: samples of a batch may be at other steps
-        (opendit.sampling.step_inputs)."""
+        (opendit.sampling.sampling_engine)."""
 
     @abstractmethod
     def advance(self, model: Model, state: Any, inputs: Any, observe: Observer | None = None) -> NamedTuple:

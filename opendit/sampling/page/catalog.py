@@ -20,7 +20,7 @@ from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.models.configuration import DiTConfig
 from opendit.models.weights import Weights
-from opendit.sampling.loading import class_names
+from opendit.sampling.model_loading import class_names
 
 NEWEST = "newest"
 MOST_GRIDS, GRID_BYTES = 10_000, 64 * MIB

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 import numpy as np
 
-from opendit.sampling.clip import VideoClip
+from opendit.sampling.output_files import VideoClip
 from opendit.sampling.page import views
 from opendit.sampling.page.forms import SettingsForm, WhatForm, read_forms, same_conditions
 from opendit.sampling.page.page import Page, said

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from opendit.sampling.page.catalog import WeightsChoice
-from opendit.sampling.pipeline import Pipeline
-from opendit.sampling.settings import DrawSettings
+from opendit.sampling.pipeline import DrawSettings, Pipeline
 
 MOST_WAITING = 16  # requests
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from opendit.encoders.pictures import one_line
-from opendit.sampling.arguments import MOST_GUIDANCE, MOST_SEED, MOST_STEPS
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingRequest
-from opendit.sampling.settings import DrawSettings
+from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, DrawSettings
 
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000

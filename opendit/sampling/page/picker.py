@@ -5,11 +5,11 @@ from typing import Any
 
 import gradio as gr
 
-from opendit.sampling.arguments import MOST_STEPS
 from opendit.sampling.page import views
 from opendit.sampling.page.catalog import NEWEST, ModelCard
 from opendit.sampling.page.forms import CACHES, MOST_CAPTION, MOST_TEXT
 from opendit.sampling.page.page import Page, said
+from opendit.sampling.pipeline import MOST_STEPS
 
 # Of every event: none is offered to other programs. Of every piece of HTML: no script, and no style but the page's.
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}

@@ -18,8 +18,7 @@ from PIL.PngImagePlugin import PngInfo
 from opendit.common.json_file import MIB
 from opendit.common.safe_files import remove, remove_tree, replacing
 from opendit.data.video_file import write_mp4
-from opendit.sampling.clip import VideoClip
-from opendit.sampling.output import file_name
+from opendit.sampling.output_files import VideoClip, file_name
 
 KEY = "opendit"  # of the PNG's text; an MP4 has the same text as its comment
 MOST_BYTES = 512 * MIB

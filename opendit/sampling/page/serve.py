@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 
 from opendit.checkpoint.pretrained import find_weights, read_info
-from opendit.sampling.given import drawn_without
+from opendit.sampling.conditioning_frames import note_on_missing_frames
 from opendit.sampling.page.application import application
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingQueue
@@ -47,7 +47,7 @@ class Loader:
             fp8=options["fp8"],
             **arguments,
         )
-        pipe.notes += drawn_without(pipe.config)
+        pipe.notes += note_on_missing_frames(pipe.config)
         return pipe
 
 

@@ -13,7 +13,7 @@ import pytest
 import opendit
 from opendit.sampling.page.catalog import WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingQueue, DrawingRequest, TooManyRequests
-from opendit.sampling.settings import DrawSettings
+from opendit.sampling.pipeline import DrawSettings
 from tests.sampling.small import write
 
 A, B = (WeightsChoice(name, Path(name), "ema") for name in "AB")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opendit.sampling.clip import VideoClip
+from opendit.sampling.output_files import VideoClip
 from opendit.sampling.page.sample_store import KEY, SampleStore, is_token
 
 SETTINGS = {"seed": 3, "steps": 5, "negative": '"ünï"\n🎲', "weights": "a run"}

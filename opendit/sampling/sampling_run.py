@@ -1,6 +1,10 @@
-"""From sample.py's flags to a model, its VAE and what to draw, checked before weights are read where possible."""
+"""A run of sample.py: the model, its VAE and the conditions of all samples, loaded as the flags say.
+
+Flags are checked against the checkpoint's metadata before its weights are read, wherever possible.
+"""
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,6 +17,7 @@ from torch import Tensor
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import find_weights, read_config
 from opendit.common.stages import Stages
+from opendit.config.console import print_block
 from opendit.diffusion import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
@@ -23,12 +28,11 @@ from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.sequence import SequenceParallel, sequence_parallel, sequence_shape
+from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
-from opendit.sampling.engine import SamplingEngine
-from opendit.sampling.given import given_latents
-from opendit.sampling.loading import (
+from opendit.sampling.conditioning_frames import describe_frames, encode_frames, frames_of_samples
+from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
     check_negative,
@@ -41,17 +45,20 @@ from opendit.sampling.loading import (
     make_conditioner,
     null_of,
 )
+from opendit.sampling.sampling_engine import SamplingEngine
 
 if TYPE_CHECKING:
     from opendit.config.sample import SampleConfig
 
-# What sample.py and opendit evaluate write in --output beside single samples.
+logger = logging.getLogger(__name__)
+
+# The files that sample.py and opendit evaluate write in --output, apart from single samples.
 WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "results.jsonl", "sweep.csv")
 
 
 @dataclass
 class SamplingRun:
-    """A run of sample.py, checked. Sample number i draws ``choices[i]``: a class, or a row of the prompts."""
+    """A checked run of sample.py. Sample number i has condition ``choices[i]``: a class, or the number of a prompt."""
 
     flags: "SampleConfig"
     mesh: Mesh
@@ -62,20 +69,20 @@ class SamplingRun:
     kernels: KernelChoice
     sequence: SequenceParallel | None
     conditioner: Conditioner
-    conditions: Condition  # of every class or prompt
-    null: Condition  # of guidance's other half, one row
-    given: Tensor | None  # frames: sample number i has row i of them, beginning again after the last
+    conditions: Condition  # of all classes or prompts
+    null: Condition  # of guidance's unconditional half, one row
+    conditioning_frames: Tensor | None  # samples use the rows in turn
     choices: Tensor
-    names: list[str]  # of every class or prompt
+    names: list[str]  # of all classes or prompts
     size: tuple[int, ...]  # of the latents
     fps: float
-    frame_interval: int  # of the clips' files that were trained on
-    trained_fps: float | None  # at which they were read instead
-    source: Path
-    lock: AbstractContextManager[Any]  # the right to write to --output
-    notes: list[str]
+    frame_interval: int  # of the training clips
+    trained_fps: float | None  # at which training clips were read, instead of an interval
+    source: Path  # of the weights
+    lock: AbstractContextManager[Any]  # on --output
+    notes: list[str]  # for the user
     stages: Stages
-    _staged: set[int] = field(default_factory=set)
+    _profiled: set[int] = field(default_factory=set)
 
     @property
     def captions(self) -> list[str]:
@@ -84,7 +91,7 @@ class SamplingRun:
 
     @functools.cached_property
     def engine(self) -> SamplingEngine:
-        """Draws all of this process's batches."""
+        """The engine that draws all of this process's batches."""
         flags, halves = self.flags, self.replica.halves
         return SamplingEngine(
             self.model,
@@ -100,22 +107,34 @@ class SamplingRun:
             around=(lambda model: SharedBatch(model, halves)) if halves else None,
         )
 
-    def staged_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]]:
-        """Wraps the steps of a batch of so many samples for --profile: the first two steps of a batch size, which
-        compile kernels and record the CUDA graph, are a stage of their own."""
-        first = samples not in self._staged
-        self._staged.add(samples)
+    def conditions_of(self, index: Tensor) -> tuple[Condition, Tensor | None]:
+        """Return the conditions of the samples ``index`` (B,) and their conditioning frames, if there are any."""
+        rows = self.choices[index].to(self.mesh.device)
+        return self.conditions[rows], frames_of_samples(self.conditioning_frames, index)
 
-        def staged(steps: Iterable[int]) -> Iterator[int]:
+    def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
+        """With --profile, wrap the steps of a batch of ``samples``: the first two steps of a batch size, which compile
+        kernels and record the CUDA graph, are a stage of their own. None without --profile."""
+        if not self.flags.profile:
+            return None
+        first = samples not in self._profiled
+        self._profiled.add(samples)
+
+        def profiled(steps: Iterable[int]) -> Iterator[int]:
             for i in steps:
                 with self.stages("drawing: first two steps (compiling, recording)" if first and i < 2 else "drawing"):
                     yield i
 
-        return staged
+        return profiled
 
 
-def prepare(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
-    """Loads the model and its VAE. Raises ValueError or OSError with a message for the user."""
+def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
+    """Load the model, its VAE and the conditions of all samples, and lock --output. Collective.
+
+    Raises:
+        ValueError, OSError: with a message for the user.
+    """
+    torch.set_float32_matmul_precision("highest")
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
     fix = "wait for its end, or give another --output"
     lock, more = lock_folder(Path(flags.output), mesh, "--output", fix, written=WRITTEN)
@@ -130,9 +149,9 @@ def _load(
     flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
     ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
-    shared = (flags, flags.attention, flags.mixed_precision)  # of what a strategy for sharing sequences depends on
+    shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        # What ranks would refuse that share samples or divide layers, before the weights are read.
+        # Checks whether ranks can share samples or divide layers, before the weights are read.
         check_tensor_parallel(stored, mesh.tp_size)
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
@@ -164,11 +183,11 @@ def _load(
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
-    # (Operations for inference alone read a projection's weight, of which ranks have parts.)
+    # Operations for inference read a projection's full weight, so they don't work where ranks hold parts of it.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    how: Any = shares  # of a kind that has what this model asks it for, where SequenceShards names all that any does
-    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=how)
+    strategy: Any = shares  # has the methods that this model calls; SequenceShards names those of all models
+    model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()
     if (work := loaded.vae_loading.work) is not None:
@@ -176,11 +195,11 @@ def _load(
     with stages("text encoder, prompts"):
         conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
         null = null_of(conditioner, flags.negative_prompt)
-        conditions, choices, names = what_to_draw(flags, config, weights, conditioner)
+        conditions, choices, names = conditions_to_draw(flags, config, weights, conditioner)
         if isinstance(conditioner, CaptionConditioner):
             notes += conditioner.cut(names, "captions")
             notes += conditioner.cut([flags.negative_prompt] if flags.negative_prompt else [], "--negative_prompt")
-    given = given_latents(
+    frames = encode_frames(
         config,
         codec,
         size,
@@ -209,7 +228,7 @@ def _load(
         conditioner=conditioner,
         conditions=conditions,
         null=null,
-        given=given,
+        conditioning_frames=frames,
         choices=choices,
         names=names,
         size=size,
@@ -224,7 +243,7 @@ def _load(
 
 
 def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> None:
-    """Raises ValueError for flags that this model has no use for."""
+    """Raise ValueError for flags that don't apply to this model."""
     path = weights.path
     if config.text is None and flags.prompt:
         raise ValueError(f"--prompt: {path} is conditioned on classes; use --class_labels")
@@ -241,45 +260,75 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
-    """That the model is given in one call: with guidance both halves, unless other processes have one of them."""
+    """Return the rows of one call of the model: both halves of guidance, unless another process has one of them."""
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
-def what_to_draw(
+def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """The condition of every class or prompt, every sample's choice of them, and their names. Raises ValueError for
-    classes that the model does not have."""
+    """Return the conditions of all classes or prompts, the number of each sample's condition, and their names. Raises
+    ValueError for classes that the model does not have."""
     if config.text is None:
         names = class_names(config, weights)
-        return torch.arange(len(names), device=conditioner.device), choose(flags, len(names)), names
+        return torch.arange(len(names), device=conditioner.device), choose_labels(flags, len(names)), names
     prompts = read_prompts(flags.prompt) or weights.info.get("captions") or [""]
     assert isinstance(conditioner, CaptionConditioner)
     count = flags.num_samples or max(len(prompts), len(flags.image), len(flags.clip))
     return conditioner.encode(prompts), torch.arange(count) % len(prompts), prompts
 
 
-def read_prompts(given: list[str]) -> list[str]:
-    """The prompts of --prompt: as they are, or the lines of one text file."""
-    if len(given) == 1 and given[0].endswith(".txt"):
+def read_prompts(prompts: list[str]) -> list[str]:
+    """Return the captions of --prompt, or the lines of its text file."""
+    if len(prompts) == 1 and prompts[0].endswith(".txt"):
         try:
-            lines = Path(given[0]).read_text(encoding="utf-8").splitlines()
+            lines = Path(prompts[0]).read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise ValueError(
-                f"--prompt {given[0]}: can't be read ({error.strerror}); give captions, or a file of them"
+                f"--prompt {prompts[0]}: can't be read ({error.strerror}); give captions, or a file of them"
             ) from error
-        given = [line.strip() for line in lines if line.strip()]
-        if not given:
+        prompts = [line.strip() for line in lines if line.strip()]
+        if not prompts:
             raise ValueError("--prompt: the file holds no caption; one a line is expected")
-    return given
+    return prompts
 
 
-def choose(flags: "SampleConfig", num_classes: int) -> Tensor:
-    """The label of every sample, (N,) int64. Raises ValueError for labels the model does not have."""
+def choose_labels(flags: "SampleConfig", num_classes: int) -> Tensor:
+    """Return the label of every sample, (N,) int64. Raises ValueError for labels that the model does not have."""
     bad = [label for label in flags.class_labels if not 0 <= label < num_classes]
     if bad:
         raise ValueError(f"--class_labels {bad[0]}: no class of the model; give labels from 0 to {num_classes - 1}")
     if flags.class_labels:
-        given = torch.tensor(flags.class_labels)
-        return given[torch.arange(flags.num_samples or len(given)) % len(given)]
+        labels = torch.tensor(flags.class_labels)
+        return labels[torch.arange(flags.num_samples or len(labels)) % len(labels)]
     return preview_labels(num_classes, flags.num_samples or min(16, 2 * num_classes))
+
+
+def announce(run: SamplingRun) -> None:
+    """Print what the run draws, and how, on rank 0."""
+    if not run.mesh.is_main:
+        return
+    flags, device, replica, sequence = run.flags, run.mesh.device, run.replica, run.sequence
+    parameters, ranks = run.model.config.parameters(), run.mesh.tp_size
+    layers = f", layers divided by {ranks}" if ranks > 1 else ""
+    processor = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    sampler = run.objective.choose(flags.sampler)
+    shares = f", shared out over {replica.count}" if replica.count > 1 else ""
+    rows = {
+        "weights": str(run.source),
+        "model": f"{parameters / 1e6:.1f} M parameters, {flags.mixed_precision}{layers}",
+        "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"
+        f"{', its halves on different processes' if replica.halves else ''}",
+        "vae": run.codec.name,
+        "attention": attention_note(run.kernels.attention_note, sequence),
+        "kernels": run.kernels.ops_note,
+        "steps": run.engine.note,
+        **({"approximate": approximations} if (approximations := run.engine.approximations.note) else {}),
+        "sequence": f"over {run.mesh.sp_size} ranks, {sequence.plan}" if sequence else "whole on every rank",
+        "processes": f"{run.mesh.world_size} ({processor})",
+        "samples": f"{len(run.choices)}{shares}, seed {flags.seed}",
+        **describe_frames(run.conditioning_frames, flags.image or flags.clip),
+    }
+    print_block("OpenDiT sampling", rows)
+    for note in run.notes:
+        logger.info("note: %s", note)

@@ -1,4 +1,4 @@
-"""Describe a run of sample.py for its parts on disk: everything that decides a sample, by name."""
+"""The settings that identify a sampling job, so that it can resume: everything that determines a sample, by name."""
 
 import hashlib
 import json
@@ -15,33 +15,32 @@ from opendit.encoders.video_vae import FrameCodec, VideoCodec
 from opendit.models import DiT
 from opendit.parallel.layout import Layout
 from opendit.parallel.tensor import layout_of
-from opendit.sampling.parts import Job, samples_a_part
-from opendit.sampling.prepare import SamplingRun
+from opendit.sampling.sample_cache import SamplingJob, samples_a_part
+from opendit.sampling.sampling_run import SamplingRun
 
-GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most; the single files and the .npz hold all
-ODD = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all bits
-# Words that are summed up at once: as many as a CPU's own caches hold, or as many as keep a GPU busy.
+GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most on the sheet; the single files and the .npz hold all samples
+ODD = -7046029254386353131  # odd, near 2^64 / golden ratio, as int64: its multiples are spread over all bits
+# Words that are summed at a time: as many as fit in a CPU's caches, or as many as keep a GPU busy.
 WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
-def job_of(sampling: SamplingRun, weights: str) -> Job:
-    """The job of a run, with parts of the size that a first start gives them. weights: of
-    :func:`digest_of_weights`."""
+def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
+    """Return the job of a run, with parts of the size that a new job gets. weights: see :func:`digest_of_weights`."""
     shape, count = pixel_shape(sampling), len(sampling.choices)
     size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
-    return Job(settings_of(sampling, weights), count, kept(sampling), shape, size)
+    return SamplingJob(settings_of(sampling, weights), count, kept(sampling), shape, size)
 
 
 def kept(sampling: SamplingRun) -> int:
-    """Return how many of the first samples are needed again after they are drawn: all for an .npz, otherwise those on
-    the sheet."""
+    """Return how many of the first samples are needed again at the end: all for an .npz, else those on the sheet."""
     if sampling.flags.npz:
         return len(sampling.choices)
     return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
 
 
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
-    """(H, W, 3) of a picture, (T, H, W, 3) of a clip; other channels than 1 or 3 as the model has them."""
+    """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip. A channel number other than 1 or 3
+    is kept."""
     codec, (*frames, height, width) = sampling.codec, sampling.size
     inner = codec.codec if isinstance(codec, FrameCodec) else codec
     channels = inner.latent_channels
@@ -54,17 +53,17 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
 
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
-    """Everything that decides a sample or what is kept of it: what differs in two starts is shown by these names.
-    weights: of :func:`digest_of_weights`, where that is known.
+    """Return everything that determines a sample or what is stored of it, under names that are shown if two starts
+    differ. weights: from :func:`digest_of_weights`, if that is known.
 
-    The number of processes and ``--batch_size`` are not among them: they change a sample by the rounding of matrix
-    products only.
+    The number of processes and ``--batch_size`` are left out: they change a sample only by the rounding of matrix
+    products.
     """
     flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
     vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
     encoder = conditioner.encoder if isinstance(conditioner, CaptionConditioner) else None
-    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # which writes any text in ASCII
+    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # json makes ASCII of any text
     settings = {
         "weights": weights or digest_of_weights(sampling),
         "model": hash_parts(json.dumps(sampling.model.config.to_dict(), sort_keys=True))[:16],
@@ -79,7 +78,9 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
         "--seed": flags.seed,
         "--num_samples": len(sampling.choices),
         "classes or prompts": hash_parts(*choices)[:16],
-        "given frames": None if sampling.given is None else tensors_digest({"given": sampling.given})[:16],
+        "given frames": None
+        if sampling.conditioning_frames is None
+        else tensors_digest({"given": sampling.conditioning_frames})[:16],
         "--negative_prompt": json.dumps(flags.negative_prompt) if flags.negative_prompt is not None else None,
         "text encoder": encoder and tensors_digest(encoder.model.state_dict())[:16],
         "size of latents": " x ".join(map(str, sampling.size)),
@@ -97,14 +98,14 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
 
 
 def digest_of_weights(sampling: SamplingRun) -> str:
-    """Hash the model's whole tensors. Collective over the ranks that divide them."""
+    """Hash the model's full tensors. Collective over ranks that hold parts of them."""
     model, mesh = sampling.model, sampling.mesh
     divided = mesh.tp_size > 1
-    return tensors_digest(_WholeTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
+    return tensors_digest(_GatheredTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
 
 
-class _WholeTensors(Mapping[str, Tensor]):
-    """A model's tensors, of which ranks have parts; each is gathered when it is asked for."""
+class _GatheredTensors(Mapping[str, Tensor]):
+    """The full tensors of a model that is divided over ranks; each is gathered when it is read."""
 
     def __init__(self, model: DiT, layout: Layout):
         self._own, self._layout = model.state_dict(), layout
@@ -121,10 +122,10 @@ class _WholeTensors(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of tensors' names, types, shapes and contents, computed where they are.
+    """Hash tensors' names, dtypes, shapes and contents, on their device.
 
-    The contents count as the sum, modulo 2^64, of word times an odd number that depends on its place: it keeps no
-    secret, but any one word that is another makes another sum. A GPU takes milliseconds where SHA-256 takes seconds.
+    The contents enter as a sum modulo 2^64 of every word times an odd number that depends on its position. This is not
+    cryptographic, but a change of any one word changes the sum. A GPU takes milliseconds where SHA-256 takes seconds.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -135,10 +136,9 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weighted_sum(words: Tensor) -> int:
-    """The sum of word i times (i + 1) * ODD | 1, modulo 2^64.
+    """Return the sum of word i times (i + 1) * ODD | 1, modulo 2^64.
 
-    For an even s, (s + i + 1) * ODD | 1 is s * ODD + ((i + 1) * ODD | 1): the same factors serve all parts, and so
-    does their memory."""
+    For an even s, (s + i + 1) * ODD | 1 is s * ODD + ((i + 1) * ODD | 1), so all pieces share one tensor of factors."""
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)
@@ -150,7 +150,7 @@ def weighted_sum(words: Tensor) -> int:
 
 
 def _signed(value: int) -> int:
-    """A number modulo 2^64, as int64 has it."""
+    """Return a number modulo 2^64 as int64 represents it."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

@@ -19,9 +19,9 @@ import sample
 from opendit.checkpoint.lock import FolderLock
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.models import DiT, model_config
-from opendit.sampling import output as writing
-from opendit.sampling.output import INDEX, OutputFolder, file_name, texts, write_npz
-from opendit.sampling.parts import FOLDER, Parts
+from opendit.sampling import output_files as writing
+from opendit.sampling.output_files import INDEX, OutputFolder, file_name, texts, write_npz
+from opendit.sampling.sample_cache import FOLDER, SampleCache
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,10 +152,10 @@ def test_a_full_disk_says_what_is_there(how, tmp_path, ckpt, no_ranks, capsys, m
             raise full
 
         if how == "npz too large":
-            monkeypatch.setattr("opendit.sampling.run.write_npz", fails)
+            monkeypatch.setattr("opendit.sampling.sample_output.write_npz", fails)
             expected = f"9 of 9 samples are in {tmp_path}/o/{FOLDER}/*.npy, for np.load"
         else:
-            monkeypatch.setattr(Parts, "write", fails)
+            monkeypatch.setattr(SampleCache, "write", fails)
             expected = "no sample is there"
     with pytest.raises(SystemExit) as stop:
         sample.main(argv(ckpt, tmp_path / "o", 9, *more))

@@ -1,7 +1,7 @@
-"""Load the model, its objective, VAE, text encoder and names from weights, by plain arguments, for sample.py's flags
-and for Python's ``Pipeline``.
+"""Load a model from its weights, with its objective, VAE, text encoder and class names.
 
-Raised ValueErrors name flags of sample.py; ``opendit.sampling.pipeline`` turns these into its arguments' names.
+Used by sample.py and by Python's ``Pipeline``. The messages of ValueErrors name flags of sample.py;
+``opendit.sampling.pipeline`` replaces them with the names of its arguments.
 """
 
 import os
@@ -31,7 +31,7 @@ from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 
-SOURCE_FPS = 24  # of the files that clips were read from, where weights do not say how fast theirs are shown
+SOURCE_FPS = 24  # assumed rate of the training clips' files, where the weights don't store it
 
 
 def checkpoint_at(
@@ -47,7 +47,7 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
-    """Raises ValueError for guidance away from a null class that the model does not have."""
+    """Raise ValueError for guidance with a model that has no null class."""
     if not config.null_class and scale != 1:
         raise ValueError(
             f"--cfg_scale {scale:g}: {weights.path} was trained without class dropout, and has no null class "
@@ -56,18 +56,18 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """The VAE to draw with: ``vae``, or the weights' own. Raises ValueError for one that the weights' metadata alone
-    names and that isn't known."""
-    stored: Any = weights.info.get("vae")  # which a pipeline has
-    if vae is None and weights.path.is_dir():  # a pipeline, whose folder holds its VAE
+    """Return the VAE to draw with: ``vae``, or by default the one that the weights' metadata names. Raises ValueError
+    if that name is unknown."""
+    stored: Any = weights.info.get("vae")
+    if vae is None and weights.path.is_dir():  # a diffusers pipeline, whose folder holds its VAE
         return stored
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
 
 @dataclass(frozen=True)
 class VaeLoader:
-    """Loads VAEs for decoding beside a model of this precision (fp32, bf16, fp16); ``tiling`` and
-    ``compiled`` as of ``load_codec``."""
+    """Loads VAEs for decoding the latents of a model in this precision (fp32, bf16, fp16). ``tiling`` and ``compiled``:
+    see ``load_codec``."""
 
     device: torch.device
     precision: str
@@ -75,17 +75,20 @@ class VaeLoader:
     compiled: bool = False
 
     def load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
-        """The VAE of :func:`vae_of`. config: of the model; None stands for one of pictures in latents."""
+        """Load the VAE that :func:`vae_of` names. config: of the model; None for a model of pictures in latents."""
         load = load_video_codec if config is not None and config.is_video else load_codec
-        channels = 0 if config is None else config.in_channels  # (of pixels: nothing else asks for them)
+        channels = 0 if config is None else config.in_channels  # read only for "none", whose latents are pixels
         settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
-        """Begins to load the VAE of weights that are about to be read, by what their file says of itself: it takes a
-        while, and seconds where diffusers is imported. Of what can't be known yet, or is wrong, nothing is begun.
+        """Start loading the VAE in a thread while the weights are read; importing diffusers alone takes seconds.
 
-        path, which: as of ``find_weights``. vae: as of :func:`vae_of`.
+        The weights' metadata tells which VAE it is. If it doesn't, or if anything is wrong, nothing is started.
+
+        Args:
+            path, which: see ``find_weights``.
+            vae: see :func:`vae_of`.
         """
         try:
             weights = Weights({}, find_weights(path, which), read_info(find_weights(path, which)))
@@ -99,14 +102,17 @@ class VaeLoader:
 
 @dataclass(frozen=True)
 class VaeLoading:
-    """A VAE that may be being loaded in another thread: that of ``begun``."""
+    """A VAE that another thread may be loading.
+
+    begun: name and model configuration that it is being loaded for.
+    """
 
     loader: VaeLoader
     begun: tuple[str, DiTConfig | None] | None = None
     work: Background[ImageCodec | VideoCodec] | None = None
 
     def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
-        """The VAE of :func:`vae_of`. Raises as ``load_codec``, whichever thread it was."""
+        """Return the VAE ``name``, waiting for the thread if it is loading this one. Raises as ``load_codec``."""
         if self.work is None or self.begun not in ((name, config), (name, None)):
             return self.loader.load(name, config)
         return self.work.result()
@@ -114,9 +120,9 @@ class VaeLoading:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights, what it was trained by, and its VAE, which may be being loaded in another thread.
+    """A model with its weights and its objective, and its VAE, which another thread may still be loading.
 
-    vae: as of :func:`vae_of`. notes: what is worth knowing of the weights, a line each.
+    vae: name, see :func:`vae_of`. notes: remarks about the weights for the user, one line each.
     """
 
     network: DiT
@@ -127,7 +133,7 @@ class LoadedModel:
     notes: list[str]
 
     def codec(self) -> ImageCodec | VideoCodec:
-        """The VAE, waited for. Raises as ``load_codec``."""
+        """Wait for the VAE and return it. Raises as ``load_codec``."""
         return self.vae_loading.get(self.vae, self.network.config)
 
 
@@ -143,10 +149,9 @@ def load_model(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> LoadedModel:
-    """The model of a path on the loader's device and in its precision; its VAE is begun to be loaded meanwhile.
+    """Load a model onto the loader's device and in its precision, and start loading its VAE.
 
-    vae: None for the weights' own. The others are as of ``load_pretrained``, which raises as this does; for a VAE that
-    isn't known, see :func:`vae_of`.
+    vae: see :func:`vae_of`. The other arguments and errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
     begun = loader.begin(lora or path, which, vae)
@@ -163,10 +168,10 @@ def encoder_dtype(precision: str) -> torch.dtype:
 
 
 def text_encoder_of(name: str | None, weights: Weights) -> str:
-    """The frozen text encoder of a model's prompts, as :func:`vae_of`. Raises ValueError, too, for one of another kind
-    or width than the model's."""
+    """Return the text encoder of a model's captions, chosen as by :func:`vae_of`. Raises ValueError also if its kind or
+    width is not the model's."""
     text = weights.config and weights.config.text
-    assert text is not None  # or nobody asks
+    assert text is not None  # called for models of captions only
     stored: str = weights.info.get("text_encoder") or text.name
     name = encoder_name("--text_encoder", name, stored, weights.path) or stored
     kind, width, _ = text_geometry(name)
@@ -179,7 +184,7 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
 
 
 def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raises ValueError for a text encoder that this model has no use for."""
+    """Raise ValueError if a text encoder is named for a model that needs none."""
     if name is not None and (config.text is None or config.text.inside):
         has = "is conditioned on classes" if config.text is None else "holds its encoder of captions"
         raise ValueError(f"--text_encoder: {weights.path} {has}; leave the flag out")
@@ -188,7 +193,8 @@ def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) ->
 def make_conditioner(
     config: DiTConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
 ) -> Conditioner:
-    """The conditioner of a model, its frozen text encoder loaded if it has one. Raises as :func:`text_encoder_of`."""
+    """Return the conditioner of a model, with its frozen text encoder if it has one. Raises as
+    :func:`text_encoder_of`."""
     if config.text is None:
         assert config.num_classes is not None
         return LabelConditioner(config.num_classes, device)
@@ -200,14 +206,14 @@ def make_conditioner(
 
 
 def class_names(config: DiTConfig, weights: Weights) -> list[str]:
-    """The name of every class of a class model: the data set's, or its number."""
+    """Return the names of a model's classes; classes without a name are called by their number."""
     assert config.num_classes is not None
     names = [*(weights.info.get("class_names") or [])]
     return names + [str(number) for number in range(len(names), config.num_classes)]
 
 
 def check_negative(negative: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raises ValueError for a negative prompt of a class model."""
+    """Raise ValueError for a negative prompt with a class-conditional model."""
     if negative is not None and config.text is None:
         raise ValueError(
             f"--negative_prompt: {weights.path} is conditioned on classes, and has none that a picture should be "
@@ -216,7 +222,7 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
-    """The condition of guidance's other half, one row: the null condition, or the negative prompt's in its place."""
+    """Return the condition of guidance's other half, one row: the negative prompt's, or the null condition."""
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
@@ -230,8 +236,13 @@ def latent_size(
     num_frames: int | None = None,
     image_size: int | tuple[int, int] | None = None,
 ) -> tuple[int, ...]:
-    """(h, w) or (t, h, w) to draw, of clips of ``num_frames`` (None: as trained). Raises ValueError if that, or pixels
-    of ``image_size`` (a height, or height and width), do not fit the model or its VAE."""
+    """Return the size of the latents to draw, (h, w) or (t, h, w).
+
+    num_frames: of a clip; by default as trained. image_size: the expected side, or (height, width), in pixels.
+
+    Raises:
+        ValueError: ``num_frames`` or ``image_size`` don't fit the model or its VAE.
+    """
     *frames, height, width = config.input_size
     if frames:
         channels, downscale, temporal = video_geometry(vae, config.in_channels)
@@ -247,15 +258,15 @@ def latent_size(
             f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
     grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
-    if config.positions == "learned" and grid[0] > config.grid[0]:  # (the other sides are the model's own)
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # height and width are always the model's own
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
         raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
     return (*frames, height, width)
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the rate of the clips that are drawn: the one stored with the weights, or that of the interval between the
-    frames that were trained on. frame_interval: another interval."""
+    """Return the frame rate of generated clips, from the rate stored with the weights or else from the interval between
+    the frames of training. frame_interval: replaces that interval."""
     if (known := weights.info.get("clip_fps")) is not None:
         return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
     return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

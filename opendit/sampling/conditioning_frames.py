@@ -1,4 +1,4 @@
-"""Pictures and clips that sampling is given: which frames they are, read and encoded."""
+"""The frames that clips begin with, for models that are conditioned on them: pictures and clips, read and encoded."""
 
 import threading
 from collections.abc import Sequence
@@ -19,25 +19,28 @@ from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.models.configuration import DiTConfig
 from opendit.models.given_frames import give
-from opendit.sampling.clip import VideoClip
+from opendit.sampling.output_files import VideoClip
 
 
-def drawn_without(config: DiTConfig) -> list[str]:
-    """Return a note for a model that takes given frames and gets none here; empty for other models."""
+def note_on_missing_frames(config: DiTConfig) -> list[str]:
+    """Return a note for a model with conditioning frames that draws without them; empty for other models."""
     if config.given_frames is None:
         return []
     return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
 
 
-def describe_given(given: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """The row that says how many frames of mask ++ given (n, 1 + C, T, H, W) are given, and by which files."""
-    if given is None:
+def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
+    """Return the summary's row about conditioning frames: how many of them, and from which files. Empty for None.
+
+    frames: (n, 1 + C, T, H, W), masks and latents.
+    """
+    if frames is None:
         return {}
-    mask = given[0, 0].flatten(1).amax(1)
+    mask = frames[0, 0].flatten(1).amax(1)
     return {"given": f"{int(mask.sum())} of {len(mask)} latent frames, by {name_few(list(files))}"}
 
 
-def given_latents(
+def encode_frames(
     config: DiTConfig,
     codec: ImageCodec | VideoCodec,
     size: tuple[int, ...],
@@ -50,21 +53,31 @@ def given_latents(
     fps: float | None = None,
     path: str,
 ) -> Tensor | None:
-    """mask ++ given (n, 1 + C, T, H, W) fp32 on ``device``, of n pictures or clips; None if there are none.
+    """Read and encode the conditioning frames from pictures or clips.
 
-    size: (t, h, w) of the latents. image, clip: one or a list: a file's name, a ``PIL.Image`` or a ``VideoClip``, or
-    uint8 (H, W, 3) or (T, H, W, 3). Of a clip its last frames are given, those of a file ``interval`` apart, or those
-    that are shown ``fps`` times a second: as many
-    as the model was trained on; of "random" ``frames``, or half of those that are drawn. path: of the model, for
-    messages.
+    The last frames of a clip are used: as many as the model was trained on, or for a model trained on a random number,
+    ``frames``, or by default half of those that are drawn.
 
-    Raises ValueError, naming the flag and what to do, for a model that takes none, for files that can't be read, and
-    for other numbers of frames than the model was trained on.
+    Args:
+        size: (t, h, w) of the latents.
+        image, clip: one or a list of file names, ``PIL.Image``s or ``VideoClip``s, or uint8 arrays (H, W, 3) or
+            (T, H, W, 3).
+        frames: number of frames of a clip.
+        interval: between the frames of clips in files.
+        fps: take the frames of clips in files that are shown at this rate instead.
+        path: of the model, for messages.
+
+    Returns:
+        Masks and latents (n, 1 + C, T, H, W), fp32 on ``device``, for n pictures or clips; None without any.
+
+    Raises:
+        ValueError: the model has no conditioning frames or was trained on another number of them, or a file can't be
+            read. The message names the flag and the fix.
     """
-    flag, given = ("--image", image) if image is not None else ("--clip", clip)
+    flag, media = ("--image", image) if image is not None else ("--clip", clip)
     if frames is not None and clip is None:
         raise ValueError("--clip_frames: does nothing without --clip; leave it out")
-    if given is None:
+    if media is None:
         return None
     if image is not None and clip is not None:
         raise ValueError("--image: --clip gives frames already; leave one of them out")
@@ -72,27 +85,28 @@ def given_latents(
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
         raise ValueError(f"{flag}: {path} {what}; {advice}")
-    assert isinstance(codec, VideoCodec)  # of a model of clips
+    assert isinstance(codec, VideoCodec)  # as for every model of clips
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
     side = size[1] * codec.downscale
-    read = [_frames(flag, each, pixels, interval, fps, side) for each in _listed(given)]
+    read = [_frames(flag, each, pixels, interval, fps, side) for each in _as_list(media)]
     encoded = []
     for clip_pixels in read:
-        mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # no noise around it
+        mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # zero noise: the posterior's mean
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
     latents[:, :, :count] = torch.cat(encoded)
     return give(latents, torch.full((len(read),), count))
 
 
-def rows_of(given: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the given frames of the samples ``index`` (B,), which take turns."""
-    return None if given is None else given[index.to(given.device) % len(given)]
+def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
+    """Return the conditioning frames of the samples ``index`` (B,), which use the rows of ``frames`` in turn."""
+    return None if frames is None else frames[index.to(frames.device) % len(frames)]
 
 
 def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal: int, path: str) -> int:
-    """Return the number of latent frames that are given. Raises ValueError if the model or clip can't have as many."""
+    """Return the number of conditioning frames, in latents. Raises ValueError if the model or the clip has no such
+    number."""
     trained = parse_given(mode)
     if frames is not None:
         if (frames - 1) % temporal:
@@ -111,14 +125,14 @@ def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal
     return asked
 
 
-def _listed(given: Any) -> Sequence[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
+def _as_list(media: Any) -> Sequence[Any]:
+    return list(media) if isinstance(media, list | tuple) else [media]
 
 
-def _frames(flag: str, given: Any, count: int, interval: int, fps: float | None, side: int) -> Tensor:
-    """(3, count, side, side) fp32 in [-1, 1]: the picture, or the last frames of the clip."""
+def _frames(flag: str, media: Any, count: int, interval: int, fps: float | None, side: int) -> Tensor:
+    """Return the picture, or the last frames of the clip, (3, count, side, side) fp32 in [-1, 1]."""
     try:
-        frames = _picture(given) if flag == "--image" else _last_frames(given, count, interval, fps)
+        frames = _picture(media) if flag == "--image" else _last_frames(media, count, interval, fps)
     except BadSample as bad:
         raise ValueError(f"{flag}: {bad}; give another file") from bad
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != count:
@@ -126,14 +140,14 @@ def _frames(flag: str, given: Any, count: int, interval: int, fps: float | None,
     return resize_and_crop(torch.from_numpy(np.array(frames)), side)
 
 
-def _picture(given: Any) -> np.ndarray:
-    if isinstance(given, str | PathLike):
-        given = read_picture(fspath(given))
-    return np.asarray(given.convert("RGB") if isinstance(given, Image.Image) else given)[None]
+def _picture(picture: Any) -> np.ndarray:
+    if isinstance(picture, str | PathLike):
+        picture = read_picture(fspath(picture))
+    return np.asarray(picture.convert("RGB") if isinstance(picture, Image.Image) else picture)[None]
 
 
-def _last_frames(given: Any, count: int, interval: int, fps: float | None) -> np.ndarray:
-    name = fspath(given) if isinstance(given, str | PathLike) else "the clip"
+def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.ndarray:
+    name = fspath(clip) if isinstance(clip, str | PathLike) else "the clip"
 
     def choose(length: int) -> list[int]:
         first = length - 1 - (count - 1) * interval
@@ -142,16 +156,16 @@ def _last_frames(given: Any, count: int, interval: int, fps: float | None) -> np
             raise BadSample(name, f"too short: {length} frames, {count} at interval {interval} need {needed}")
         return list(range(first, length, interval))
 
-    if isinstance(given, str | PathLike):
+    if isinstance(clip, str | PathLike):
         if fps is not None:
-            return decode_chosen(name, lambda timeline: _last_at(name, timeline, count, fps), threading.Event())
+            return decode_chosen(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, choose, threading.Event())
-    frames = np.asarray(given.frames if isinstance(given, VideoClip) else given)
-    interval = 1  # what was drawn has the frames of training already
+    frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
+    interval = 1  # clips in memory are taken as they are: generated ones already have the interval of training
     return frames[choose(len(frames))]
 
 
-def _last_at(name: str, timeline: Timeline, count: int, fps: float) -> list[int]:
+def _last_shown_at(name: str, timeline: Timeline, count: int, fps: float) -> list[int]:
     times = timeline.seconds[-1] - np.arange(count)[::-1] / fps
     if times[0] < timeline.seconds[0] - ROUNDING:
         seconds = timeline.end - timeline.seconds[0]

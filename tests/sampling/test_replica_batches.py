@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from opendit.parallel.collectives import Group
 from opendit.parallel.guidance import Replica
-from opendit.sampling.shared_queue import SharedQueue
+from opendit.sampling.replica_batches import SharedQueue
 
 
 def take(queue: SharedQueue, taken: list[int], seed: int) -> None:
@@ -44,4 +44,4 @@ def test_queues_of_one_store_do_not_meet():
     store, alone = dist.HashStore(), Replica(0, 1, True, None)
     first, second = SharedQueue(store, "a", 2, alone), SharedQueue(store, "b", 3, alone)
     assert [*first] == [0, 1] and [*second] == [0, 1, 2]
-    assert first.finished(2) == 2 and first.finished(0) == 2 and second.finished(0) == 0
+    assert first.add_finished(2) == 2 and first.add_finished(0) == 2 and second.add_finished(0) == 0

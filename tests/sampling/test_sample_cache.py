@@ -13,22 +13,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.sampling import parts as module
-from opendit.sampling.output import write_npz
-from opendit.sampling.parts import DamagedPart, Job, PartAssembly, Parts, find, samples_a_part
-from opendit.sampling.run import batch_size_of
+from opendit.sampling import sample_cache as module
+from opendit.sampling.output_files import write_npz
+from opendit.sampling.replica_batches import batch_size_of
+from opendit.sampling.sample_cache import (
+    CacheWriter,
+    DamagedPart,
+    SampleCache,
+    SamplingJob,
+    find_unfinished_job,
+    samples_a_part,
+)
 from tests.memory import peak_bytes
 
 SETTINGS = {"--seed": "0", "weights": "abc"}
-JOB = Job(SETTINGS, count=11, kept=6, shape=(2, 5, 3), samples_a_part=4)
+JOB = SamplingJob(SETTINGS, count=11, kept=6, shape=(2, 5, 3), samples_a_part=4)
 
 
-def pixels(job: Job, seed: int = 0) -> np.ndarray:
+def pixels(job: SamplingJob, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (job.count, *job.shape), np.uint8)
 
 
-def written(folder: Path, job: Job = JOB) -> tuple[Parts, np.ndarray]:
-    parts, drawn = Parts(folder, job), pixels(job)
+def written(folder: Path, job: SamplingJob = JOB) -> tuple[SampleCache, np.ndarray]:
+    parts, drawn = SampleCache(folder, job), pixels(job)
     parts.begin()
     for part in range(parts.count):
         first = parts.samples(part).start
@@ -44,7 +51,7 @@ def test_a_part_is_a_npy_file_with_a_checksum(tmp_path):
     assert np.array_equal(np.concatenate(list(parts.all_blocks())), drawn[:6].reshape(-1))
     assert [len(parts.first(n)) for n in (1, 4, 5, 100)] == [1, 4, 5, 6]
     assert np.array_equal(parts.first(5), drawn[:5])
-    assert parts.missing(lambda number: True) == ([], []) and parts.there() == 11
+    assert parts.missing(lambda number: True) == ([], []) and parts.count_cached() == 11
     parts.remove()
     assert not list(tmp_path.iterdir())
 
@@ -69,7 +76,7 @@ def test_a_damaged_part_is_known(how, tmp_path):
         os.replace(parts.path(1), path)
         parts.write(1, pixels(job)[4:8])
     if how == "of another job":
-        Parts(tmp_path, replace(JOB, settings={**SETTINGS, "--seed": "1"})).write(0, drawn[:4])
+        SampleCache(tmp_path, replace(JOB, settings={**SETTINGS, "--seed": "1"})).write(0, drawn[:4])
     missing, problems = parts.missing(lambda number: True)
     assert missing == [0] and problems == [f"{path} is damaged: its samples are drawn again"]
     with pytest.raises(DamagedPart, match="00000000.npy"):
@@ -81,7 +88,7 @@ def test_parts_that_are_not_there_or_have_lost_a_file(tmp_path):
     parts.path(2).unlink()
     (parts.folder / ".00000001.77.npy").touch()
     assert parts.missing(lambda number: number != 5) == ([1, 2], ["sample 5 has lost its file: it is drawn again"])
-    assert parts.there() == 8
+    assert parts.count_cached() == 8
     parts.remove_unfinished()
     assert sorted(path.name for path in parts.folder.iterdir()) == ["00000000.npy", "00000001.npy", "manifest.json"]
 
@@ -94,21 +101,21 @@ def test_only_parts_are_removed(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / ".parts").symlink_to(parts.folder)
     with pytest.raises(ValueError, match="symbolic link"):
-        Parts(tmp_path / "b", JOB)
+        SampleCache(tmp_path / "b", JOB)
 
 
 def test_what_differs_is_told(tmp_path):
-    assert find(tmp_path) is None
+    assert find_unfinished_job(tmp_path) is None
     parts, _ = written(tmp_path)
-    found = find(tmp_path)
-    assert (found.there, found.count, found.samples_a_part) == (11, 11, 4)
+    found = find_unfinished_job(tmp_path)
+    assert (found.cached, found.count, found.samples_a_part) == (11, 11, 4)
     assert found.differences(SETTINGS) == []
     assert found.differences({"--seed": "2", "extra": "x"}) == [
         "--seed 0 there, 2 here", "weights abc there, none here", "extra none there, x here"
     ]  # fmt: skip
     for part in range(3):
         parts.path(part).unlink()
-    assert find(tmp_path) is None  # nothing would be lost
+    assert find_unfinished_job(tmp_path) is None  # nothing would be lost
 
 
 @pytest.mark.parametrize(
@@ -121,17 +128,17 @@ def test_a_damaged_manifest_is_an_error(change, tmp_path):
     change(content)
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"manifest.json.*--overwrite"):
-        find(tmp_path)
+        find_unfinished_job(tmp_path)
 
 
 def test_a_part_is_written_when_it_is_complete_by_whichever_thread(tmp_path):
-    parts, drawn = Parts(tmp_path, JOB), pixels(JOB)
+    parts, drawn = SampleCache(tmp_path, JOB), pixels(JOB)
     parts.begin()
-    assembly = PartAssembly(parts, [0, 2])
+    assembly = CacheWriter(parts, [0, 2])
     assert [number for number in range(11) if assembly.wants(number)] == [0, 1, 2, 3, 8, 9, 10]
     for number in (3, 9, 0, 1):
         assembly.add(number, drawn[number])
-    assert parts.there() == 0
+    assert parts.count_cached() == 0
     threads = [Thread(target=assembly.add, args=(number, drawn[number])) for number in (2, 10, 8)]
     for thread in threads:
         thread.start()
@@ -149,10 +156,10 @@ def test_a_part_is_written_when_it_is_complete_by_whichever_thread(tmp_path):
     st.data(),
 )
 def test_every_missing_sample_is_drawn_once_in_the_same_company(count, batch, later, size, replicas, data):
-    parts = Parts(Path("nowhere"), Job({}, count, 0, (1,), samples_a_part(count, batch, size)))
+    parts = SampleCache(Path("nowhere"), SamplingJob({}, count, 0, (1,), samples_a_part(count, batch, size)))
     assert parts.size == 1 or parts.size % batch == 0
     missing = data.draw(st.sets(st.integers(0, parts.count - 1)))
-    everything, some = parts.to_draw(range(parts.count), later), parts.to_draw(sorted(missing), later)
+    everything, some = parts.batches_to_draw(range(parts.count), later), parts.batches_to_draw(sorted(missing), later)
     wanted = {number for part in missing for number in parts.samples(part)}
     numbers = [number for group in some for draw in group for number in draw]
     assert wanted <= set(numbers) and len(numbers) == len(set(numbers))
@@ -165,7 +172,7 @@ def test_every_missing_sample_is_drawn_once_in_the_same_company(count, batch, la
 
 @given(st.integers(1, 5000), st.integers(1, 70), st.integers(1, 9), st.sampled_from([1, 3 * 64, 10**6]))
 def test_replicas_end_at_about_the_same_time(count, most, replicas, size):
-    job = Job({}, count, 0, (1,), samples_a_part(count, most, size))
+    job = SamplingJob({}, count, 0, (1,), samples_a_part(count, most, size))
     batch = batch_size_of(job, most, replicas)
     assert 1 <= batch <= most
     if count <= module.FINE:
@@ -178,7 +185,7 @@ def test_replicas_end_at_about_the_same_time(count, most, replicas, size):
 
 def test_the_npz_takes_less_memory_than_two_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 1 << 18)
-    job = Job(SETTINGS, count=24, kept=24, shape=(64, 1024, 16), samples_a_part=4)  # 4 MiB a part, 24 in all
+    job = SamplingJob(SETTINGS, count=24, kept=24, shape=(64, 1024, 16), samples_a_part=4)  # 4 MiB a part, 24 in all
     parts, drawn = written(tmp_path, job)
     part = 4 * 64 * 1024 * 16
     arrays = {"arr_0": ("|u1", drawn.shape, parts.all_blocks())}

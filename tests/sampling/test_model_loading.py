@@ -9,8 +9,8 @@ from opendit.checkpoint.pretrained import load_pretrained
 from opendit.encoders.vae import PixelCodec, VAECodec
 from opendit.encoders.video_vae import FrameCodec
 from opendit.models import model_config
-from opendit.sampling import loading as module
-from opendit.sampling.loading import VaeLoader
+from opendit.sampling import model_loading as module
+from opendit.sampling.model_loading import VaeLoader
 from tests.encoders.test_vae import small_vae
 from tests.sampling.small import write
 

@@ -10,10 +10,10 @@ from opendit.diffusion.random import initial_noise, keyed_noise
 from opendit.diffusion.samplers import SAMPLERS
 from opendit.diffusion.sampling import sample_latents
 from opendit.models.blocks import run_blocks
-from opendit.sampling.engine import SamplingEngine
+from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_zoo import CONFIGS, NAMED
 from tests.sampling.tape import TapeRecorder
-from tests.sampling.test_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
+from tests.sampling.test_sampling_engine import CAPTIONS, EVERY, LABELS, OBJECTIVES, conditions, fresh, off_by
 
 SCALE = 3.0
 

@@ -1,10 +1,14 @@
-"""Write samples: the names of their files, the files that an earlier run left in the folder, and the .npz."""
+"""The files of samples: names, pictures and clips, .npz archives, and the files of earlier runs in an output folder."""
 
+import base64
+import io
 import json
 import os
 import re
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +16,16 @@ from PIL import Image
 
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_file import write_mp4
-from opendit.sampling.parts import npy_header
 
-INDEX = ".samples.json"  # the files in a folder that sample.py wrote, and will take away when it draws there again
-LONGEST = 100  # bytes of a label in a file name; a name may have 255 (143 on an encrypted disk)
+INDEX = ".samples.json"  # lists the files in a folder that sample.py wrote, and deletes when it draws there again
+LONGEST = 100  # bytes of a label in a file name; file systems take 255 (143 if encrypted)
 
 
 def file_name(number: int, label: str) -> str:
-    """file_name(7, "a cat, asleep") -> "000007-a_cat__asleep": any label as a name that every file system takes."""
+    """Return a file name, without suffix, that every file system accepts.
+
+    (7, "a cat, asleep") gives "000007-a_cat__asleep".
+    """
     name = ""
     for character in label[:40]:
         name += character if (character.isalnum() or character in "-_") and _encodes(character) else "_"
@@ -31,12 +37,12 @@ def file_name(number: int, label: str) -> str:
 def _encodes(character: str) -> bool:
     try:
         return bool(os.fsencode(character))
-    except UnicodeEncodeError:  # the file system's names are in another encoding
+    except UnicodeEncodeError:  # the file system's encoding lacks the character
         return False
 
 
 class OutputFolder:
-    """The files of one run in its folder; rank 0 alone calls :meth:`begin`.
+    """The files of one run in its output folder. Only rank 0 calls :meth:`begin` or :meth:`resume`.
 
     Args:
         names: of the files that the run will write.
@@ -45,17 +51,17 @@ class OutputFolder:
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.names = folder, list(names)
 
-    def go_on(self) -> None:
-        """Takes away what an earlier start of the same run was about to write when it was killed. Raises OSError."""
+    def resume(self) -> None:
+        """Delete the temporary files of an earlier start of the same run that was killed. Raises OSError."""
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Takes away what an earlier run wrote here, and nothing else; returns notes for the user. Raises OSError."""
+        """Delete the files that an earlier run wrote here, and no others; return notes for the user. Raises OSError."""
         earlier = self._earlier()
-        self._write_index({*earlier, *self.names})  # before the first file: a run that is killed is known, too
+        self._write_index({*earlier, *self.names})  # before the first file, in case this run is killed
         for name in os.listdir(self.folder):
             path = self.folder / name
             if (name in earlier or _unfinished(name) in earlier) and path.is_file() and not path.is_symlink():
@@ -66,7 +72,7 @@ class OutputFolder:
             return [f"{self.folder} holds {strange:,} other files that look like samples; they are left alone"]
         return []
 
-    def there(self) -> int:
+    def count_samples(self) -> int:
         """Return the number of samples that have a file."""
         return sum((self.folder / name).is_file() for name in self.names if re.match(r"\d{6}", name))
 
@@ -82,7 +88,7 @@ class OutputFolder:
 
 
 def _unfinished(name: str) -> str | None:
-    """The file that a killed process was about to put in its place."""
+    """Return the name that a temporary file would have been given, or None for any other file."""
     found = re.fullmatch(r"\.(.+)\.\d+(\.\w+)", name) or re.fullmatch(r"(.+\.mp4)()\.\d+\.partial", name)
     return found and found[1] + found[2]
 
@@ -90,32 +96,76 @@ def _unfinished(name: str) -> str | None:
 def write_npz(
     path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]], mark: str | None = None
 ) -> None:
-    """An .npz, as np.savez writes it, of arrays that come in blocks and need not fit in memory.
+    """Write an .npz as np.savez does, from arrays that arrive in blocks and need not fit in memory.
 
     Args:
-        arrays: name -> type as numpy writes it ("|u1"), shape, and the numbers in C order, some at a time.
-        mark: as of :func:`replacing`.
+        arrays: name -> dtype in numpy's notation ("|u1"), shape, and blocks of the values in C order.
+        mark: see :func:`replacing`.
     """
     with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, (descr, shape, blocks) in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 file.write(npy_header(shape, descr))
                 for block in blocks:
-                    # As bytes: a memoryview knows no unicode, and a copy of a large block would be held beside it.
+                    # As bytes: a memoryview can't hold unicode, and tobytes() would copy a large block.
                     file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 
+def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
+    """Return the header of a .npy file in C order."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_2_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
 def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarray]]:
-    """Captions as an array of :func:`write_npz`."""
+    """Return captions as an array for :func:`write_npz`."""
     descr = f"<U{max([1, *map(len, captions)])}"
     blocks = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
     return descr, (len(captions),), blocks
 
 
 def save_one(stem: Path, picture: np.ndarray, fps: float) -> None:
-    """STEM.png of a picture (H, W, 3), STEM.mp4 of a clip (T, H, W, 3); whole, or not there."""
+    """Write STEM.png for a picture (H, W, 3) or STEM.mp4 for a clip (T, H, W, 3), atomically."""
     if picture.ndim == 4:
         write_mp4(stem.with_name(stem.name + ".mp4"), picture, fps)
     else:
         with replacing(stem.with_name(stem.name + ".png")) as new:
             Image.fromarray(picture).save(new, "PNG")
+
+
+@dataclass(frozen=True, eq=False)
+class VideoClip:
+    """A generated clip. frames: uint8 (T, H, W, 3), RGB. fps: frames per second."""
+
+    frames: np.ndarray
+    fps: float
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write an .mp4 (H.264) or a looping .gif, atomically; return its path.
+
+        Raises:
+            ValueError: the path has another suffix.
+        """
+        path = Path(path)
+        if path.suffix.lower() == ".mp4":
+            write_mp4(path, self.frames, self.fps)
+        elif path.suffix.lower() == ".gif":
+            first, *others = map(Image.fromarray, self.frames)
+            with replacing(path, make=True) as new:
+                milliseconds = max(20, round(1000 / self.fps))  # viewers slow down faster ones
+                first.save(new, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
+        else:
+            raise ValueError(f"{path}: a clip is saved as .mp4 or .gif")
+        return path
+
+    def __repr__(self) -> str:
+        frames, height, width, _ = self.frames.shape
+        return f"VideoClip({frames} frames of {height} x {width}, {self.fps:g} a second)"
+
+    def _repr_html_(self) -> str:
+        """Return an HTML player, which notebooks show for a clip."""
+        with tempfile.TemporaryDirectory() as folder:
+            content = self.save(Path(folder) / "clip.mp4").read_bytes()
+        source = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
+        return f'<video controls loop autoplay muted src="{source}"></video>'

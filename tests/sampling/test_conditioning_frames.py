@@ -18,10 +18,10 @@ from opendit.diffusion.sampling import sample_latents
 from opendit.encoders.video_vae import VideoCodec
 from opendit.models import TextConfig, VDiTConfig, build_model
 from opendit.models.given_frames import give, with_given
-from opendit.sampling.clip import VideoClip
-from opendit.sampling.engine import SamplingEngine
-from opendit.sampling.fused_steps import takes
-from opendit.sampling.given import given_latents, rows_of
+from opendit.sampling.conditioning_frames import encode_frames, frames_of_samples
+from opendit.sampling.fused_steps import fits_kernels
+from opendit.sampling.output_files import VideoClip
+from opendit.sampling.sampling_engine import SamplingEngine
 from tests.models.test_dit import randomised
 from tests.sampling.small import BYTES, write
 from tests.sampling.tape import TapeRecorder
@@ -68,7 +68,7 @@ def test_the_engine_draws_as_the_sampler_says(settings, record):
     engine = SamplingEngine(model, FLOW, **settings, recorder=recorder, record=record)
     for seed in (1, 2, 3):
         y, null, index, given, lengths = a_batch(seed)
-        got = engine.sample(y, null, index, seed, given=given)
+        got = engine.sample(y, null, index, seed, conditioning_frames=given)
         want = reference(model, y, null, index, given, objective=FLOW, seed=seed, **settings)
         for i, count in enumerate(lengths.tolist()):
             assert torch.equal(got[i, :, :count], given[i, 1:, :count])  # what is given is there, bit for bit
@@ -89,19 +89,19 @@ def test_approximations_and_another_objective_take_them():
     y, null, index, given, lengths = a_batch(4)
     for how in ({"cache": "taylor:2:1"}, {"guidance_every": 2}, {"cache": "first_block:0.05"}):
         engine = SamplingEngine(model, DDPMObjective(), steps=6, cfg_scale=2.0, record=False, **how)
-        got = engine.sample(y, null, index, 0, given=given)
+        got = engine.sample(y, null, index, 0, conditioning_frames=given)
         assert got.isfinite().all() and torch.equal(got[0, :, : lengths[0]], given[0, 1:, : lengths[0]])
 
 
 def test_kernels_of_whole_steps_leave_such_models_alone():
-    assert takes(made(replace(CLIP, given_frames=None)), (4, 4, 6)) and not takes(made(), (4, 4, 6))
+    assert fits_kernels(made(replace(CLIP, given_frames=None)), (4, 4, 6)) and not fits_kernels(made(), (4, 4, 6))
 
 
 def test_a_model_without_given_frames_refuses_them():
     y, null, index, given, _ = a_batch(1)
     engine = SamplingEngine(made(replace(CLIP, given_frames=None)), FLOW, steps=2)
     with pytest.raises(ValueError, match="trained without --given_frames"):
-        engine.sample(y, null, index, 0, given=given)
+        engine.sample(y, null, index, 0, conditioning_frames=given)
 
 
 # ------------------------------------------------------------------------------------------ files
@@ -132,7 +132,7 @@ def config_of(mode):
 
 
 def given_of(mode, **what):
-    return given_latents(config_of(mode), Causal(), (5, 8, 8), torch.device("cpu"), path="RUN", **what)
+    return encode_frames(config_of(mode), Causal(), (5, 8, 8), torch.device("cpu"), path="RUN", **what)
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +189,8 @@ def test_files_pictures_and_clips_in_memory_are_the_same(frames, tmp_path):
         assert got[0].mean() == pytest.approx(one * 12 / 127.5 - 1, abs=0.03)
         assert got[1].mean() == pytest.approx(mean * 12 / 127.5 - 1, abs=0.03)
     several = given_of("first", image=[frames[0], frames[1]])
-    turns = rows_of(several, torch.tensor([0, 1, 2, 5]))
-    assert torch.equal(turns, several[[0, 1, 0, 1]]) and rows_of(None, torch.tensor([0])) is None
+    turns = frames_of_samples(several, torch.tensor([0, 1, 2, 5]))
+    assert torch.equal(turns, several[[0, 1, 0, 1]]) and frames_of_samples(None, torch.tensor([0])) is None
     with pytest.raises(ValueError, match=r"--image: .*a.mp4: not a picture.*; give another file"):
         given_of("first", image=path)
     with pytest.raises(ValueError, match=r"--clip: .*a.png: .*; give another file"):
@@ -267,14 +267,14 @@ def test_a_job_that_did_not_end_is_told_from_one_with_other_frames(weights, fram
     from opendit.config.command_line import parse
     from opendit.config.sample import SampleConfig
     from opendit.parallel.mesh import init_mesh
-    from opendit.sampling.job import settings_of
-    from opendit.sampling.prepare import prepare
+    from opendit.sampling.job_settings import settings_of
+    from opendit.sampling.sampling_run import load_run
 
     found = []
     for number in range(2):
         Image.fromarray(frames[number]).save(tmp_path / f"{number}.png")
         words = f"--ckpt {weights['random']} --prompt a --output {tmp_path}/{number} --image {tmp_path}/{number}.png"
-        run = prepare(parse(SampleConfig, words.split()), init_mesh(), Stages("flags"))
+        run = load_run(parse(SampleConfig, words.split()), init_mesh(), Stages("flags"))
         found.append(settings_of(run)["given frames"])
         run.lock.__exit__(None, None, None)
     assert found[0] != found[1]

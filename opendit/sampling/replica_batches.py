@@ -1,0 +1,140 @@
+"""The batches that a replica draws of a job, when all replicas share one queue."""
+
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from opendit.common.stages import Stages
+from opendit.config.parallel_sizes import find_place
+from opendit.data.progress import Progress
+from opendit.parallel.guidance import Replica
+from opendit.parallel.rendezvous import meet
+from opendit.sampling.output_pipeline import OutputPipeline
+from opendit.sampling.sample_cache import SampleCache, SamplingJob
+from opendit.sampling.sampling_run import SamplingRun
+
+POLL_S = 0.005  # between two looks of a rank that waits for its replica's first rank
+
+
+class ReplicaBatches:
+    """Iterator over the batches of sample numbers that this replica draws. Hand the latents of each to :meth:`decode`.
+
+    All ranks of a replica get the same batches. A free replica takes the next group of batches from the queue, so a
+    slow one gets fewer.
+    """
+
+    def __init__(
+        self,
+        groups: list[list[range]],
+        queue: "SharedQueue",
+        pipeline: OutputPipeline,
+        progress: Progress,
+        leads: bool,
+        stages: Stages,
+    ):
+        self._groups, self._queue, self._pipeline = groups, queue, pipeline
+        self._progress, self._leads, self._stages = progress, leads, stages
+
+    def __iter__(self) -> Iterator[range]:
+        for number in self._queue:
+            yield from self._groups[number]
+
+    def decode(self, index: Tensor, latents: Tensor) -> None:
+        """Decode a batch's latents (B, C, ...) while the next batch is drawn; then they are delivered."""
+        with self._stages("decoding"):
+            self._pipeline.put(index, latents)
+        if self._leads:
+            self._progress.update(self._queue.add_finished(len(index)) - self._progress.done)
+
+
+@contextlib.contextmanager
+def replica_batches(
+    run: SamplingRun,
+    cache: SampleCache,
+    missing: Collection[int],
+    deliver: Callable[[Tensor, np.ndarray], None],
+    finish: Callable[[], None],
+) -> Iterator[ReplicaBatches]:
+    """Share the missing parts of a cache over all replicas, with a progress bar; on exit, wait until all are drawn.
+    Collective.
+
+    Args:
+        deliver: see :class:`OutputPipeline`.
+        finish: called after this rank's last batch has been delivered.
+    """
+    mesh, replica, stages = run.mesh, run.replica, run.stages
+    groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
+    name = mesh.broadcast_object(secrets.token_hex(8))  # which no earlier queue in the store has had
+    queue = SharedQueue(meet(find_place()), name, len(groups), replica)
+    total = sum(len(batch) for group in groups for batch in group)
+    with (
+        Progress(total, "samples", disable=not mesh.is_main) as progress,
+        OutputPipeline(run.codec, mesh.device, deliver, replica.ranks, replica.leads) as pipeline,
+    ):
+        yield ReplicaBatches(groups, queue, pipeline, progress, replica.leads, stages)
+        with stages("decoding"):
+            pipeline.finish()
+        finish()
+        if mesh.is_main:
+            with stages("other processes: waited for"):
+                while (done := queue.add_finished(0)) < total:
+                    progress.update(done - progress.done)
+                    time.sleep(0.1)
+            progress.update(total - progress.done)
+
+
+def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
+    """Return the batch size, at most ``most``.
+
+    In a small job, whose parts are single samples, batches are made smaller so that all replicas draw the same number
+    of them and finish at about the same time. The parts of a large job are full batches, and there are many.
+    """
+    if job.samples_a_part > 1:
+        return min(most, math.ceil(job.count / replicas))
+    rounds = math.ceil(job.count / (most * replicas))
+    return math.ceil(job.count / (rounds * replicas))
+
+
+class SharedQueue:
+    """The numbers 0 to ``count`` - 1, each given to one replica: the next one to whichever asks first. All ranks of a
+    replica get the same numbers.
+
+    The store counts. A replica's first rank increments the counter and tells the other ranks through a key of the
+    replica. Those poll instead of waiting inside the store, whose connection other threads use as well.
+
+    Args:
+        store: shared by all ranks.
+        name: unique in the store.
+        count: number of pieces of work.
+        replica: this rank's.
+    """
+
+    def __init__(self, store: Store, name: str, count: int, replica: Replica):
+        self._store, self._name, self.count, self._replica = store, f"queue/{name}", count, replica
+
+    def __iter__(self) -> Iterator[int]:
+        turn = 0
+        while (number := self._next(turn)) < self.count:
+            yield number
+            turn += 1
+
+    def _next(self, turn: int) -> int:
+        key = f"{self._name}/{self._replica.number}/{turn}"
+        if self._replica.leads:
+            number = self._store.add(f"{self._name}/taken", 1) - 1
+            if self._replica.ranks is not None:
+                self._store.set(key, str(number))
+            return number
+        while not self._store.check([key]):
+            time.sleep(POLL_S)
+        return int(self._store.get(key))
+
+    def add_finished(self, amount: int) -> int:
+        """Add to the amount of work that is finished; return that of all replicas. Called by a replica's first rank."""
+        return self._store.add(f"{self._name}/finished", amount)

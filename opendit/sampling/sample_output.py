@@ -1,0 +1,267 @@
+"""The output of sample.py: single files, a sheet, an .npz, and the cache from which a killed job resumes."""
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opendit.common.safe_files import LinkRefused, refuse_links, write_whole
+from opendit.common.utils import hash_parts
+from opendit.config.console import print_block
+from opendit.encoders.pictures import grid_columns, save_animation, save_contact_sheet, save_grid
+from opendit.parallel.mesh import Mesh
+from opendit.sampling.job_settings import GRID_PICTURES, SHEET_CLIPS, digest_of_weights, job_of
+from opendit.sampling.output_files import OutputFolder, file_name, save_one, texts, write_npz
+from opendit.sampling.output_pipeline import Writers
+from opendit.sampling.replica_batches import ReplicaBatches, replica_batches
+from opendit.sampling.sample_cache import CacheWriter, DamagedPart, SampleCache, find_unfinished_job
+from opendit.sampling.sampling_run import SamplingRun, announce
+
+PROFILE = "profile.json"
+WAITING_BYTES = 256 << 20  # of pictures that wait for a thread to write them
+
+logger = logging.getLogger(__name__)
+
+
+def open_output(run: SamplingRun) -> "SampleOutput":
+    """Open a run's output folder, whose cache may hold samples of an earlier start. Collective.
+
+    Raises:
+        ValueError: on every rank: the cache belongs to a job with other settings, and --overwrite is not given.
+    """
+    with run.stages("digests of what decides a sample; an earlier start"):
+        mesh, flags, output, job, problem = run.mesh, run.flags, Path(run.flags.output), None, None
+        resumes = False
+        weights = digest_of_weights(run) if mesh.is_main or mesh.tp_size > 1 else ""
+        if mesh.is_main:
+            job = job_of(run, weights)
+            try:
+                earlier = None if flags.overwrite else find_unfinished_job(output)
+                resumes = earlier is not None
+                if earlier is not None and (differences := earlier.differences(job.settings)):
+                    raise ValueError(
+                        f"--output {output}: holds {earlier.cached:,} of {earlier.count:,} samples of a job that did "
+                        f"not end, and this one is another: {', '.join(differences)}; start it as it was to go on, "
+                        "give another --output, or add --overwrite to drop what is there"
+                    )
+                if earlier is not None:
+                    job = replace(job, samples_a_part=earlier.samples_a_part)
+                refuse_links(output, set(files_of(run)) & set(os.listdir(output)), "--output")
+            except (ValueError, LinkRefused) as error:
+                problem = str(error)
+        job, resumes, problem = mesh.broadcast_object((job, resumes, problem))
+        if problem:
+            raise ValueError(problem)
+        return SampleOutput(run, SampleCache(output, job), resumes)
+
+
+class SampleOutput:
+    """The output of a run, see :func:`open_output`.
+
+    Args:
+        resumes: the cache holds samples of an earlier start of the same job.
+    """
+
+    def __init__(self, run: SamplingRun, cache: SampleCache, resumes: bool):
+        self.run, self.cache, self._resumes = run, cache, resumes
+        self._folder = OutputFolder(Path(run.flags.output), files_of(run))
+
+    @contextlib.contextmanager
+    def missing_batches(self) -> Iterator[ReplicaBatches]:
+        """Prepare the folder, announce the run, and yield this replica's batches of the samples that are missing. On
+        exit, rank 0 makes the sheet and the .npz from all samples. Collective.
+
+        Raises:
+            OSError: a disk is full or fails; the message says which samples are safe and what can be done.
+        """
+        run, mesh = self.run, self.run.mesh
+        try:
+            missing = self._begin() if mesh.is_main else None
+            announce(run)
+            missing = mesh.broadcast_object(missing)  # nobody writes before rank 0 has removed old files
+            with self._written(missing) as batches:
+                yield batches
+            mesh.barrier()
+            if mesh.is_main:
+                self._finish()
+            mesh.barrier()
+        except LinkRefused:
+            raise
+        except OSError as error:
+            text = f"{error}; {self._what_is_safe(error)}"
+            if mesh.world_size == 1 and not self.cache.count_cached():
+                with contextlib.suppress(OSError):
+                    self.cache.remove()
+            raise OSError(text) from error
+
+    # ------------------------------------------------------------------------------------------ before the first sample
+
+    def _begin(self) -> list[int]:
+        """Prepare the folder, on rank 0. Return the parts of the cache that are missing."""
+        run, cache, folder = self.run, self.cache, self._folder
+        missing = list(range(cache.count))
+        if self._resumes:
+            suffix = suffix_of(run)
+            files = [folder.folder / (name + suffix) for name in file_names(run)] if run.flags.save_png else []
+            missing, problems = cache.missing(lambda number: not files or is_file(files[number]))
+            run.notes += problems[:10] + [f"and {len(problems) - 10:,} more"] * (len(problems) > 10)
+            cached, count = cache.count_outside(missing), cache.job.count
+            run.notes.append(f"{cached:,} of {count:,} samples are there from an earlier start; it goes on from them")
+            folder.resume()
+            cache.remove_unfinished()
+        else:
+            cache.remove()
+            run.notes += folder.begin()
+        self._check_room(missing)
+        cache.begin()
+        return missing
+
+    def _check_room(self, missing: list[int]) -> None:
+        """Raise OSError if the missing parts and the .npz won't fit on their disks."""
+        cache, npz = self.cache, self.run.flags.npz
+        sample = math.prod(cache.job.shape)
+        needs = [(cache.folder.parent, sum(map(cache.rows, missing)) * sample, str(cache.folder))]
+        if npz:
+            needs.append((Path(npz).absolute().parent, cache.job.count * sample, npz))
+        disks = [folder.stat().st_dev for folder, *_ in needs]
+        for (folder, _, name), disk in zip(needs, disks, strict=True):
+            needed = sum(size for (_, size, _), other in zip(needs, disks, strict=True) if other == disk)
+            free = shutil.disk_usage(folder).free
+            if free < needed:
+                space = f"{needed / 2**20:,.1f} MiB are needed, {free / 2**20:,.1f} are free"
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {space}", name)
+
+    # ------------------------------------------------------------------------------------------ while samples are drawn
+
+    @contextlib.contextmanager
+    def _written(self, missing: list[int]) -> Iterator[ReplicaBatches]:
+        """Yield this replica's batches; threads write the decoded samples to their files and to the cache."""
+        run, stages = self.run, self.run.stages
+        names, cache_writer = file_names(run), CacheWriter(self.cache, missing)
+
+        def write(number: int, picture: np.ndarray) -> None:
+            began = time.perf_counter()
+            if run.flags.save_png:
+                save_one(Path(run.flags.output) / names[number], picture, run.fps)
+            cache_writer.add(number, picture)
+            stages.mark("first sample on disk")
+            stages.beside("writing, by threads", time.perf_counter() - began)
+
+        def deliver(index: Tensor, pictures: np.ndarray) -> None:
+            with stages("writing: waited for"):
+                for number, picture in zip(index.tolist(), pictures, strict=True):
+                    if cache_writer.wants(number):
+                        writers.put(write, number, picture)
+
+        def finish() -> None:
+            with stages("writing: waited for"):
+                writers.close()
+
+        threads = writer_threads(run.mesh)
+        waiting = min(4096, max(threads, WAITING_BYTES // math.prod(self.cache.job.shape)))
+        with (
+            Writers(threads, waiting) as writers,
+            replica_batches(run, self.cache, missing, deliver, finish) as batches,
+        ):
+            yield batches
+
+    # ------------------------------------------------------------------------------------------ after the last sample
+
+    def _finish(self) -> None:
+        """Write the sheet and the .npz, remove the cache, and print a summary, on rank 0."""
+        run = self.run
+        with run.stages("sheet, .npz"):
+            rows = self.collect()
+            if run.engine.approximations.note and not run.replica.halves:  # with halves, this rank knows its own only
+                rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
+            self.cache.remove()
+        print_block("\nDone", rows)
+        if run.flags.profile:
+            path = self._folder.folder / PROFILE
+            write_whole(path, (json.dumps(run.stages.to_dict(), indent=1) + "\n").encode())
+            logger.info("profile of rank 0 (%s):\n%s", path, run.stages.table())
+
+    def collect(self) -> dict[str, str]:
+        """Write the .npz and the sheet from the cache. Return the summary's rows about what there is now."""
+        run, flags, captions, output = self.run, self.run.flags, self.run.captions, self._folder.folder
+        clips, rows = run.model.config.is_video, {}
+        if flags.npz:
+            shape, labels = (len(captions), *self.cache.job.shape), run.choices.numpy()
+            with_text = run.model.config.text is not None
+            arrays = {
+                "arr_0": ("|u1", shape, self.cache.all_blocks()),
+                "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
+            }
+            # The mark names the temporary file by the output folder, which one job at a time writes to: what a killed
+            # job left is overwritten by the next.
+            write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
+            of = " x ".join(map(str, shape))
+            rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
+        shown = self.cache.first(SHEET_CLIPS if clips else GRID_PICTURES)
+        if clips:
+            save_contact_sheet(output / "grid.png", shown, captions[: len(shown)])
+            save_animation(output / "grid.gif", shown, captions[: len(shown)], run.fps)
+        else:
+            save_grid(output / "grid.png", shown, captions[: len(shown)], columns=grid_columns(captions))
+        rows = {"sheet": f"{output / 'grid.png'}{', moving in grid.gif' if clips else ''}", **rows}
+        if flags.save_png:
+            rows["clips" if clips else "pictures"] = f"{self._folder.count_samples():,} in {output}"
+        return rows
+
+    def _what_is_safe(self, error: OSError) -> str:
+        """Return which samples are complete on disk after an error, and what to do."""
+        flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
+        if flags.save_png:
+            complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"
+            found = f"{complete} samples are there and whole, in {self._folder.folder}"
+        elif cached and flags.npz:
+            found = f"{cached:,} of {cache.job.count:,} samples are in {cache.folder}/*.npy, for np.load"
+        if isinstance(error, DamagedPart):
+            return f"{found}; start it again as it was: what is damaged is drawn anew"
+        if cached:
+            found += "; make room" + ", or give another place to --npz," * bool(flags.npz)
+            return f"{found} and start it again as it was: it goes on from there"
+        return f"{found}; make room, or give other places to --output and --npz"
+
+
+def is_file(path: Path) -> bool:
+    """Return True if a file exists and is not empty; a power cut may leave empty files."""
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
+
+
+def files_of(run: SamplingRun) -> list[str]:
+    """Return the names of all files that a run writes in its folder."""
+    suffix = suffix_of(run)
+    single = [name + suffix for name in file_names(run)] if run.flags.save_png else []
+    grids = ["grid.png", *(["grid.gif"] if run.model.config.is_video else [])]
+    return [*single, *grids, *([PROFILE] if run.flags.profile else [])]
+
+
+def suffix_of(run: SamplingRun) -> str:
+    return ".mp4" if run.model.config.is_video else ".png"
+
+
+def file_names(run: SamplingRun) -> list[str]:
+    """Return the file name of every sample, without the suffix."""
+    return [file_name(number, caption) for number, caption in enumerate(run.captions)]
+
+
+def writer_threads(mesh: Mesh) -> int:
+    """Return the number of threads that encode files: this process's share of the machine's cores, up to 8."""
+    here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(1, cores // here))

@@ -1,0 +1,556 @@
+"""The sampling engine: draws batches of latents with one model, each step replayed as one CUDA graph.
+
+``opendit.diffusion.sampling.sample_latents`` is the same algorithm in a few lines; the engine draws the same latents
+faster. :class:`SamplingEngine` holds one :class:`SamplingLoop` for each batch size, and a loop calls the network
+(:class:`~opendit.sampling.prepared_model.PreparedModel`) once or twice a step.
+"""
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opendit.config.approximations import Approximations, FirstBlockCache
+from opendit.diffusion import Objective
+from opendit.diffusion.guidance import cfg_model, guided_within, is_within
+from opendit.diffusion.random import initial_noise, keyed_noise
+from opendit.diffusion.samplers import SAMPLERS, Sampler
+from opendit.kernels.fp8_weight import keep_weights
+from opendit.kernels.recording import GraphRecorder, Recorder
+from opendit.models import Condition, DiT
+from opendit.sampling.approximate_steps import (
+    FIRST,
+    REST,
+    REUSED,
+    BlockStack,
+    FirstBlockDone,
+    FirstBlockStack,
+    Mode,
+    ReusedGuidance,
+    Step,
+    make_stack,
+    plan_steps,
+)
+from opendit.sampling.fused_steps import FusedSteps, can_fuse, fused_steps
+from opendit.sampling.prepared_model import PreparedModel
+
+TABLE_BYTES = 256 << 20  # DiT-XL/2's modulations for 50 steps of 12 guided samples, or 10 steps of 64
+LOOPS = 4  # batch sizes whose recordings are kept
+
+logger = logging.getLogger(__name__)
+
+
+class SamplingEngine:
+    """Draws latents with one model and one set of settings, as long as the model's weights don't change or move.
+
+    The first batch of a batch size records its steps as CUDA graphs, later batches replay them. The recordings of the
+    most recently used batch sizes are kept. With float8 operations, weights are cast once. Where recording is not
+    possible, the same code runs kernel by kernel; ``note`` says which of the two it is, and why.
+
+    Args:
+        model: on its device, in its precision and in eval mode.
+        objective: the objective that the model was trained with.
+        steps: number of sampler steps.
+        sampler: one of the objective's samplers; None for its default.
+        cfg_scale, cfg_channels, cfg_interval: classifier-free guidance, as in ``sample_latents``.
+        guidance_every: evaluate guidance's unconditional half every N-th step only.
+        cache: "first_block[:THRESHOLD]" or "taylor:K[:ORDER]": some steps reuse the results of blocks
+            (``opendit.sampling.approximate_steps``).
+        size: (h, w) or (t, h, w) of the latents; the model's own by default.
+        around: wraps ``model(x, t, y)`` before guidance calls it, to share batches between ranks (``SharedBatch``).
+        record: allow recording steps as CUDA graphs.
+        table_bytes: memory for precomputed modulations, and as much again for captions' keys and values.
+        loops: number of batch sizes whose recordings are kept.
+        recorder: records steps; created when needed by default.
+
+    Raises:
+        ValueError: the sampler belongs to another objective, or the interval or the approximations are invalid or
+            can't be combined.
+    """
+
+    approximations: Approximations
+    settings: "LoopSettings"
+    evaluated: int
+    note: str
+
+    def __init__(
+        self,
+        model: DiT,
+        objective: Objective,
+        *,
+        steps: int,
+        sampler: str | None = None,
+        cfg_scale: float = 4.0,
+        cfg_channels: int | None = None,
+        cfg_interval: tuple[float, float] | None = None,
+        guidance_every: int = 1,
+        cache: str | None = None,
+        size: tuple[int, ...] | None = None,
+        around: Callable[..., Any] | None = None,
+        record: bool = True,
+        table_bytes: int = TABLE_BYTES,
+        loops: int = LOOPS,
+        recorder: GraphRecorder | None = None,
+    ):
+        size = tuple(size or model.config.input_size)
+        objective = objective.for_tokens(math.prod(model.config.grid_of(size)))
+        name = objective.choose(sampler)
+        self.approximations = Approximations.of(guidance_every, cache, steps)
+        if self.approximations.by_batch and (around is not None or model.sequence is not None):
+            raise ValueError(f"--cache {cache}: decides by what a rank sees, and ranks share samples; use taylor:3")
+        self.settings = LoopSettings(
+            model=model,
+            objective=objective,
+            steps=steps,
+            sampler=name,
+            cfg_scale=cfg_scale,
+            cfg_channels=cfg_channels,
+            cfg_interval=cfg_interval,
+            size=size,
+            around=around,
+            memory=table_bytes,
+            approximations=self.approximations,
+        )
+        if model.ops.float8 and model.sequence is None:
+            keep_weights(model.blocks)
+        channels = model.config.in_channels, model.config.out_channels
+        times = evaluation_times(objective, name, steps, channels, model.device)
+        most = max(map(len, times))
+        # Steps with fewer evaluations than others are padded with the time of their first one, which nothing reads.
+        self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
+        self.evaluated = 0  # blocks x rows that all batches so far evaluated
+        self._full_work = 0  # the same without approximations
+        self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()  # by batch size, the most recently used last
+        self._most_loops, self._recorder = loops, recorder
+        self.note = why_not_recorded(model, record, recorder is not None)
+        if not self.note and recorder is None:
+            self._recorder = GraphRecorder()
+        self.note = f"kernel by kernel: {self.note}" if self.note else "recorded as a CUDA graph"
+
+    @property
+    def records(self) -> bool:
+        """True if steps are recorded as CUDA graphs."""
+        return self.note.startswith("recorded")
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        y: Condition,
+        null: Condition,
+        index: Tensor,
+        seed: int,
+        *,
+        conditioning_frames: Tensor | None = None,
+        progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
+        callback: Callable[[int, Tensor], None] | None = None,
+    ) -> Tensor:
+        """Draw one batch of latents.
+
+        Args:
+            y: conditions of the B samples, on the model's device.
+            null: the condition of guidance's other half: one row, or B rows for negative prompts.
+            index: (B,) int64 numbers of the samples; their noise depends on ``seed`` and these numbers only.
+            conditioning_frames: (B, 1 + C, T, H, W), a mask and the latents of the frames that clips begin with, for a
+                model with conditioning frames. The result holds these frames unchanged.
+            progress: wraps the iterable of steps, such as tqdm.
+            callback: ``callback(i, x)`` is called after step i with the sampler's x (B, C, ...), not to be changed.
+
+        Returns:
+            float32 latents (B, C, h, w), or (B, C, t, h, w) for a clip model.
+
+        Raises:
+            ValueError: y and index differ in length, null does not fit y, or the model takes no conditioning frames.
+        """
+        if len(y) != len(index):
+            raise ValueError(f"{len(y)} conditions for {len(index)} samples")
+        if conditioning_frames is not None and self.settings.model.config.given_frames is None:
+            raise ValueError("the model was trained without --given_frames; leave the given frames out")
+        if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
+            raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
+        loop = self.loop_of(len(index))
+        device = self.settings.model.device
+        frames = None if conditioning_frames is None else conditioning_frames.to(device)
+        loop.begin(y, null, index.to(device), seed, frames)
+        steps = range(self.settings.steps)
+        for i in steps if progress is None else progress(steps):
+            self._advance(loop, i)
+            if callback is not None:
+                callback(i, loop.latents())
+        self.evaluated, self._full_work = self.evaluated + loop.evaluated, self._full_work + loop.full_work
+        latents = loop.latents()
+        return latents if frames is None else torch.where(frames[:, :1] > 0, frames[:, 1:], latents)
+
+    @property
+    def share_evaluated(self) -> float:
+        """Share of the blocks' work, both halves of guidance included, that all batches so far evaluated. On ranks that
+        share batches: this rank's share of the work of all of them."""
+        return self.evaluated / max(1, self._full_work)
+
+    def batches(
+        self, y: Condition, null: Condition, index: Tensor, batch_size: int, seed: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (index, latents) for up to ``batch_size`` samples at a time, as :meth:`sample` draws them. ``index``
+        may be on the CPU and is yielded unchanged."""
+        for first in range(0, len(index), batch_size):
+            rows = slice(first, first + batch_size)
+            yield index[rows], self.sample(y[rows], null if len(null) == 1 else null[rows], index[rows], seed)
+
+    def loop_of(self, samples: int) -> "SamplingLoop":
+        """Return the loop of a batch size; a new one replaces the least recently used."""
+        if samples not in self.loops:
+            while len(self.loops) >= self._most_loops:
+                self.loops.popitem(last=False)
+            self.loops[samples] = SamplingLoop(self.settings, self._times, samples)
+        self.loops.move_to_end(samples)
+        return self.loops[samples]
+
+    def _advance(self, loop: "SamplingLoop", i: int) -> None:
+        if self.records:
+            try:
+                return loop.advance(i, self._recorder)
+            except NotRecordedError as error:
+                self._fall_back(error)
+        return loop.advance(i)
+
+    def _fall_back(self, error: "NotRecordedError") -> None:
+        """Run kernel by kernel from now on: the memory pool that the graphs share can't be used again."""
+        self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
+        self._recorder = None
+        for loop in self.loops.values():
+            loop.recordings.clear()
+        logger.warning("CUDA graph: %s", self.note)
+
+
+def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
+    """Return why a model's sampling steps can't be recorded, or "". record: recording is allowed."""
+    if not record:
+        return "recording is off"
+    if not has_recorder and model.device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast casts weights anew in every block that it is asked for"
+    return model.no_graph
+
+
+def evaluation_times(
+    objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
+) -> list[Tensor]:
+    """Return the times t at which sampler ``name`` evaluates the network: (evaluations,) for every step.
+
+    They are found by running the sampler with a network that predicts zeros. channels: of the network's input and
+    output.
+    """
+    seen: list[list[Tensor]] = []
+
+    def network(x: Tensor, t: Tensor) -> Tensor:
+        seen[-1].append(t)
+        return x.new_zeros(len(x), channels[1], *x.shape[2:])
+
+    sampler_type = SAMPLERS[name]
+    x = torch.zeros(1, channels[0], 1, 1, device=device)
+    trajectory = objective.trajectory(steps, sampler_type.even_in_noise)
+    sampler = sampler_type(objective.network(network), trajectory, x, lambda k: x)
+    state = sampler.init(x)
+    for i in range(sampler.steps):
+        seen.append([])
+        state = sampler.step(state, i)
+    return [torch.cat(times) for times in seen]
+
+
+# -------------------------------------------------------------------------------------------- the loop of a batch size
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Settings that all batches of an engine share; the fields are those of :class:`SamplingEngine`."""
+
+    model: DiT
+    objective: Objective
+    steps: int
+    sampler: str
+    cfg_scale: float
+    cfg_channels: int | None
+    cfg_interval: tuple[float, float] | None
+    size: tuple[int, ...]
+    around: Callable[..., Any] | None
+    memory: int
+    approximations: Approximations = Approximations()
+
+
+class NotRecordedError(RuntimeError):
+    """A step could not be recorded; nothing was computed."""
+
+
+class SamplingLoop:
+    """Draws batches of ``samples`` samples: ``begin``, then ``advance`` for every step, then ``latents``.
+
+    A step is the network on both halves of guidance, guidance, and the sampler's ``advance``. Everything it reads and
+    writes lies in static memory, including the step's number, which the step itself increments. So a recorded step is
+    replayed with one call and nothing to copy. One recording serves all steps that call the same model, have the same
+    inputs and leave out the same parts of the network. The first step of a kind runs kernel by kernel, which compiles
+    kernels and initialises libraries; the second one is recorded.
+
+    Args:
+        times: (steps, evaluations), see :class:`PreparedModel`.
+    """
+
+    samples: int
+    settings: LoopSettings
+    shape: tuple[int, ...]
+    network: PreparedModel
+    sampler: Sampler
+    state: tuple[Tensor, ...]
+    step: Tensor
+    rows: Tensor
+    plan: list[Step]
+    stack: BlockStack
+    fused: FusedSteps | None
+    evaluated: int
+    full_work: int
+
+    def __init__(self, settings: LoopSettings, times: Tensor, samples: int):
+        self.settings, self.samples = settings, samples
+        model, objective = settings.model, settings.objective
+        device, guided = model.device, settings.cfg_scale != 1.0
+        self.shape = (model.config.in_channels, *settings.size)
+        like = torch.zeros(samples, *self.shape, device=device)
+        self.network = PreparedModel(
+            model,
+            times,
+            samples,
+            guided=guided,
+            size=settings.size,
+            memory=settings.memory,
+            shared=settings.around is not None,
+        )
+        forward = self.network if settings.around is None else settings.around(self.network)
+        self._guidance = ReusedGuidance(forward, samples)
+        trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
+        # The kinds of steps can be told without drawing noise: x stands in for it.
+        self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
+        self._inputs: StepInputs | None = None
+        self._like, self._trajectory = like, trajectory
+        state = self.sampler.init(like)
+        self._state_type: Any = type(state)  # a NamedTuple, whose fields the type system doesn't know
+        self.state = tuple(part.clone() for part in state)
+        self.step = torch.zeros(samples, dtype=torch.int64, device=device)
+        self.rows = torch.arange(samples, device=device)
+        models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
+        starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
+        self.plan = plan_steps(settings.approximations, starts, trajectory.levels)
+        self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
+        self.fused = self._fuse()  # kernels for both ends of a step; None where torch runs them
+        self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> replays it
+        # Blocks x rows of a batch, for each kind that has run once: evaluated in a step, and without approximations.
+        self._work: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self.evaluated = self.full_work = 0  # the same, of the batch's steps so far
+        self._addresses: tuple[int, ...] = ()
+        self._end = 0  # of the steps in the tables
+
+    def _guided(self):
+        """Return the model of (x, t) that the sampler calls: guidance around the prepared network. The conditions that
+        guidance passes on are row numbers, by which the network finds what it has prepared."""
+        settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
+        y, null = rows.chunk(2)
+        forward = self._guidance
+        guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels)
+        if settings.cfg_interval is None:
+            return guided
+        conditional = cfg_model(forward, y, null, 1.0)
+        return guided_within(settings.cfg_interval, settings.objective.noise_level, guided, conditional)
+
+    def _fuse(self) -> FusedSteps | None:
+        """Return the steps as a few kernels, or None if that is not possible."""
+        settings, levels = self.settings, self._trajectory.levels[: self.settings.steps]
+        approximations = settings.approximations
+        if settings.around is not None or approximations.guidance_every > 1:
+            return None
+        if isinstance(approximations.cache, FirstBlockCache) or not can_fuse(settings.model, settings.size):
+            return None
+        guided = [self.network.guided] * settings.steps
+        if self.network.guided and settings.cfg_interval is not None:
+            guided = [is_within(settings.cfg_interval, level) for level in levels]
+        parts = self.network, settings.objective, self.sampler, guided, self.state, self.step
+        return fused_steps(*parts, settings.cfg_scale, settings.cfg_channels)
+
+    def begin(
+        self,
+        y: Condition,
+        null: Condition,
+        index: Tensor,
+        seed: int | Tensor,
+        conditioning_frames: Tensor | None = None,
+    ) -> None:
+        """Prepare the conditions and the noise of a batch.
+
+        Args:
+            index: (B,) int64, on the model's device.
+            seed: one for all samples, or (B,) int64 on the model's device.
+            conditioning_frames: see :meth:`PreparedModel.set_conditioning_frames`.
+        """
+        self.network.condition(y, null if self.network.guided else None)
+        self.network.set_conditioning_frames(conditioning_frames)
+        if self.fused is not None:
+            if self.fused.capacity != self.network.capacity:
+                self.fused.reserve(self.network.capacity)
+                self.recordings.clear()
+        elif self._inputs is None or self._inputs.capacity != self.network.capacity:
+            self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
+            self.recordings.clear()
+        if self._addresses != self.network.addresses:  # recordings read memory that has been freed
+            self._addresses = self.network.addresses
+            self.recordings.clear()
+        self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
+        start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
+        for static, part in zip(self.state, start, strict=True):
+            static.copy_(part)
+        self._end = self.evaluated = self.full_work = 0
+
+    def advance(self, i: int, recorder: Recorder | None = None) -> None:
+        """Run step i; steps must be run in order. recorder: records the step; None runs it kernel by kernel.
+
+        Raises:
+            NotRecordedError: the step can't be recorded, and has not been run.
+        """
+        if i == self._end:
+            count = self.network.fill(i)
+            if self.fused is None:
+                assert self._inputs is not None
+                self._inputs.fill(i, count)
+            else:
+                self.fused.fill(i, count, self.sampler.noise)
+            self._end += count
+            self.step.zero_()
+        self.stack.prepare(i)
+        mode = self.plan[i].mode
+        if mode.blocks == FIRST:
+            assert isinstance(self.stack, FirstBlockStack)
+            self._run(i, mode, recorder)
+            mode = mode._replace(blocks=REUSED if self.stack.reuses() else REST)
+        self._run(i, mode, recorder)
+
+    def _run(self, i: int, mode: Mode, recorder: Recorder | None) -> None:
+        """Run step i, or a part of it, in this mode: kernel by kernel the first time, then recorded and replayed."""
+        kind: tuple[Any, ...]
+        if self.fused is None:
+            assert self._inputs is not None
+            kind = mode, self.sampler.model_at(i), self._inputs.present[i]
+        else:
+            kind = mode, self.fused.kinds[i]
+        if recorder is None or kind not in self._work:
+            before = self.stack.evaluated, self._guidance.rows
+            self._advance(*kind)
+            rows = self._guidance.rows - before[1]
+            self._work[kind] = self.stack.evaluated - before[0], rows * len(self.settings.model.blocks)
+        else:
+            if kind not in self.recordings:
+                try:
+                    _, self.recordings[kind] = recorder.record(lambda: self._advance(*kind))
+                except RuntimeError as error:
+                    raise NotRecordedError(str(error)) from error
+            self.recordings[kind]()
+        evaluated, full = self._work[kind]
+        self.evaluated, self.full_work = self.evaluated + evaluated, self.full_work + full
+
+    def _advance(self, mode: Mode, *kind) -> None:
+        """Compute a step of this kind from and into static memory. A recording holds what this launches."""
+        self.stack.begin(mode.blocks)
+        if self.fused is not None:
+            self._guidance.rows += self.fused.advance(*kind)
+            return
+        model, present = kind
+        self.network.begin(self.step)
+        self._guidance.begin(mode.null)
+        assert self._inputs is not None
+        inputs = self._inputs.at(self.step, self.rows, present)
+        try:
+            after = self.sampler.advance(model, self._state_type(*self.state), inputs)
+        except FirstBlockDone:
+            return
+        # A part of the old state that the new state keeps would be overwritten before it is read.
+        parts = [part.clone() if any(part is old for old in self.state) else part for part in after]
+        for static, part in zip(self.state, parts, strict=True):
+            static.copy_(part)
+        self.step.add_(1)
+
+    def latents(self) -> Tensor:
+        """Return the sampler's x, float32 (B, C, ...), after the steps that have run."""
+        return self._state_type(*self.state).x.clone()
+
+
+class StepInputs:
+    """The ``inputs`` of a sampler's steps as tables, for samples that may be at different steps.
+
+    Numbers (one a step, or one a sample) lie in one table of all steps for each dtype. Inputs of x's shape (noise) are
+    made for as many steps at a time as fit.
+
+    Args:
+        sampler: of B samples; its ``noise_fn`` may be called for any step.
+        like: a tensor of x's shape (B, C, ...) and dtype.
+        capacity: largest number of steps in a table.
+    """
+
+    def __init__(self, sampler: Sampler, like: Tensor, capacity: int):
+        self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()
+        inputs = [sampler.inputs(i) for i in range(sampler.steps)]
+        self.type: Any = type(inputs[0])
+        # Which inputs each step has: steps that differ there have recordings of their own.
+        self.present = [tuple(value is not None for value in step) for step in inputs]
+        self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)
+        self._place: dict[int, tuple[torch.dtype, int, bool]] = {}  # -> its table, its line there, whether it is ()
+        lines: dict[torch.dtype, list[Tensor]] = {}
+        for number, values in enumerate(zip(*inputs, strict=True)):
+            example = next((value for value in values if value is not None), None)
+            if example is None:
+                continue
+            if example.shape == like.shape:
+                self._large[number] = example.new_empty(capacity * len(like), *like.shape[1:])
+                continue
+            column = lines.setdefault(example.dtype, [])
+            self._place[number] = example.dtype, len(column), example.dim() == 0
+            missing = torch.zeros_like(example)
+            values = [(missing if value is None else value).expand(len(like)) for value in values]
+            column.append(torch.stack(values).flatten())
+        self._all = {dtype: torch.stack(columns) for dtype, columns in lines.items()}  # (inputs, steps * B)
+        self._tables = {dtype: all[:, : capacity * len(like)].clone() for dtype, all in self._all.items()}
+
+    def fill(self, first: int, count: int) -> None:
+        """Fill the tables with the inputs of steps ``first`` to ``first + count``."""
+        B = self.samples
+        for dtype, table in self._tables.items():
+            table[:, : count * B].copy_(self._all[dtype][:, first * B : (first + count) * B])
+        for i in range(count if self._large else 0):
+            inputs = self.sampler.inputs(first + i)
+            for number, table in self._large.items():
+                if inputs[number] is not None:
+                    table[i * B : (i + 1) * B].copy_(inputs[number])
+
+    def at(self, step: Tensor, rows: Tensor, present: tuple[bool, ...]) -> NamedTuple:
+        """Return the inputs of samples at steps ``step``.
+
+        Args:
+            step: (B,) int64, counted from the first step in the tables.
+            rows: (B,) int64, 0 to B - 1.
+            present: which inputs these steps have.
+        """
+        return self._of(torch.add(rows, step, alpha=self.samples), present)
+
+    def _of(self, cells: Tensor, present: tuple[bool, ...]) -> NamedTuple:
+        """Return the inputs in these cells of the tables, (B,) int64."""
+        rows = {dtype: table.index_select(1, cells).unbind(0) for dtype, table in self._tables.items()}
+        values: list[Tensor | None] = []
+        for number, there in enumerate(present):
+            if not there:
+                values.append(None)
+            elif number in self._large:
+                values.append(self._large[number].index_select(0, cells))
+            else:
+                dtype, line, scalar = self._place[number]
+                value = rows[dtype][line]
+                values.append(value.view(-1, *(1,) * (self._rank - 1)) if scalar else value)
+        return self.type(*values)
