@@ -251,7 +251,9 @@ class FirstBlockDone(Exception):
 
 
 class FirstBlockStack(BlockStack):
-    """First-block cache [F]: with x_1 the first block's output for x_0, the other blocks are left out where
+    """First-block cache [F].
+
+    With x_1 the first block's output for x_0, the other blocks are left out where
 
         mean |r - r'| < threshold mean |r'|,  r = x_1 - x_0,  r' = r of the last step that evaluated all blocks
 

@@ -62,8 +62,7 @@ def main(argv: list[str]) -> None:
         listening = listen(options["host"], options["port"])
     except ValueError as error:
         parser.fail(error)
-    from opendit.sampling.page.guard import LOCAL
-    from opendit.sampling.page.serve import serve  # torch, which wrong flags need not wait for
+    from opendit.sampling.page.server import LOCAL, serve  # torch, which wrong flags need not wait for
 
     try:
         serve(options, listening, (*LOCAL, options["host"]) if is_local(options["host"]) else None)
@@ -72,7 +71,7 @@ def main(argv: list[str]) -> None:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Raises ValueError, naming the flag and the fix. A password is made where one is needed."""
+    """Check the flags, and set a password if one is needed. Raises ValueError, naming the flag and the fix."""
     options["ckpt"] = options["ckpt"] or []
     if not Path(options["outputs"]).expanduser().is_dir() and not options["ckpt"]:
         raise ValueError(
@@ -100,7 +99,7 @@ def is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises ValueError if there can be none."""
+    """Return a listening socket. Raises ValueError if the address can't be used."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

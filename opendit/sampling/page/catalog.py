@@ -1,12 +1,17 @@
-"""List the files that the page may read: the runs under one folder, their checkpoints and sample grids, and the
-checkpoints that were named when the page was started.
+"""The files that the page may read: the runs in one folder, and the checkpoints that were named when it was started.
 
-A browser only ever chooses among the names that are listed here: what it sends is looked up in a listing and never made
-a part of a path. What is listed lies inside the folder of runs; a symbolic link that leads out of it is refused.
+A browser only ever chooses among names that are listed here: what it sends is looked up in a listing and never becomes
+a part of a path. Listed files lie inside the folder of runs; symbolic links that lead out of it are refused.
+
+:class:`Catalog` lists runs, sample grids and weights. The functions after it read a run's history: the curves in
+log.jsonl, the starts in config.json, and the results of evaluations.
 """
 
+import json
+import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,8 @@ from opendit.checkpoint.files import file_id
 from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.pretrained import find_weights, read_info
 from opendit.checkpoint.run_folders import checkpoints_in, run_folders, step_of
-from opendit.common.json_file import MIB
+from opendit.checkpoint.schema import RUN_CONFIG
+from opendit.common.json_file import MIB, read_file
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
@@ -29,10 +35,10 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 
 @dataclass(frozen=True)
 class WeightsChoice:
-    """Weights to draw from, as ``opendit.load`` takes them.
+    """Weights to draw from.
 
-    name: for people, "000-DiT-Ti-2, step_0001000, ema". path, which: arguments of ``opendit.load``. mark: changes when
-    the file does.
+    name: shown to users, "000-DiT-Ti-2, step_0001000, ema". path, which: arguments ``path`` and ``weights`` of
+    ``opendit.load``. mark: changes when the file does.
     """
 
     name: str
@@ -45,8 +51,8 @@ class WeightsChoice:
 class ModelCard:
     """The facts about a model that a request for samples needs.
 
-    classes: the name of every class; none of a model of captions. samplers: those that it can be drawn with, the
-    default one first. guided: whether it has a null condition. size: as people write it.
+    classes: the names of all classes; empty for a model of captions. samplers: names of usable samplers, the default
+    one first. guided: the model has a null condition. size: a text such as "256 x 256 pixels".
     """
 
     model: str
@@ -75,9 +81,9 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs under ``outputs`` and the checkpoints of ``extra``, looked up anew at every call.
+    """The runs in ``outputs`` and the checkpoints ``extra``, looked up again at every call.
 
-    outputs: the folder of runs; it need not be there yet. extra: name -> path, of whoever starts the page.
+    outputs: the folder of runs; it may not exist yet. extra: name -> path of the checkpoints named at the start.
     """
 
     outputs: Path
@@ -88,31 +94,32 @@ class Catalog:
         return self.outputs.resolve()
 
     def inside(self, path: Path) -> bool:
-        """Return True if a path, with all links resolved, leads to something in the folder of runs."""
+        """Return True if a path, with all links resolved, exists inside the folder of runs."""
         try:
             return path.resolve(strict=True).is_relative_to(self.root)
-        except (OSError, RuntimeError):  # RuntimeError: links in a circle
+        except (OSError, RuntimeError):  # RuntimeError: a loop of links
             return False
 
     # ------------------------------------------------------------------------------------------ runs
 
     def runs(self) -> list[str]:
-        """The names of the runs, the newest first."""
+        """Return the names of the runs, the newest first."""
         return [path.name for path in reversed(run_folders(self.outputs)) if path.is_dir() and self.inside(path)]
 
     def refused(self) -> list[str]:
-        """The names of runs that lead out of the folder."""
+        """Return the names of runs that are links out of the folder."""
         return [path.name for path in run_folders(self.outputs) if path.is_dir() and not self.inside(path)]
 
     def run(self, name: str) -> Path:
-        """The folder of a run. Raises ValueError for a name that is not listed."""
+        """Return the folder of a run. Raises ValueError for a name that is not listed."""
         if not isinstance(name, str) or name not in self.runs():
             raise ValueError("no such run: it is not, or no longer, in the folder of runs; refresh the page")
         return self.outputs / name
 
     def file(self, run: str, name: str) -> Path | None:
-        """A file of a run by a name of the program's own, never a browser's; None if there is none, or if it leads out
-        of the folder of runs or is no regular file."""
+        """Return a file of a run; None if it doesn't exist, leads out of the folder of runs, or is not a regular file.
+
+        name: chosen by this program, never by a browser."""
         path = self.run(run) / name
         try:
             file_id(path, self.root)
@@ -123,7 +130,7 @@ class Catalog:
     # ------------------------------------------------------------------------------------------ grids
 
     def grids(self, run: str) -> list[str]:
-        """The names of a run's sample grids, by step."""
+        """Return the names of a run's sample grids, by step."""
         folder = self.run(run) / "samples"
         if not folder.is_dir() or not self.inside(folder):
             return []
@@ -133,7 +140,8 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """The file of a sample grid. Raises ValueError for names that are not listed and links that lead elsewhere."""
+        """Return the file of a sample grid. Raises ValueError for names that are not listed and for links out of the
+        folder of runs."""
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -144,11 +152,11 @@ class Catalog:
     # ------------------------------------------------------------------------------------------ weights
 
     def sources(self) -> list[str]:
-        """List what samples can be drawn from: runs that have checkpoints, and checkpoints named at the start."""
+        """Return the names of what can be drawn from: runs with checkpoints, and checkpoints named at the start."""
         return [name for name in self.runs() if self._checkpoints(name)] + list(self.extra)
 
     def checkpoints(self, source: str) -> list[str]:
-        """A run's checkpoints by name, after ``NEWEST``; nothing else to choose of a single checkpoint."""
+        """Return ``NEWEST`` and the names of a run's checkpoints; ``NEWEST`` alone for one named at the start."""
         if source in self.extra:
             return [NEWEST]
         return [NEWEST, *(path.name for path in self._checkpoints(source))]
@@ -157,7 +165,7 @@ class Catalog:
         return [path for path in checkpoints_in(self.run(run)) if step_of(path) >= 0 and not path.name.startswith(".")]
 
     def averages(self, source: str, checkpoint: str) -> list[str]:
-        """The sets of weights of a checkpoint: "ema" first, further averages, "model"."""
+        """Return the names of a checkpoint's sets of weights: "ema", further averages, "model"."""
         if source in self.extra:
             return ["ema", "model"] if self.extra[source].is_dir() and not self._is_pipeline(source) else ["ema"]
         folder = self._folder(source, checkpoint)
@@ -185,9 +193,11 @@ class Catalog:
         return found
 
     def weights(self, source: str, checkpoint: str, average: str) -> WeightsChoice:
-        """The weights of three names as they are listed.
+        """Return the weights that three listed names choose.
 
-        Raises ValueError for other names, and for files that lead out of the folder of runs."""
+        Raises:
+            ValueError: a name is not listed, or a file leads out of the folder of runs.
+        """
         if source in self.extra:
             if average not in ("ema", "model"):
                 raise ValueError(f"{source} does not have these weights; refresh the page")
@@ -195,17 +205,17 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # The newest one is asked for by its run, so that a damaged one is passed over for one before it.
+        # The newest checkpoint is loaded by the path of its run, which falls back to an older one if it is damaged.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
         name, mark = f"{source}, {folder.name}, {average}", (folder.name, _mark(folder))
         if average in ("ema", "model"):
             return WeightsChoice(name, self.run(source) if by_run else folder, average, mark)
-        return WeightsChoice(name, find_weights(folder, average), "ema", mark)  # a further average is a file alone
+        return WeightsChoice(name, find_weights(folder, average), "ema", mark)  # further averages are files
 
     def _refuse_links_out(self, checkpoint: Path) -> None:
-        """Raises ValueError if a checkpoint, or a file that is read of it, leads out of the folder of runs."""
+        """Raise ValueError if a checkpoint, or one of its files that are read, leads out of the folder of runs."""
         if not self.inside(checkpoint):
             raise ValueError(f"{checkpoint.name} leads out of the folder of runs, and is not read")
         for path in checkpoint.iterdir():
@@ -213,8 +223,8 @@ class Catalog:
                 file_id(path, self.root)
 
     def card(self, choice: WeightsChoice) -> ModelCard | None:
-        """Read the weights' metadata, without the weights; None if they have none. Raises ValueError or OSError for a
-        damaged file."""
+        """Return the card of weights from their metadata, without reading them; None if they have none. Raises
+        ValueError or OSError for a damaged file."""
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
         weights = Weights({}, file, info)
@@ -228,3 +238,109 @@ def _mark(path: Path) -> tuple[Any, ...]:
     except OSError:
         return ()
     return found.st_ino, found.st_mtime_ns
+
+
+# ------------------------------------------------------------------------------------------- a run's history
+
+METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}
+POINTS = 400  # of a curve; longer ones are averaged over neighbours
+LOG_BYTES, LINE_BYTES = 512 * MIB, MIB
+
+
+def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
+    """Return the points (step, value, run) of these runs for each of ``METRICS``."""
+    found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
+    for run in runs:
+        if (log := catalog.file(run, "log.jsonl")) is None:
+            continue
+        known = log.stat()
+        for metric, points in _points(log, known.st_mtime_ns, known.st_size).items():
+            found[metric] += [(step, value, run) for step, value in points]
+    return found
+
+
+@lru_cache(maxsize=64)
+def _points(log: Path, mtime_ns: int, size: int) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of one run. ``mtime_ns`` and ``size`` identify the state of the file, for the cache."""
+    points: dict[str, list[tuple[int, float]]] = {metric: [] for metric in METRICS}
+    with open(log, "rb") as file:
+        if size > LOG_BYTES:
+            file.seek(size - LOG_BYTES)
+        while line := file.readline(LINE_BYTES):
+            try:
+                entry = json.loads(line)
+                step = entry["step"]
+            except (ValueError, TypeError, KeyError, RecursionError):  # a line that is still being written
+                continue
+            if type(step) is not int:
+                continue
+            for metric, values in points.items():
+                value = entry.get(metric)
+                if type(value) in (int, float) and math.isfinite(value):
+                    values.append((step, float(value)))
+    return {metric: thinned(sorted(values)) for metric, values in points.items()}
+
+
+def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
+    """Return at most ``most`` points: means over neighbours, each at its last step; the last point is kept as it is."""
+    if len(points) <= most:
+        return points
+    *earlier, last = points
+    edges = [round(i * len(earlier) / (most - 1)) for i in range(most)]
+    groups = [earlier[low:high] for low, high in zip(edges, edges[1:], strict=False)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups] + [last]
+
+
+RESULTS = ("results.jsonl", "evaluation/results.jsonl")
+RESULT_BYTES = 4 * MIB
+RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference", "sampler", "steps", "guidance", "time")
+
+
+def results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
+    """Return the results of ``opendit evaluate`` for a run, the newest first, from the run's folder and, for weights
+    that lie in that folder, from the folder ``evaluations``."""
+    found, root = [], catalog.run(run).resolve()
+    for name in RESULTS:
+        if (path := catalog.file(run, name)) is not None:
+            found += _rows(path)
+    if evaluations is not None and (path := evaluations / "results.jsonl").is_file():
+        found += [row for row in _rows(path) if _lies_in(row.get("samples"), root)]
+    unique = {json.dumps(row, sort_keys=True): row for row in found}
+    return sorted(unique.values(), key=lambda row: str(row.get("time")), reverse=True)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Return the results in a file's first RESULT_BYTES."""
+    rows = []
+    with open(path, "rb") as file:
+        for line in file.read(RESULT_BYTES).splitlines():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):  # a line that is still being written
+                continue
+            if isinstance(row, dict) and "metric" in row and "value" in row:
+                rows.append({name: row.get(name) for name in RESULT_FIELDS})
+    return rows
+
+
+def _lies_in(samples: Any, folder: Path) -> bool:
+    try:
+        return isinstance(samples, str) and Path(samples).resolve().is_relative_to(folder)
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
+    """Return the starts of a run, in order, from its config.json; those of early versions of OpenDiT have only flags.
+    Raises ValueError for a damaged file."""
+    if (path := catalog.file(run, "config.json")) is None:
+        return []
+    content = read_file(path, RUN_CONFIG)
+    found = content.get("starts") or [content]
+    return [start for start in found if isinstance(start, dict)]
+
+
+def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the flags whose values differ between two starts, such as "--lr 0.0001 -> 0.001"."""
+    old, new = (flags if isinstance(flags := start.get("flags"), dict) else {} for start in (before, after))
+    return [f"--{name} {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]

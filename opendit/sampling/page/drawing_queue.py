@@ -1,23 +1,32 @@
-"""Draw what browsers ask for, one request after the other, by the one model that is in memory."""
+"""Draw what browsers ask for, one request after another, with the one model that is in memory.
 
+:class:`Page` is the state that the page's tabs share. It submits requests to the :class:`DrawingQueue` and follows
+their progress.
+"""
+
+import asyncio
 import gc
 import math
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opendit.sampling.page.catalog import WeightsChoice
+from opendit.sampling.page import views
+from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
+from opendit.sampling.page.sample_store import SampleStore
 from opendit.sampling.pipeline import DrawSettings, Pipeline
 
 MOST_WAITING = 16  # requests
+POLL_S = 0.1  # between two looks at the progress of a drawing
 
 
 class TooManyRequests(Exception):
@@ -26,7 +35,7 @@ class TooManyRequests(Exception):
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """Weights, classes or captions (or a count of samples without), and settings of a drawing."""
+    """What to draw: weights, classes or captions (or a number of samples without them), and settings."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
@@ -36,6 +45,15 @@ class DrawingRequest:
     def count(self) -> int:
         """Number of samples."""
         return self.what if isinstance(self.what, int) else len(self.what)
+
+
+@dataclass(frozen=True)
+class LabelledRequest:
+    """A request, with the label of each of its samples and the settings to write into the samples' files."""
+
+    request: DrawingRequest
+    labels: list[str]
+    settings: dict[str, Any]
 
 
 class PendingDrawing:
@@ -200,7 +218,7 @@ class DrawingQueue:
 
 
 def is_for_people(error: BaseException) -> bool:
-    """True if the message says what people need to know, and nothing is wrong with the program or its model."""
+    """Return True if an error's message is meant for users, so that the program has no fault."""
     return isinstance(error, CancelledError | ValueError | OSError)
 
 
@@ -210,3 +228,92 @@ def without_traceback(error: BaseException) -> BaseException:
     while cause is not None:
         cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
     return error
+
+
+@dataclass
+class Page:
+    """The state of a server.
+
+    Args:
+        cards: by name, of checkpoints without metadata.
+        most_samples: of one request.
+        evaluations: the folder of ``opendit evaluate``'s results.jsonl.
+    """
+
+    catalog: Catalog
+    queue: DrawingQueue
+    store: SampleStore
+    cards: dict[str, ModelCard] = field(default_factory=dict)
+    most_samples: int = 64
+    evaluations: Path | None = None
+    _pending: dict[str, set[PendingDrawing]] = field(default_factory=lambda: defaultdict(set))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def card(self, choice: WeightsChoice) -> ModelCard:
+        """Return the card of weights. Raises ValueError or OSError, with a line for the user, if they can't be read."""
+        card = self.cards.get(choice.name) or self.catalog.card(choice)
+        if card is None:
+            raise ValueError(f"{choice.name} does not say which model it holds; see python -m opendit.export")
+        return card
+
+    async def draw(self, session: str, asked: list[LabelledRequest]) -> AsyncIterator[str | list[PendingDrawing]]:
+        """Yield the progress as HTML, and finally all requests with their samples, or a message if one fails.
+
+        session: the browser's; :meth:`cancel` finds its requests by it.
+        """
+        waiting: list[PendingDrawing] = []
+        try:
+            try:
+                for one in asked:
+                    waiting.append(self._submit(session, one))
+            except TooManyRequests:
+                yield views.error("too many requests are waiting: try again in a moment")
+                return
+            shown = None
+            while not all(pending.done for pending in waiting):
+                if (status := self._status(waiting)) != shown:
+                    yield (shown := status)
+                await asyncio.sleep(POLL_S)
+            error = next((pending.error for pending in waiting if pending.error is not None), None)
+            if error is None:
+                yield waiting
+            else:
+                yield (
+                    views.message("cancelled")
+                    if isinstance(error, CancelledError)
+                    else views.error(views.error_line(error))
+                )
+        finally:  # also if the browser has left
+            for pending in waiting:
+                pending.cancel()
+            with self._lock:
+                self._pending[session] -= set(waiting)
+                if not self._pending[session]:
+                    del self._pending[session]
+
+    def cancel(self, session: str) -> int:
+        """Cancel all requests of a browser; return their number."""
+        with self._lock:
+            waiting = list(self._pending.get(session, ()))
+        for pending in waiting:
+            pending.cancel()
+        return len(waiting)
+
+    def _submit(self, session: str, asked: LabelledRequest) -> PendingDrawing:
+        pending = self.queue.submit(asked.request)
+        with self._lock:
+            self._pending[session].add(pending)
+        return pending
+
+    def _status(self, waiting: list[PendingDrawing]) -> str:
+        number, now = next((i, pending) for i, pending in enumerate(waiting) if not pending.done)
+        share = sum(1.0 if pending.done else pending.progress for pending in waiting) / len(waiting)
+        name = f"{'AB'[number]}: " if len(waiting) > 1 else ""
+        if now.stage == "waiting":
+            before = self.queue.before(now)
+            text = f"waiting: {before} before this one" if before else "waiting for what is being drawn"
+        elif now.stage == "loading":
+            text = f"{name}loading {now.request.weights.name}"
+        else:
+            text = f"{name}drawing, {100 * now.progress:.0f} %"
+        return views.progress(text, share)

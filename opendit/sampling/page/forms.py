@@ -1,4 +1,4 @@
-"""Turn a browser's fields into a request to draw; everything it sends is checked here or by the ``Pipeline``."""
+"""Turn the fields that a browser sends into a request to draw, checked here or by the ``Pipeline``."""
 
 import math
 import random
@@ -7,17 +7,23 @@ from typing import Any
 
 from opendit.encoders.pictures import one_line
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
-from opendit.sampling.page.drawing_queue import DrawingRequest
+from opendit.sampling.page.drawing_queue import DrawingRequest, LabelledRequest
 from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, DrawSettings
 
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000
-CACHES = ("taylor:2", "taylor:3", "taylor:4", "first_block:0.06", "first_block:0.1")  # with a row in docs/sampling.md
+CACHES = (
+    "taylor:2",
+    "taylor:3",
+    "taylor:4",
+    "first_block:0.06",
+    "first_block:0.1",
+)  # docs/sampling.md has all
 
 
 @dataclass(frozen=True)
 class SettingsForm:
-    """The fields of one column, which say how samples are drawn."""
+    """Fields that choose the weights and how to draw."""
 
     source: Any
     checkpoint: Any
@@ -30,13 +36,13 @@ class SettingsForm:
     guidance_every: Any = 1
 
     def choice(self, catalog: Catalog) -> WeightsChoice:
-        """Raises ValueError for what can't be chosen."""
+        """Return the chosen weights. Raises ValueError for names that are not listed."""
         return catalog.weights(_text(self.source), _text(self.checkpoint), _text(self.average))
 
 
 @dataclass(frozen=True)
 class WhatForm:
-    """The fields that say what is drawn: classes by number, or captions line by line; the count and the seed."""
+    """Fields that choose what to draw: class numbers, or captions one a line; the count and the seed."""
 
     classes: Any
     captions: Any
@@ -45,17 +51,10 @@ class WhatForm:
     seed: Any
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request, with the label of each of its samples and everything that is to stand in their files."""
-
-    request: DrawingRequest
-    labels: list[str]
-    settings: dict[str, Any]
-
-
-def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int) -> Asked:
-    """Raises ValueError, with one line for people, for what can't be drawn."""
+def read_forms(
+    what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int
+) -> LabelledRequest:
+    """Return the request that two forms make. Raises ValueError, with a line for the user, if a field is invalid."""
     count = _number("count", what.count, 1, most_samples, whole=True)
     seed = _number("seed", what.seed, 0, MOST_SEED, whole=True)
     steps = _number("steps", how.steps, 1, MOST_STEPS, whole=True)
@@ -71,7 +70,7 @@ def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: M
     if not card.guided:
         guidance = 1.0
     if guidance == 1:
-        interval, negative, every = None, None, 1  # there is no guidance for them to change
+        interval, negative, every = None, None, 1  # they do nothing without guidance
     if card.captions:
         items: list[Any] = _captions(what.captions)
         labels = items
@@ -105,11 +104,11 @@ def read_forms(what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: M
         "seed": seed,
         "count": count,
     }
-    return Asked(request, labels, settings)
+    return LabelledRequest(request, labels, settings)
 
 
 def same_conditions(first: ModelCard, second: ModelCard, what: WhatForm) -> None:
-    """Raises ValueError unless two models take the classes or captions that are asked of both."""
+    """Raise ValueError unless two models have the same classes, or both take captions, of those that are chosen."""
     if first.captions != second.captions:
         raise ValueError("one of the two models takes captions and the other classes: nothing to compare by")
     for number in [] if first.captions else _classes(what.classes, first):
@@ -138,7 +137,7 @@ def _captions(text: Any) -> list[str]:
 
 
 def _caption(line: Any) -> str:
-    """A caption without characters that are none: what is no text (half a surrogate pair) or steers a terminal."""
+    """Return a caption without lone surrogates and control characters."""
     line = _text(line)
     if len(line) > MOST_CAPTION:
         raise ValueError(f"a caption of {len(line):,} characters: at most {MOST_CAPTION:,}")
@@ -152,7 +151,7 @@ def _text(value: Any) -> str:
 
 
 def _interval(written: Any) -> tuple[float, float] | None:
-    """Two noise levels as they were written, "0.3 5" or "0.3 inf"; nothing for none."""
+    """Parse two noise levels, such as "0.3 5" or "0.3 inf"; None for an empty text."""
     words = _text(written).replace(",", " ").split()
     if not words:
         return None

@@ -1,4 +1,4 @@
-"""The pictures and clips that the page shows, as files with the settings inside, in a folder of its own."""
+"""The pictures and clips that the page shows, as files with their settings inside, in a temporary folder."""
 
 import io
 import json
@@ -20,17 +20,17 @@ from opendit.common.safe_files import remove, remove_tree, replacing
 from opendit.data.video_file import write_mp4
 from opendit.sampling.output_files import VideoClip, file_name
 
-KEY = "opendit"  # of the PNG's text; an MP4 has the same text as its comment
+KEY = "opendit"  # of the settings in a PNG; in an MP4 they are the comment
 MOST_BYTES = 512 * MIB
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
 @dataclass(frozen=True)
 class StoredSample:
-    """A sample that was drawn.
+    """A stored sample.
 
-    token: what its address on the page ends with. name: of the file when it is downloaded. label: its class or caption.
-    settings: what it was drawn with, as it stands in the file. size: height and width in pixels.
+    token: end of its address on the page. name: of the file when it is downloaded. label: its class or caption.
+    settings: as they are written in the file. size: height and width in pixels.
     """
 
     token: str
@@ -43,9 +43,9 @@ class StoredSample:
 
 
 class SampleStore:
-    """Keeps samples, the oldest ones only as long as there is room; a context manager, whose folder goes at the end.
+    """Stores samples in a temporary folder, deleting the oldest ones when it is full; a context manager.
 
-    most_bytes: of all files together. The samples that were added last stay, however large they are.
+    most_bytes: of all files together. The samples that were added last are always kept.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
@@ -61,9 +61,9 @@ class SampleStore:
         remove_tree(self._folder)
 
     def add(self, samples: list[Any], labels: list[str], settings: dict[str, Any]) -> tuple[str, list[StoredSample]]:
-        """Writes what a ``Pipeline`` has returned; (the token of all together, each of them).
+        """Write samples that a ``Pipeline`` has returned; return a token for the batch, and the stored samples.
 
-        settings: of all; each file has its own "label" and "number" besides. Raises OSError.
+        settings: written into every file, with its "label" and "number". Raises OSError.
         """
         stored = []
         for number, (sample, label) in enumerate(zip(samples, labels, strict=True)):
@@ -79,13 +79,13 @@ class SampleStore:
         return batch, stored
 
     def find(self, token: str) -> tuple[StoredSample, Path] | None:
-        """A sample and its file; None for what is not, or no longer, there."""
+        """Return a sample and its file; None if it is unknown or has been deleted."""
         with self._lock:
             found = self._samples.get(token)
         return None if found is None else (found, self._path(found))
 
     def archive(self, batch: str) -> bytes | None:
-        """A ZIP of samples that were added together; None if they are not there any more."""
+        """Return a ZIP of the samples of a batch; None if they have been deleted."""
         with self._lock:
             stored, content = self._batches.get(batch), io.BytesIO()
             if stored is None:
@@ -101,7 +101,7 @@ class SampleStore:
     def _write(self, sample: Any, number: int, label: str, settings: dict[str, Any]) -> StoredSample:
         is_clip, token = isinstance(sample, VideoClip), secrets.token_urlsafe(16)
         path = self._folder / f"{token}.{'mp4' if is_clip else 'png'}"
-        text = json.dumps(settings)  # which is ASCII, whatever a caption holds
+        text = json.dumps(settings)  # ASCII, whatever a caption contains
         if is_clip:
             write_mp4(path, sample.frames, sample.fps, comment=text)
             size = sample.frames.shape[1:3]

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from opendit.sampling.page.catalog import ModelCard
 from opendit.sampling.page.sample_store import StoredSample
 
-SHOWN = 132  # pixels that a side of a small sample is magnified to, about
+SHOWN = 132  # pixels: smaller samples are magnified to about this side
 LONGEST_VALUE = 500
 
 CSS = """
@@ -55,7 +55,7 @@ CSS = """
 
 
 def escaped(value: Any) -> str:
-    """Any text as text in HTML, between tags or in an attribute; a very long one loses its end."""
+    """Escape a text for HTML, between tags or in an attribute; very long texts are cut."""
     text = str(value)
     text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
     return html.escape(text.encode("utf-8", "replace").decode(), quote=True)
@@ -79,6 +79,14 @@ def error(text: str) -> str:
     return f'<div class="status"><div class="error" role="alert">{escaped(text)}</div></div>'
 
 
+def error_line(error: BaseException) -> str:
+    """Return an error as one line for users."""
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    first = str(error).strip().split("\n")[0][:300]
+    return f"drawing failed ({type(error).__name__}: {first}); the page's own output has more"
+
+
 def progress(text: str, share: float) -> str:
     return (
         f'<div class="status">{escaped(text)}<div class="bar"><div style="width:{100 * share:.0f}%"></div></div></div>'
@@ -86,7 +94,7 @@ def progress(text: str, share: float) -> str:
 
 
 def sample(stored: StoredSample, columns: int = 1) -> str:
-    """A picture, or a clip that plays, with its label and what downloads it."""
+    """Render a picture, or a clip that plays, with its label and a link to download it."""
     height, width = stored.size
     zoom = max(1, math.ceil(SHOWN / max(height, 1)) if height < SHOWN else 1)
     height, width = height * zoom, width * zoom

@@ -25,8 +25,7 @@ def outputs(tmp_path_factory):
 def serving(*words: str, password: str | None = None):
     """The address of a page that is served with these flags."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
-    from opendit.sampling.page.application import application
-    from opendit.sampling.page.serve import PageServer, opened
+    from opendit.sampling.page.server import PageServer, application, opened
 
     options, _ = build_parser().read(words)
     check(options)

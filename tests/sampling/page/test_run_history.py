@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from opendit.sampling.page.catalog import Catalog
-from opendit.sampling.page.run_history import POINTS, changed_flags, curves, results, starts, thinned
+from opendit.sampling.page.catalog import POINTS, Catalog, changed_flags, curves, results, starts, thinned
 from tests.sampling.page.runs import BROKEN, CLIPS, CUT, DIGITS, LINKED_FILE, log
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from opendit.sampling.page import guard
-from opendit.sampling.page.guard import BODY_BYTES, LOCAL, Guard
+from opendit.sampling.page import server
+from opendit.sampling.page.server import BODY_BYTES, LOCAL, Guard
 
 
 def ask(path="/", method="GET", headers=(), body=b"", *, password=None, hosts=LOCAL, kind="http"):
@@ -102,7 +102,7 @@ def basic(text: str) -> dict[str, str]:
 
 
 def test_password(monkeypatch):
-    monkeypatch.setattr(guard, "WRONG_PASSWORD_S", 0.0)
+    monkeypatch.setattr(server, "WRONG_PASSWORD_S", 0.0)
     for path in (*USED, *UNUSED):  # nothing is told to who does not know it
         status, headers, seen = ask(path, password="a:bc ü", hosts=None)
         assert status == 401 and headers[b"www-authenticate"].startswith(b"Basic") and not seen

@@ -1,0 +1,318 @@
+"""Serve the page: the guard that checks every request, the web application with Gradio's tabs, and the server."""
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import os
+import re
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads it when it is imported
+
+import gradio as gr  # noqa: E402
+import uvicorn  # noqa: E402
+from fastapi import FastAPI, HTTPException  # noqa: E402
+from fastapi.responses import FileResponse, Response  # noqa: E402
+
+from opendit.checkpoint.pretrained import find_weights, read_info  # noqa: E402
+from opendit.sampling.conditioning_frames import note_on_missing_frames  # noqa: E402
+from opendit.sampling.page import views  # noqa: E402
+from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice  # noqa: E402
+from opendit.sampling.page.drawing_queue import DrawingQueue, Page  # noqa: E402
+from opendit.sampling.page.sample_store import SampleStore, is_token  # noqa: E402
+from opendit.sampling.page.tabs import HTML, compare_tab, runs_tab, sample_tab  # noqa: E402
+from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
+
+MOST_EVENTS = 64  # waiting for an answer, of all browsers; further ones are told to try again
+MOST_CONNECTIONS = 256
+GOODBYE_S = 2  # for running answers when the page is told to stop
+FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # none is fetched from elsewhere
+# All requests that the page makes. Gradio answers more (uploads, files, a proxy, calls of other programs); these are
+# refused.
+GET = re.compile(
+    r"/|/config|/theme\.css|/manifest\.json|/favicon\.ico|/robots\.txt|/(assets|static|svelte)/[\w./@-]+"
+    r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
+)
+POST = re.compile(r"/gradio_api/(queue/join|cancel|reset)/?")
+BODY_BYTES = 256 * 1024  # of a request: the longest prompts take a tenth of it
+WRONG_PASSWORD_S = 1.0  # delay of the answer
+LOCAL = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
+    "'unsafe-inline'; img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; object-src "
+    "'none'; frame-ancestors 'none'; form-action 'self'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+# ------------------------------------------------------------------------------------------------------------ the guard
+
+
+class Guard:
+    """ASGI middleware that refuses requests which must not reach the page.
+
+    Args:
+        app: the page.
+        password: required by HTTP's basic authentication, with any user name; None for none.
+        hosts: host names by which a browser may address the page; None for any. Restricting them to this machine's own
+            prevents DNS rebinding: another site whose name is made to resolve to this machine.
+    """
+
+    def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
+        self._app, self._hosts = app, hosts
+        self._password = None if password is None else password.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return None  # no websockets: the connection is refused
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if refusal := self._refusal(scope["method"], scope["path"], headers):
+            if refusal[0] == 401 and "authorization" in headers:
+                await asyncio.sleep(WRONG_PASSWORD_S)
+            return await _answer(send, *refusal)
+        return await self._app(scope, _bounded(receive), _with_headers(send))
+
+    def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
+        """Return (status, text) for a request that is refused."""
+        host = headers.get("host", "")
+        if self._hosts is not None and _name_of(host) not in self._hosts:
+            return 403, "this page answers to its own machine's name only"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host:
+            return 403, "another site must not use this page"
+        if self._password is not None and not self._knows_password(headers.get("authorization", "")):
+            return 401, "password needed"
+        allowed = POST if method == "POST" else GET if method in ("GET", "HEAD") else None
+        if allowed is None:
+            return 405, "no such method"
+        if not allowed.fullmatch(path) or ".." in path:
+            return 404, "nothing here"
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > BODY_BYTES:
+            return 413, "too long"
+        return None
+
+    def _knows_password(self, authorization: str) -> bool:
+        assert self._password is not None
+        kind, _, credentials = authorization.partition(" ")
+        if kind.lower() != "basic":
+            return False
+        try:
+            sent = base64.b64decode(credentials, validate=True).partition(b":")[2]
+        except (binascii.Error, ValueError):
+            return False
+        return secrets.compare_digest(sent, self._password)
+
+
+def _name_of(host: str) -> str:
+    """Return the host name: "localhost" from "localhost:7860", "::1" from "[::1]:7860"."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _bounded(receive: Receive) -> Receive:
+    """End a body that is too long, whatever length it declared, as if the browser had disconnected."""
+    seen = 0
+
+    async def limited() -> dict[str, Any]:  # must not wait by itself: Gradio polls it to see if a browser has gone
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        return {"type": "http.disconnect"} if seen > BODY_BYTES else message
+
+    return limited
+
+
+def _with_headers(send: Send) -> Send:
+    extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def sending(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *extra]}
+        await send(message)
+
+    return sending
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+    if status == 401:
+        headers.append((b"www-authenticate", b'Basic realm="OpenDiT", charset="UTF-8"'))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})
+
+
+# ------------------------------------------------------------------------------------------------------ the application
+
+
+def build(page: Page) -> gr.Blocks:
+    """Create the page with its three tabs."""
+    with gr.Blocks(title="OpenDiT", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
+        folder = views.escaped(page.catalog.outputs)
+        gr.HTML(f'<div id="title"><h1>OpenDiT</h1><p>{folder}</p></div>', **HTML)
+        with gr.Tab("Sample"):
+            sample_tab(page, blocks)
+        with gr.Tab("Runs"):
+            runs_tab(page, blocks)
+        with gr.Tab("Compare"):
+            compare_tab(page, blocks)
+
+        def leave(request: gr.Request) -> None:
+            page.cancel(str(request.session_hash))
+
+        blocks.unload(leave)
+    blocks.queue(max_size=MOST_EVENTS, default_concurrency_limit=4)
+    return blocks
+
+
+def application(page: Page, password: str | None, hosts: tuple[str, ...] | None = LOCAL) -> Guard:
+    """Return the ASGI application. password, hosts: see :class:`Guard`."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/drawn/{name}")
+    def drawn(name: str) -> Response:
+        token, dot, ending = name.partition(".")
+        if not is_token(token) or ending not in ("", "zip"):
+            raise HTTPException(404)
+        if dot:
+            if (content := page.store.archive(token)) is None:
+                raise HTTPException(404)
+            return Response(content, media_type="application/zip")
+        if (found := page.store.find(token)) is None:
+            raise HTTPException(404)
+        sample, path = found
+        kind = "video/mp4" if sample.is_clip else "image/png"
+        # RFC 5987's form of a file name, as a caption may be in any script.
+        place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
+        return FileResponse(path, media_type=kind, headers={"Content-Disposition": place})
+
+    @app.get("/grid/{run}/{name}")
+    def grid(run: str, name: str) -> Response:
+        try:
+            path = page.catalog.grid(run, name)
+        except (ValueError, OSError):
+            raise HTTPException(404) from None
+        return FileResponse(path, media_type="image/png")
+
+    theme = gr.themes.Default(  # pyright: ignore[reportPrivateImportUsage] gradio's way to write it
+        primary_hue="indigo", secondary_hue="indigo", font=FONT, font_mono=FIXED
+    )
+    theme = theme.set(layout_gap="10px", block_padding="7px 12px", button_large_padding="7px 12px")
+    app = gr.mount_gradio_app(
+        app,
+        build(page),
+        path="/",
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        max_file_size=1,
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=False,
+        mcp_server=False,
+        theme=theme,
+        css=views.CSS,
+    )
+    return Guard(app, password, hosts)
+
+
+# ----------------------------------------------------------------------------------------------------------- the server
+
+
+class Loader:
+    """Loads weights with the flags that the page was started with."""
+
+    def __init__(self, options: dict[str, Any]):
+        self._options = options
+
+    def __call__(self, choice: WeightsChoice) -> Pipeline:
+        """Return the pipeline of weights. Raises ValueError or OSError, with a line for the user."""
+        options, arguments = self._options, {}
+        file = find_weights(choice.path, choice.which)
+        info = read_info(file)
+        text = info.get("config", {}).get("text")
+        if options["vae"] is not None and info.get("vae") != "none":
+            arguments["vae"] = options["vae"]
+        if options["text_encoder"] is not None and text and text["name"] != "bytes":
+            arguments["text_encoder"] = options["text_encoder"]
+        if options["model"] is not None and not info:
+            arguments["model"] = options["model"]
+        pipe = load(
+            choice.path,
+            weights=choice.which,
+            precision=options["mixed_precision"],
+            vae_tiling=options["vae_tiling"],
+            fp8=options["fp8"],
+            **arguments,
+        )
+        pipe.notes += note_on_missing_frames(pipe.config)
+        return pipe
+
+
+@contextlib.contextmanager
+def opened(options: dict[str, Any]):
+    """Yield the :class:`Page` of these flags, and close it on exit. Raises ValueError or OSError for a ``--ckpt`` that
+    can't be read."""
+    extra = {}
+    for name in options["ckpt"]:
+        path = Path(name).expanduser()
+        extra[path.name if path.name not in extra else str(path)] = path
+    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra), Loader(options)
+    cards = {}
+    for name in extra:
+        choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
+        if catalog.card(choice) is None:
+            pipe = loader(choice)  # formats of Meta and diffusers have no metadata of ours: load them to know the model
+            cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
+            del pipe
+
+    with SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
+        evaluations = Path(options["evaluation"]).expanduser()
+        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations)
+
+
+class PageServer(uvicorn.Server):
+    """Serves until SIGINT or SIGTERM, if it runs in the main thread."""
+
+    def __init__(self, app: Guard):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                server_header=False,
+                limit_concurrency=MOST_CONNECTIONS,
+                timeout_graceful_shutdown=GOODBYE_S,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in list(self.server_state.connections):  # some stay open as long as a browser shows the page
+            connection.transport.close()
+        await super().shutdown(sockets)
+
+
+def serve(options: dict[str, Any], listening: socket.socket, hosts: tuple[str, ...] | None) -> None:
+    """Serve until SIGINT or SIGTERM. hosts: see :class:`Guard`. Raises as :func:`opened`."""
+    with opened(options) as page:
+        server = PageServer(application(page, options["password"], hosts))
+        host, port = listening.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        print(f"http://{shown}:{port}  (Ctrl-C ends it)")
+        if options["password"]:
+            print(f"password: {options['password']}  (any user name)")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
