@@ -195,7 +195,7 @@ def line(row: Row, exact: Row) -> str:
 
 
 def records(title: str, rows: list[Row]) -> list[dict]:
-    """Rows for results.csv, the exact sampler as their baseline."""
+    """Return rows for results.csv, with the exact sampler as their baseline."""
     found, exact = [], rows[0]
     for row in rows:
         case = {"bench": "approximations", "case": f"{title}, {row.setting}"}

@@ -173,7 +173,7 @@ TARGET = 1.05  # of the best product's time
 
 
 def add_stacks() -> None:
-    """Models of 8 layers with the widths of the large ones, by name, in this process."""
+    """Register models of 8 layers with the widths of the large ones, by name, in this process."""
     for size in ("7B", "28B"):
         width, _, heads = SIZES[size]
         KINDS["vDiT"].sizes[f"{size}x8"] = (width, DEPTH, heads, {})

@@ -136,7 +136,7 @@ def names(layer: Layer) -> list[str]:
 
 
 def measure(layer: Layer, variants: list[str], rounds: int, budget: float) -> dict[str, float]:
-    """Seconds a step of every variant."""
+    """Return the seconds a step of every variant."""
     mesh, works = layer.mesh, {}
     for name in (COMPUTE_ONLY, *variants):
         works[name] = captured(mesh, functools.partial(layer.step, name, layer.shards(name)))

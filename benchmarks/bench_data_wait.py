@@ -67,7 +67,7 @@ CASES = (
 
 
 def call(program: str, flags: str, log: Path, limit: float) -> None:
-    """Runs one of the project's programs. Raises RuntimeError with the reason if it fails."""
+    """Run one of the project's programs. Raises RuntimeError with the reason if it fails."""
     with log.open("a") as file:
         command = [sys.executable, *shlex.split(f"{program} {flags}")]
         done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=limit)

@@ -79,7 +79,7 @@ def stepper(mesh: Mesh, engine: Engine, config: ECDiTConfig, samples: int, token
 
 
 def timed(mesh: Mesh, step: Callable[[], None], repeats: int) -> float:
-    """Seconds a step, the longest of all ranks."""
+    """Return the seconds a step, the longest of all ranks."""
     mesh.barrier()
     start = time.perf_counter()
     for _ in range(repeats):

@@ -34,7 +34,7 @@ INSIDE = "BENCH_FAULTS_MOUNTS"  # in the environment of the process that may mou
 
 
 def enter_own_mounts() -> None:
-    """Starts this program again where nobody else sees what it mounts; where that is not allowed, goes on without."""
+    """Start this program again in a private mount namespace; continue in this one if that is not allowed."""
     if INSIDE in os.environ:
         return
     unshare = ["unshare", "-rm"]
@@ -48,7 +48,7 @@ def enter_own_mounts() -> None:
 
 
 def run(faults: list[Fault], folder: Path, *, at_once: int, patience: float) -> dict[str, Outcome]:
-    """Makes the faults, some at once, and judges them; says each one's outcome as it comes."""
+    """Cause the faults, some at the same time, and judge them; print each outcome as it comes."""
     starter, results = Starter(), {}
     shared = Shared(starter, folder, patience)
     with ThreadPoolExecutor(at_once) as pool:

@@ -59,8 +59,8 @@ def launch(programs: Programs, argv: list[str]) -> list[Program]:
 def kill_once(
     programs: Programs, argv: list[str], checkpoints: Path, choose: random.Random, in_save: bool, startup: float
 ) -> Kill:
-    """Starts the run and kills a rank of it: in a save one to three steps on, or around the end of its start-up, which
-    takes about ``startup`` seconds."""
+    """Start the run and kill one of its ranks: in a save one to three steps later, or around the end of its start-up,
+    which takes about ``startup`` seconds."""
     ranks, began, run = launch(programs, argv), time.monotonic(), checkpoints.parent
 
     def wait_for(condition: Callable[[], object]) -> None:

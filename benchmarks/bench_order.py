@@ -181,7 +181,7 @@ def write_tars(folder: Path, rows: int, mixed: bool) -> None:
 
 
 def share(path: Path, held: ExitStack) -> None:
-    """Reads all of a file and keeps it mapped, as another rank of the machine would."""
+    """Read all of a file and keep it mapped, as another rank of the machine would."""
     file = held.enter_context(open(path, "rb"))
     mapped = held.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
     sum(mapped[place] for place in range(0, len(mapped), mmap.PAGESIZE))

@@ -58,7 +58,7 @@ MIXES = {"mix": mix, "lognormal": lognormal}  # lengths in smallest pictures
 
 
 def latents_size(tokens: int, place: int, patch: tuple[int, ...]) -> tuple[int, ...]:
-    """Latents (frames, rows, columns) of a sample of so many tokens: one of two sizes of frames.
+    """Return the size of latents (frames, rows, columns) that have ``tokens`` tokens: one of two sizes of frames.
 
     place: patches along each side of the smallest picture.
     """

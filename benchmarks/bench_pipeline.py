@@ -129,7 +129,7 @@ class Step:
 
 
 def measure(mesh: Mesh, step: Step, rounds: int) -> dict[str, float]:
-    """Seconds of a rank's work alone, of the slowest one, and of the step."""
+    """Return the seconds of a rank's work alone, of the slowest one's, and of the step."""
     for work in (step.together, step.alone) * 2:  # kernels are compiled, links made, memory found
         timed(mesh, work, 1)
     alone, ratios = [timed(mesh, step.alone, 1)], []

@@ -101,7 +101,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Frames a processor second of every side in each round; none where one can't take part."""
+    """Return the frames a processor second of every side in each round; none for a side that can't take part."""
     data = build_dataset(
         str(write_clips(case, folder)),
         case.image_size,
@@ -165,7 +165,7 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def _rest(workers: list[int]) -> None:
-    """Waits until the workers have nothing left to read."""
+    """Wait until the workers have nothing left to read."""
     idle = 0
     while idle < 3:
         before = cpu_seconds(workers)
@@ -234,7 +234,7 @@ def anonymous_mib(pid: int) -> float:
 
 
 def soak(reads: int, workers: int, sound_only: bool) -> None:
-    """Reads clips, some of them broken, for a long time and watches the worker processes."""
+    """Read clips, some of them broken, for a long time and watch the worker processes."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         demo = make_demo(folder, clips=200)

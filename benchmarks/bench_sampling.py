@@ -165,7 +165,7 @@ def measure(bench: Bench, draws: dict[str, Draw], size: int) -> dict[str, float]
 
 
 def profile(bench: Bench, draw: Draw, name: str, size: int, count: int, seconds: float) -> None:
-    """Prints the kernels that take longest, per step, and the share of matrix products and attention in a batch's time,
+    """Print the kernels that take longest, per step, and the share of matrix products and attention in a batch's time,
     ``seconds`` without the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":

@@ -207,7 +207,7 @@ def _replay_keeping(replay: Callable[[], None], kept: object, _: object) -> obje
 
 
 def timed(mesh: Mesh, work: Callable[[], object], repeats: int) -> float:
-    """Seconds a call, of the slowest rank."""
+    """Return the seconds a call, of the slowest rank."""
     cuda = mesh.device.type == "cuda"
     mesh.barrier()
     if cuda:

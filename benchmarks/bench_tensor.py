@@ -95,7 +95,7 @@ class Layer:
 
 
 def measure(mesh: Mesh, shape: tuple, dtype: torch.dtype, rounds: int, budget: float) -> dict[str, float]:
-    """Seconds a step of every variant."""
+    """Return the seconds a step of every variant."""
     works = {}
     for name, how in VARIANTS.items():
         with exchanging(name != COMPUTE_ONLY):

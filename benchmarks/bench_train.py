@@ -136,7 +136,7 @@ def engine_step(
 
 
 def measure(build, steps: int, warmup: int, mesh: Mesh) -> tuple[list[float], float]:
-    """Seconds a step of every timed group, and the peak memory in GiB, of a freshly built variant."""
+    """Return the seconds a step of every timed group, and the peak memory in GiB, of a freshly built variant."""
     cuda = mesh.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()

@@ -120,14 +120,14 @@ def captioned_digits(folder: Path) -> Path:
 
 
 def data_path(case: Case, outputs: Path) -> str:
-    """Makes the case's data where they aren't there yet."""
+    """Make the case's data if they do not exist yet."""
     if case.moving:
         return str(make_demo(outputs / "moving_digits"))
     return str(captioned_digits(outputs / "captioned_digits")) if "captioned" in case.architecture.data else "digits"
 
 
 def train(case: Case, outputs: Path, more: list[str], environment: dict[str, str]) -> Path:
-    """Trains a case in a process of its own, or goes on with it; returns its run folder."""
+    """Train a case in a separate process, or resume it; return its run folder."""
     flags = [*case.architecture.flags.split(), "--data_path", data_path(case, outputs)]
     flags += (case.objective.clips if case.moving else case.objective.pictures).split()
     if torch.cuda.is_available():

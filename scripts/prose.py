@@ -50,7 +50,7 @@ def measure(text: str) -> Prose:
 
 
 def main(paths: list[str]) -> None:
-    """Prints a line a page."""
+    """Print a line a page."""
     print(f"{'page':32} {'words':>6} {'a sentence':>10} {'numbers/100':>11} {'longest':>8} {'line':>5}")
     for path in paths:
         found = measure(Path(path).read_text(encoding="utf-8"))

@@ -126,7 +126,7 @@ class Runner:
         self.stand_ins = StandIns(folder / "stand_ins", self.make)
 
     def make(self, words: list[str]) -> None:
-        """Runs a program for a stand-in, in a clone apart from the pages'. Raises StandInError with its error."""
+        """Run a program for a stand-in, in a separate clone. Raises StandInError with its error."""
         clone = self.folder / "stand_ins_clone"
         if not clone.exists():
             subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(clone)], check=True)
@@ -214,7 +214,7 @@ def attempts(page: str, slow: bool = False) -> list[tuple[int, str, Attempt]]:
 
 
 def run_page(runner: Runner, page: str, chosen: list[tuple[int, str, Attempt]], log: Path) -> Counter:
-    """Runs ``chosen`` commands of a page and prints a line of each; returns how many ended how."""
+    """Run ``chosen`` commands of a page and print a line for each; return how many ended how."""
     counts, clone = Counter(), None
     everything = " ".join(word for _, _, attempt in chosen if attempt.kind != "not run" for word in attempt.words)
     for number, (line, text, attempt) in enumerate(chosen):

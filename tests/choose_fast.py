@@ -19,7 +19,7 @@ HEAD = f"# The files of the group fast: {BUDGET_S:.0f} s of tests. Written by te
 
 
 def durations(report: Path) -> dict[str, float]:
-    """Seconds of every file below tests/ in a junit report; 0 of tests that were skipped."""
+    """Return the seconds of every file below tests/ in a junit report; 0 for skipped tests."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).iter("testcase"):
         seconds[case.get("classname", "").removeprefix("tests.").replace(".", "/") + ".py"] += float(

@@ -16,7 +16,7 @@ settings.load_profile("opendit")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Puts a test into its groups before ``-m`` chooses among them; see tests/markers.py."""
+    """Put a test into its groups before ``-m`` chooses among them; see tests/markers.py."""
     if not isinstance(item, pytest.Function):
         return
     in_interpreter = item.path.name in interpreted.FILES or item.path.name == interpreted.RUNNER
@@ -39,7 +39,7 @@ FAST_FILES = markers.fast_files()
 
 @pytest.fixture
 def no_ranks():
-    """Runs of one process in this one leave no rank variables behind."""
+    """Restore the environment, so that runs in this process leave no rank variables behind."""
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -11,7 +11,7 @@ from opendit.models.weights import Weights
 
 @torch.no_grad()
 def taken_over(model: DiT, weights: Weights, found: DiTConfig, class_names: Sequence[str] = ()) -> Adaptation:
-    """Puts into ``model`` what fits of the weights of a model ``found``; its own values are the initial ones."""
+    """Copy the weights of a model ``found`` that fit into ``model``, whose other values stay the initial ones."""
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     start = adapt(model, weights, found, class_names, fresh=own.__getitem__)
     for name, tensor in model.state_dict().items():

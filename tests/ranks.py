@@ -28,8 +28,8 @@ def free_port() -> int:
 
 
 class _Surroundings:
-    """Takes a process's environment, output and errors along to where it is unpickled: forks have those of the process
-    that they were forked from, which began with another test's."""
+    """A process's environment, output and errors, restored where it is unpickled: a fork has those of its parent, which
+    began with another test."""
 
     def __reduce__(self):
         return _surround, (dict(os.environ), DupFd(1), DupFd(2))
@@ -73,8 +73,8 @@ def _child(rank: int, world: int, port: int, folder: str, _, function: Callable,
 
 
 def several_programs() -> None:
-    """Lets this rank run one program after the other: they all meet in the same group, and an error that ends a program
-    does not end the process."""
+    """Let this rank run several programs: they share one process group, and an error that ends a program does not end
+    the process."""
     from opendit.parallel import supervisor
 
     supervisor.close_mesh = lambda: None
@@ -89,7 +89,7 @@ def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
 
 
 def run_ranks(world: int, function: Callable, *args, fresh: bool = False) -> list:
-    """``[function(mesh, *args) on rank 0, on rank 1, ...]``; the function must be importable.
+    """Return ``[function(mesh, *args) on rank 0, on rank 1, ...]``; the function must be importable.
 
     ``fresh``: every rank in an interpreter of its own, where sets of strings have another order.
     """

@@ -29,12 +29,12 @@ def files(page: str) -> set[str]:
 
 
 def missing(page: str) -> set[str]:
-    """The files a page names that are not there; of one called NAME the folder is looked for."""
+    """Return the files that a page names and that do not exist; for NAME.py the folder is checked."""
     return {name for name in files(page) if not (ROOT / re.sub(r"NAME\.py$", "", name)).exists()}
 
 
 def classes(page: str) -> set[str]:
-    """Names in CamelCase, of two parts at least or followed by a method."""
+    """Return names in CamelCase, of at least two parts or followed by a method."""
     return {found[1] for text in quoted(page) if (found := re.fullmatch(r"([A-Z][a-z]+\w*)(?:\.\w+\(.*\))?", text))}
 
 

@@ -133,7 +133,7 @@ def looked(folder: Path) -> None:
 
 
 def preprocess_run(command: str, flags: str) -> None:
-    """Raises what preprocess.py prints as its one line."""
+    """Run a command of preprocess.py; raise what the program would print as its one line."""
     from opendit.config.preprocess import build_parser
 
     options, _ = build_parser("").read([command, *flags.split()])

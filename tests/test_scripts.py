@@ -24,7 +24,7 @@ esac
 
 
 def calls(folder: Path, script: str, *argv: str, gpus: int = 0) -> list[list[str]]:
-    """Runs a copy of the script; returns every call of the stand-ins, words apart."""
+    """Run a copy of the script; return every call of the stand-ins, as words."""
     shutil.copytree(ROOT / "scripts", folder / "scripts")
     shutil.copy(ROOT / script, folder)
     (folder / "install.sh").write_text(TOOL)

@@ -79,7 +79,7 @@ def latest_dangles(lab: Lab) -> None:
 
 
 def seal(folder: Path, **more: dict) -> None:
-    """Gives a checkpoint a manifest that fits its files."""
+    """Write a manifest that matches a checkpoint's files."""
     entries = {}
     for path in folder.iterdir():
         if path.name != MANIFEST and path.is_file():
@@ -88,7 +88,7 @@ def seal(folder: Path, **more: dict) -> None:
 
 
 def with_header(path: Path, change: Callable[[dict], dict | bytes]) -> None:
-    """Rewrites the header of a safetensors file; ``change`` gives the new one, as JSON or as bytes."""
+    """Rewrite the header of a safetensors file; ``change`` returns the new one, as JSON or as bytes."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     made = change(json.loads(content[8 : 8 + size]))
@@ -98,7 +98,7 @@ def with_header(path: Path, change: Callable[[dict], dict | bytes]) -> None:
 
 
 def with_metadata(path: Path, change: Callable[[dict], dict | str]) -> None:
-    """Rewrites what a weights file says of itself."""
+    """Rewrite the metadata of a weights file."""
 
     def of_header(header: dict) -> dict:
         made = change(json.loads(header["__metadata__"]["opendit"]))

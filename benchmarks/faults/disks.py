@@ -17,7 +17,7 @@ FULL, READ_ONLY = "No space left", "Read-only"
 
 
 def fill(folder: Path) -> Path:
-    """Takes all the room that a disk has left; returns the file that has it."""
+    """Use up all free room of a disk; return the file that has it."""
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
         try:

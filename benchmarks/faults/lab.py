@@ -69,7 +69,7 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(what: str, *, name: str | None = None) -> Callable:
-    """Registers a function as a fault, under its own name, in its module's group."""
+    """Register a function as a fault, under its own name, in its module's group."""
 
     def register(make: Callable[["Lab"], None]) -> Callable[["Lab"], None]:
         add(name or make.__name__, make.__module__.rsplit(".", 1)[-1], what, make)
@@ -85,7 +85,7 @@ def add(name: str, group: str, what: str, make: Callable[["Lab"], None]) -> None
 
 
 def register_all() -> None:
-    """Fills FAULTS with the faults of all classes, in order."""
+    """Fill FAULTS with the faults of all classes, in order."""
     for group in GROUPS:
         importlib.import_module(f"benchmarks.faults.{group}")
 
@@ -156,7 +156,7 @@ class Lab:
         self._began = time.monotonic()
 
     def reach(self, step: int, programs: list[Program]) -> None:
-        """Waits until a checkpoint of this step or a later one is there."""
+        """Wait until a checkpoint of this step or a later one exists."""
 
         def there() -> bool:
             if any(program.code() is not None for program in programs):
@@ -344,7 +344,7 @@ def differing(one: Path, other: Path) -> str | None:
 
 
 def judge(fault: Fault, shared: Shared) -> Outcome:
-    """Makes a fault and says what became of it; nothing of it is left afterwards."""
+    """Cause a fault and return its outcome; nothing of it is left afterwards."""
     lab = Lab(shared, fault.name)
     try:
         fault.make(lab)

@@ -68,7 +68,7 @@ class Program:
     _code: Callable[[], int | None]
 
     def code(self) -> int | None:
-        """Its exit code, -N if signal N ended it; None while it runs."""
+        """The exit code, -N if signal N ended it; None while it runs."""
         return self._code()
 
     def send(self, number: int) -> None:
@@ -126,7 +126,7 @@ class Programs:
         self.kill_all()
 
     def kill_all(self) -> list[int]:
-        """Kills what still runs, and waits for it; returns the process ids."""
+        """Kill the processes that still run, and wait for them; return their ids."""
         found = living = living_in(self.folder)
         end = time.monotonic() + 10
         while living and time.monotonic() < end:

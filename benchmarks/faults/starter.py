@@ -63,7 +63,7 @@ def serve(connection: socket.socket) -> dict:
 
 
 def become(request: dict) -> None:
-    """Runs a script as if ``python`` had been started with it.
+    """Run a script as if ``python`` had been started with it.
 
     request: argv, environment, folder (to run in), stdout, stderr (files), file_limit (RLIMIT_FSIZE in bytes or None),
     prelude (Python that runs before the script, where a fault can only be made from within).

@@ -93,7 +93,7 @@ def engine_of(mesh: Mesh, case: Case, model: DiT, **settings):
 
 
 def backward(engine, mesh: Mesh, step: int, accumulation: int) -> Tensor:
-    """Adds the gradients of a step; returns its loss on this rank."""
+    """Add the gradients of a step; return its loss on this rank."""
     micro, total = GLOBAL_BATCH // mesh.dp_size // accumulation, torch.zeros(())
     for m in range(accumulation):
         index = (m * mesh.dp_size + mesh.dp_rank) * micro + torch.arange(micro)
