@@ -9,17 +9,13 @@ from torch import Tensor
 
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.kernels.recompute import recompute_in
-from opendit.models import DiT, STDiTConfig, empty_model
-from opendit.parallel.apply import Sharding, apply_parallel
-from opendit.parallel.engines import build_engine
+from opendit.models import DiT, STDiTConfig
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, sequence_parallel
 from opendit.parallel.sequence.axial import FRAMES, PLACES, AllToAll, DirectExchange
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.sequence.fastseq import DirectFastSeq
-from opendit.parallel.tensor import tensor_group
 from tests.models.test_zoo import inputs, model_of
-from tests.numbers import off_by
 from tests.parallel.tensor.models import CLIP, MODELS, T5
 from tests.parallel.tensor.test_layers import compare
 from tests.parallel.test_sequence import shared_memory, summed
@@ -132,75 +128,15 @@ def every_case(mesh: Mesh) -> dict:
         found["tp 2, places"] = compare(both, LATTE, 2, strategy(both, LATTE))
         found["tp 2, direct"] = compare(both, EVEN, 2, strategy(both, EVEN, "direct auto"))
         found["tp 2, full"] = compare(both, FULL, 3, strategy(both, FULL, "fastseq"))
-        found["curves"] = curves(mesh)
     if ranks == 2:
         found["recomputed"] = recomputed(shared)
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------------ training
-
-STEPS, BATCH, CLIP_AT, LR = 6, 4, 0.2, 2e-3
-TRAINED = replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False)
-# Of 4 ranks the sizes of the mesh, plugin, and how the model is run.
-RUNS = [
-    (dict(sp=4), "zero2", {}),
-    (dict(sp=2), "fsdp", dict(grad_checkpoint=True)),
-    (dict(sp=2, dp_replicate=2), "fsdp", dict(recompute="half")),
-    (dict(sp=2, tp=2), "fsdp", {}),
-    (dict(sp=2, tp=2), "zero2", dict(recompute="cheap")),
-]
-
-
-def loss_of(forward, step: int, samples: slice) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    x = torch.randn(BATCH, 3, *TRAINED.input_size, generator=generator)[samples]
-    target = torch.randn(BATCH, 6, *TRAINED.input_size, generator=generator)[samples]
-    t, y = torch.tensor([3, 50, 400, 999])[samples], torch.tensor([0, 5, 2, 1])[samples]
-    return (forward(x, t, y).float() - target).square().mean()
-
-
-def plain_curve() -> list[float]:
-    model, losses = model_of(TRAINED).float(), []
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    for step in range(STEPS):
-        loss = loss_of(model, step, slice(None))
-        loss.backward()
-        assert torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_AT) > CLIP_AT
-        adam.step()
-        adam.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def curves(mesh: Mesh) -> dict[str, float]:
-    """By how much the losses of every run are off those of one process."""
-    wanted, found, meshes = plain_curve(), {}, {}
-    full = {name: p.detach() for name, p in model_of(TRAINED).float().named_parameters()}
-    for sizes, plugin, how in RUNS:
-        key = tuple(sizes.items())
-        mesh = meshes[key] if key in meshes else meshes.setdefault(key, init_mesh(dims=ParallelDims.fill(4, **sizes)))
-        model = empty_model(TRAINED)
-        apply_parallel(model, sequence=strategy(mesh, TRAINED), tensor=tensor_group(mesh), **how)
-        settings = dict(plugin=plugin, precision="fp32", lr=LR, weight_decay=0.01, grad_clip=CLIP_AT)
-        settings |= dict(sharding=Sharding(keep_gathered=False, keep_gradients=False))
-        engine = build_engine(model, mesh, initial=lambda name, shard: shard.take(full[name]), **settings)
-        share, losses = BATCH // mesh.dp_size, []
-        for step in range(STEPS):
-            with engine.micro_batch(last=True):
-                loss = loss_of(engine.forward, step, slice(mesh.dp_rank * share, (mesh.dp_rank + 1) * share))
-                engine.backward(loss)
-            assert engine.step().finite
-            losses.append((mesh.sum(loss.detach()) / mesh.world_size).item())
-        found[f"{sizes} {plugin}"] = off_by(losses, wanted)
     return found
 
 
 @pytest.mark.parametrize("ranks", (2, 3, 4))
 def test_output_and_every_gradient_are_those_of_one_process(ranks):
     for number, rank in enumerate(run_ranks(ranks, every_case)):
-        padding, of_runs = rank.pop("padding", []), rank.pop("curves", {})
-        assert all(error < 1e-5 for error in of_runs.values()), of_runs
+        padding = rank.pop("padding", [])
         for case, found in rank.items():
             bad = {name: error for name, error in found.items() if not error < TOLERANCE}
             assert not bad, (case, bad)

@@ -25,8 +25,8 @@ from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
+from tests.parallel import test_axial, test_sequence
 from tests.parallel.tensor.models import MODELS
-from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
 from train import EagerPasses
 
@@ -39,6 +39,7 @@ CONFIGS: dict[str, DiTConfig] = {
     "experts": replace(MODELS["EC-DiT"], depth=3, qk_norm=True),
     # No parameter count divides by 4 ranks throughout.
     "odd": DiTConfig((6, 10), 2, 3, 36, depth=3, num_heads=6, num_classes=5, qk_norm=True),
+    "axial": replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False),
 }
 
 
@@ -68,6 +69,7 @@ PIPELINE = dict(model="deep", micro_batches=4)
 INTERLEAVED = dict(PIPELINE, schedule="interleaved")
 EXPERTS = dict(model="experts", sharding=FREED)
 SEQUENCE = dict(model="odd")
+AXIAL = dict(model="axial", sharding=FREED)
 HALF = dict(precision="bf16")
 CASES = {
     "tensor": [
@@ -108,6 +110,13 @@ CASES = {
         Case(dict(ep=4, sp=2), "fsdp", **EXPERTS, how=CHECKPOINTED),
         Case(dict(ep=2, dp_replicate=2), "fsdp", **EXPERTS),
     ],
+    "axial": [
+        Case(dict(sp=4), "zero2", **AXIAL),
+        Case(dict(sp=2), "fsdp", **AXIAL, how=CHECKPOINTED),
+        Case(dict(sp=2, dp_replicate=2), "fsdp", **AXIAL, how=dict(recompute="half")),
+        Case(dict(sp=2, tp=2), "fsdp", **AXIAL),
+        Case(dict(sp=2, tp=2), "zero2", **AXIAL, how=dict(recompute="cheap")),
+    ],
 }
 # In half precision, against zero2 without other parallelism, the first of each list.
 HALF_CASES = {
@@ -135,6 +144,7 @@ HALF_CASES = {
         Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="usp"),
     ],
     "experts": [],
+    "axial": [],
 }
 # What is saved, in shards or whole, and what resumes it.
 RESUMED = {
@@ -171,9 +181,9 @@ def weights_of(model: str) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in randomised(build_model(CONFIGS[model])).named_parameters()}
 
 
-def samples(step: int, some: slice) -> MicroBatch:
+def samples(model: str, step: int, some: slice) -> MicroBatch:
     generator = torch.Generator().manual_seed(step)
-    x, noise = torch.randn(2, SAMPLES, 3, 6, 10, generator=generator)
+    x, noise = torch.randn(2, SAMPLES, 3, *CONFIGS[model].input_size, generator=generator)
     t, y = torch.randint(1000, (SAMPLES,), generator=generator), torch.randint(6, (SAMPLES,), generator=generator)
     return MicroBatch(x[some], t[some], noise[some], y[some])
 
@@ -186,18 +196,18 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
     model, objective, losses, norms = build_model(CONFIGS[name]), SquaredError(), [], []
     model.load_state_dict(weights_of(name), strict=False)
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    averages = {each: p.detach().clone() for each, p in model.named_parameters()}
     for step in range(STEPS):
-        loss = samples(step, slice(None)).losses(objective, model).mean()
+        loss = samples(name, step, slice(None)).losses(objective, model).mean()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         assert norms[-1] > CLIP
         adam.step()
         adam.zero_grad()
         losses.append(loss.item())
-        for name, p in model.named_parameters():
-            averages[name].lerp_(p.detach(), 1 - DECAY)
-    return losses, norms, averages, {name: adam.state[p]["exp_avg"] for name, p in model.named_parameters()}
+        for each, p in model.named_parameters():
+            averages[each].lerp_(p.detach(), 1 - DECAY)
+    return losses, norms, averages, {each: adam.state[p]["exp_avg"] for each, p in model.named_parameters()}
 
 
 class Meshes(dict):
@@ -214,7 +224,11 @@ def engine_of(mesh: Mesh, case: Case, empty: bool = False) -> Engine:
     """Build the engine of a case, with the weights of ``weights_of``, or with -1 everywhere."""
     config, full = CONFIGS[case.model], weights_of(case.model)
     model = empty_model(config)
-    sequence = strategy(mesh, case.kind, config) if mesh.sp_size > 1 else None
+    sequence = None
+    if mesh.sp_size > 1 and case.model == "axial":
+        sequence = test_axial.strategy(mesh, config)
+    elif mesh.sp_size > 1:
+        sequence = test_sequence.strategy(mesh, case.kind, config)
     stages = mesh_stages(mesh, config, case.schedule)
     groups = dict(tensor=tensor_group(mesh), experts=expert_group(mesh))
     apply_parallel(model, sequence=sequence, stages=stages, **groups, **case.how)
@@ -233,7 +247,7 @@ def train(mesh: Mesh, case: Case, engine: Engine, ema: EMA, steps: range, spoil=
     share = SAMPLES // case.micro_batches // mesh.dp_size
     for step in steps:
         starts = [(number * mesh.dp_size + mesh.dp_rank) * share for number in range(case.micro_batches)]
-        micro_batches = (samples(step, slice(start, start + share)) for start in starts)
+        micro_batches = (samples(case.model, step, slice(start, start + share)) for start in starts)
         loss = runner.passes(micro_batches)
         spoil()
         result = replace(engine.step(), loss=mesh.sum(loss, "pp"))
