@@ -28,10 +28,18 @@ from torch import Tensor
 import opendit
 from benchmarks.results import append
 from opendit.data.moving_digits import DIRECTIONS, caption
-from opendit.evaluation.digits import AskedDigits, named_right, picture_features, real_pictures
-from opendit.evaluation.frechet import Moments, frechet_distance
+from opendit.evaluation.digits import (
+    AskedDigits,
+    ClipShape,
+    clip_features,
+    moved_right,
+    named_right,
+    picture_features,
+    real_clips,
+    real_pictures,
+)
 from opendit.evaluation.media import Media
-from opendit.evaluation.moving_digits import ClipShape, clip_features, moved_right, real_clips
+from opendit.evaluation.metrics import Moments, frechet_distance
 from opendit.sampling.sampling_engine import SamplingEngine
 
 EXACT = "exact"
@@ -105,7 +113,7 @@ def pixels_of(decoded: Tensor) -> Tensor:
 
 def whole(media: Media) -> Tensor:
     """uint8 (N, 3, H, W), of clips (N, 3, T, H, W)."""
-    return torch.from_numpy(media.whole(range(media.count))).movedim(-1, 1)
+    return torch.from_numpy(media.read_range(range(media.count))).movedim(-1, 1)
 
 
 class Bench:

@@ -79,7 +79,7 @@ def main() -> None:
             found: list[Features] = []
             for file in files:
                 media = open_media(file, "--samples", MediaOptions())
-                found.append(extract_media(media, extractor, Path(folder) / precision, mesh, print))
+                found.append(extract_media(media, extractor, Path(folder) / precision, mesh))
             told(f"features, {precision}", max(f.computed / f.seconds for f in found), "pictures/s")
             reference = Reference("1.npz", "", args.pictures, {}, found[1].arrays)
             inputs = MetricInputs(found[0].arrays, False, True, reference, device, intervals=False)

@@ -296,7 +296,8 @@ def save_encoders(hub: Path, torch_home: Path) -> None:
     from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
     from transformers.utils.logging import disable_progress_bar
 
-    from opendit.encoders import text, vae_folder
+    from opendit.encoders import text
+    from opendit.encoders.vae import HUB
 
     def snapshot(repository: str, commit: str) -> Path:
         path = hub / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
@@ -308,7 +309,7 @@ def save_encoders(hub: Path, torch_home: Path) -> None:
     blocks = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4)
     sizes = dict(block_out_channels=[4] * 4, norm_num_groups=2, layers_per_block=1, latent_channels=4, sample_size=256)
     vae = AutoencoderKL(**blocks, **sizes, scaling_factor=0.18215)
-    for repository, commit in vae_folder.HUB.values():
+    for repository, commit in HUB.values():
         vae.save_pretrained(snapshot(repository, commit))
 
     repository, commit, (_, width, _) = text.HUB["t5"]

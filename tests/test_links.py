@@ -38,8 +38,7 @@ from opendit.data.size_cache import locked
 from opendit.encoders.pictures import save_animation, save_contact_sheet, save_grid
 from opendit.evaluation.extract import Features
 from opendit.evaluation.reference import save_features
-from opendit.evaluation.results import Measurement, append_results
-from opendit.evaluation.sweep import write_sweep
+from opendit.evaluation.results import Measurement, append_results, write_sweep
 from opendit.parallel import hardware
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.output_files import OutputFolder, VideoClip, save_one, write_npz

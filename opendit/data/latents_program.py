@@ -14,8 +14,7 @@ from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.make_latents import inner, latent_shape, make_latents, noun_of
 from opendit.data.resolve import build_dataset
 from opendit.encoders.text import TextEncoder
-from opendit.encoders.vae import load_codec
-from opendit.encoders.vae_folder import HUB
+from opendit.encoders.vae import HUB, load_codec
 from opendit.encoders.video_vae import load_video_codec
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.supervisor import Supervisor

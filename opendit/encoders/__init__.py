@@ -1,4 +1,4 @@
-"""Pixels <-> latents."""
+"""Pixels <-> latents, and words -> embeddings, by frozen networks."""
 
 from opendit.encoders.vae import ImageCodec, PixelCodec, VAECodec, codec_geometry, load_codec, sample_moments
 

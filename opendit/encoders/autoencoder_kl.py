@@ -1,10 +1,10 @@
-"""The autoencoder of Stable Diffusion (Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models",
-CVPR 2022), with the names of diffusers' ``AutoencoderKL`` for its parameters, whose files load as they are.
+"""Stable Diffusion's autoencoder (Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", CVPR
+2022), with the parameter names of diffusers' ``AutoencoderKL``, whose files load unchanged.
 
-Why not that class itself: importing it takes longer than importing torch, for it brings transformers, peft, torch's
-compiler and all other models of diffusers. The tests compare the two bit for bit.
+diffusers' class itself is not used because importing it takes longer than importing torch: it brings transformers,
+peft, torch's compiler and all of diffusers' models. Tests compare the two bit for bit.
 
-Pixels are (B, 3, H, W), latents (B, C, h, w); H = h * 2 ** (levels - 1).
+Pixels are (B, 3, H, W), latents (B, C, h, w) with H = h * 2 ** (levels - 1).
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 EPS = 1e-6  # of the normalisations
-# What diffusers takes for a key that a configuration lacks.
+# diffusers' defaults for missing keys.
 DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
-# Names of the attention's layers in older files -> those of today.
+# Names of attention layers in older files -> today's.
 OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
@@ -45,9 +45,10 @@ def describes(config: Mapping[str, Any]) -> bool:
 
 
 class AutoencoderKL(nn.Module):
-    """The network of a configuration that :func:`describes` knows, with the values that ``nn`` gives new layers.
+    """Build the network of a configuration that :func:`describes` accepts, with the initial values that ``nn`` gives
+    new layers.
 
-    config: the configuration, with what diffusers takes for missing keys.
+    config: the configuration, completed by DEFAULTS.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -59,7 +60,7 @@ class AutoencoderKL(nn.Module):
         self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Mean and logarithm of the variance of the latents, side by side: (B, 2 C, h, w)."""
+        """Return the mean and the logarithm of the variance of the latents, concatenated: (B, 2 C, h, w)."""
         moments = self.encoder(pixels)
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
@@ -68,7 +69,7 @@ class AutoencoderKL(nn.Module):
 
 
 def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the names of today for the layers of attention."""
+    """Rename the attention layers of older files to today's names."""
     renamed = {}
     for name, tensor in state.items():
         path, layer, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", name)
@@ -125,7 +126,8 @@ class Decoder(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks at one resolution, and the step to the next one, under the name ``samplers``, if there is one."""
+    """Residual blocks at one resolution, followed by the step to the next one, if there is one, under the name
+    ``samplers``."""
 
     def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
         super().__init__()
@@ -173,7 +175,7 @@ class Residual(nn.Module):
 
 
 class SpatialAttention(nn.Module):
-    """All places attend to each other, with one head."""
+    """Self-attention over all positions, with one head."""
 
     def __init__(self, width: int, groups: int):
         super().__init__()
@@ -185,13 +187,13 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # In this order, as diffusers has it: the sum lies in memory as its first term does, channels last, and so does
-        # all that follows, which decides how convolutions round.
+        # In diffusers' order of terms: the sum has the memory format of its first term, channels last, and so has all
+        # that follows, which decides how convolutions round.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 
 class Downsample(nn.Module):
-    """Half the sides; the odd pixel that the convolution needs is a row of zeros below and a column on the right."""
+    """Halve the sides. The convolution needs odd sides, so a row of zeros is added below and a column on the right."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -202,7 +204,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the sides: every pixel four times, then a convolution."""
+    """Double the sides: repeat every pixel four times, then convolve."""
 
     def __init__(self, width: int):
         super().__init__()

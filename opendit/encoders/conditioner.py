@@ -1,7 +1,7 @@
-"""Turn classes or captions, from a batch or from a user's words, into a model's condition ``y``.
+"""Turn classes or captions, from a batch or from a user, into a model's condition ``y``.
 
-A conditioner gives the condition of guidance's other half, too: the null class, or the encoder's embedding of
-the empty string.
+A conditioner also provides the condition of guidance's unconditional half: the null class, or the encoder's embedding
+of the empty string.
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +25,14 @@ class Conditioner(ABC):
 
     @abstractmethod
     def of_batch(self, batch: Any) -> Condition:
-        """The condition of every sample of a Batch."""
+        """Return the condition of every sample of a Batch."""
 
     @abstractmethod
     def null(self) -> Condition:
-        """The condition that says nothing, one row."""
+        """Return the empty condition, one row."""
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
-        """``y`` with the null condition in the rows that ``dropped`` (B,) bool marks."""
+        """Return ``y`` with the null condition in the rows that ``dropped`` (B,) bool marks."""
         return where(dropped, self.null(), y)
 
 
@@ -51,10 +51,10 @@ class LabelConditioner(Conditioner):
 
 
 class CaptionConditioner(Conditioner):
-    """Captions through an encoder: ``bytes`` (its ids; the encoder itself is a part of the model) or a frozen one.
+    """Captions through an encoder: a frozen one, or ``bytes``, which is part of the model and gets token ids here.
 
-    encoder: a TextEncoder (opendit.encoders.text), None for ``bytes``. empty: the cached embedding of the empty
-    caption (tokens, mask, pooled; one row), where embeddings are read from a cache.
+    encoder: a TextEncoder (opendit.encoders.text), None for ``bytes``. empty: cached embedding of the empty caption
+    (tokens, mask, pooled; one row), where embeddings are read from a cache.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str]) -> Condition:
-        """The condition of each caption."""
+        """Return the condition of each caption."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
-        assert self.encoder is not None  # a text encoder beside the model
+        assert self.encoder is not None  # only "bytes" has none
         return TextCondition(*self.encoder.encode(captions)).to(self.device)
 
     def cut(self, captions: list[str], name: str) -> list[str]:
-        """A line on those captions that the encoder cuts; none if it cuts none. name: what the line begins with."""
+        """Return a line on the captions that are longer than the encoder takes, or no line. name: start of the line."""
         most = self.text.max_tokens
         count = byte_tokens if self.encoder is None else self.encoder.count_tokens
         if not (over := [tokens for tokens in count(captions) if tokens > most]):
@@ -100,5 +100,5 @@ class CaptionConditioner(Conditioner):
 
 
 def preview_labels(num_classes: int, count: int) -> Tensor:
-    """``count`` labels spread evenly over the classes, (count,) int64, in order."""
+    """Return ``count`` labels spread evenly over the classes, in order: (count,) int64."""
     return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes

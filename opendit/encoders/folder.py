@@ -1,8 +1,9 @@
-"""A pretrained model's folder, as diffusers and transformers write it: what it may hold, and where it comes from.
+"""Read a pretrained model's folder, as diffusers and transformers write it, without trusting it; fetch one from the
+hub.
 
-A folder may be a stranger's, so nothing of it is loaded that could run code, name other files or fetch any: no
+A folder may be a stranger's, so nothing is loaded from it that could run code, name other files or fetch any: no
 ``auto_map``, no pickled weights, no adapter, no quantisation. Its configuration is compared with its weights' header
-before a model is made. A repository of the hub is fetched by its commit, and is then such a folder.
+before a model is built. A repository of the hub is fetched at a fixed commit and then treated like any folder.
 """
 
 import math
@@ -23,9 +24,9 @@ from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
 
 T = TypeVar("T")
-KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # names that mean the same wherever they come from
+KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, which can be trusted wherever they come from
 CONFIG = "config.json"
-# Keys by which a folder would have code run or other weights than its own loaded. -> what each of them asks for
+# Keys with which a folder would have code run, or weights loaded that are not its own -> words for the error message.
 REFUSED = {
     "auto_map": "names code to run",
     "custom_pipelines": "names code to run",
@@ -40,10 +41,10 @@ WIDTH, LAYERS = whole(1, 1 << 16), whole(1, 256)
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
-    """The encoder to load: the user's ``given`` one, else the one ``stored`` in a file, if that is one of KNOWN.
+    """Return the encoder to load: the user's ``given`` one, else the one ``stored`` in a file, if that is one of KNOWN.
 
-    A path or a repository that only a file names may be anybody's, so it is not followed: ValueError, with the flag to
-    add for who trusts it.
+    A path or repository that only a file names could be anybody's, so it is not followed: ValueError, with the flag to
+    add for those who trust it.
     """
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
@@ -55,7 +56,7 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path)
 
 
 def config_kind(**fields: Rule) -> FileKind:
-    """The rule of a config.json: these fields, where they are there, and any others that ask for nothing."""
+    """Return the rule of a config.json: these fields, where present, and any others that request nothing unsafe."""
     inner = record({}, fields, others=plain(6))
 
     def rule(value: Any, place: str) -> None:
@@ -66,7 +67,7 @@ def config_kind(**fields: Rule) -> FileKind:
 
 
 def refuse_requests(value: Any) -> None:
-    """Raises Invalid if a key of REFUSED, or another attention than torch's, is anywhere in a configuration."""
+    """Raise Invalid if a key of REFUSED, or an attention other than torch's, occurs anywhere in a configuration."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key in REFUSED and item:
             raise Invalid(f"{key} {REFUSED[key]}, which is not done")
@@ -82,16 +83,16 @@ PER_CHANNEL_POSITIVE = optional(listed(POSITIVE, 1, 4096))
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raises ValueError if the folder has an adapter, which transformers would merge into the weights by itself."""
+    """Raise ValueError if the folder has an adapter, which transformers would merge into the weights automatically."""
     found = next((name for name in ADAPTERS if os.path.lexists(folder / name)), None)
     if found:
         raise ValueError(f"{folder / found} is an adapter, which is not merged here; merge it and save the whole model")
 
 
 def weight_files(folder: Path, stem: str) -> list[Path]:
-    """STEM.safetensors, or the files that STEM.safetensors.index.json lists.
+    """Return STEM.safetensors, or the files that STEM.safetensors.index.json lists.
 
-    Raises FileNotFoundError or ValueError that names what is missing, pickled or damaged.
+    Raises FileNotFoundError or ValueError with the file that is missing, pickled or damaged.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if index.is_file():
@@ -109,7 +110,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
-    """The shapes in the files of :func:`weight_files`, which says what it raises."""
+    """Read the shapes of all tensors in :func:`weight_files`. Raises what it raises."""
     shapes = {}
     for path in weight_files(folder, stem):
         with open_safetensors(path) as file:
@@ -118,11 +119,11 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raises ValueError if the model that ``make`` builds, here without weights, has more of them than the folder."""
+    """Raise ValueError if the model that ``make`` builds, on the meta device here, has more weights than the folder."""
     try:
         with on_meta():
             model = make()
-    except Exception as error:  # of another library, which may raise anything for values that do not go together
+    except Exception as error:  # the library may raise anything for inconsistent values
         raise ValueError(f"{folder / CONFIG} describes no model that can be built ({one_line(error)})") from error
     described, held = sum(p.numel() for p in model.parameters()), sum(map(math.prod, shapes.values()))
     if described > held:
@@ -130,11 +131,14 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def transformers_model(folder: Path, name: str, stem: str) -> Any:
-    """The model of transformers' class ``name`` that a folder holds, in float32; no code of the folder's is run and no
-    pickle is read. Raises ValueError for weights that are missing, and whatever transformers raises."""
+    """Load a folder's model as transformers' class ``name``, in float32, without running the folder's code or reading
+    pickles.
+
+    Raises ValueError for missing weights, and whatever transformers raises.
+    """
     refuse_adapters(folder)
     shapes = weight_shapes(folder, stem)
-    import transformers  # seconds to import, so only where a model is really used
+    import transformers  # takes seconds, so only where it is needed
 
     model_class = getattr(transformers, name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
@@ -149,14 +153,14 @@ def transformers_model(folder: Path, name: str, stem: str) -> Any:
             output_loading_info=True,
             dtype=torch.float32,
         )
-    if report["missing_keys"]:  # transformers would go on with random weights
+    if report["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
     return model
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Without those of transformers, which every rank would draw."""
+    """Disable transformers' progress bars, which every rank would draw."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -169,7 +173,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An error of another library as part of a message of one line."""
+    """Shorten another library's error to part of a one-line message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]}..."
 
@@ -185,14 +189,14 @@ COMMIT = "[0-9a-f]{40}"
 
 
 def pinned(name: str) -> tuple[str, str] | None:
-    """(repository, commit) of a name like openai/clip-vit-large-patch14@COMMIT; None for another name."""
+    """Split a name like openai/clip-vit-large-patch14@COMMIT into (repository, commit); None for any other name."""
     found = re.fullmatch(rf"([\w.-]+/[\w.-]+)@({COMMIT})", name, re.ASCII)
     return (found[1], found[2]) if found else None
 
 
 def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str, ...], what: str, needs: str) -> Path:
-    """The folder of a repository's ``files``, and of those of ``also`` that it has, at one commit: in the local cache,
-    fetched from the hub if need be. Raises FileNotFoundError as :func:`from_hub`."""
+    """Return the local folder of a repository at one commit: of ``files`` and of those of ``also`` that exist, from the
+    local cache or fetched from the hub. Raises FileNotFoundError as :func:`from_hub` does."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -212,8 +216,9 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     """Return ``fetch(local_files_only)``: from the local cache, else from the hub.
 
-    Raises FileNotFoundError, within seconds, if the hub can't be reached; ``what`` was asked for, and what the user
-    ``needs`` instead, are in its message."""
+    Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message says ``what`` was requested and
+    what it ``needs`` instead.
+    """
     from huggingface_hub import constants
 
     try:
@@ -221,7 +226,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     except (OSError, ValueError):
         pass
     try:
-        # Its own download tries six times with growing pauses; one short question first tells whether that can help.
+        # The download retries six times with growing pauses; a short probe first tells whether that can help.
         probe_hub(constants.ENDPOINT)
         return fetch(False)
     except Exception as error:
@@ -232,7 +237,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
 
 
 def probe_hub(endpoint: str) -> None:
-    """Raises unless the hub answers, whatever it answers, within a few seconds."""
+    """Raise unless the hub sends any answer within a few seconds."""
     from huggingface_hub.utils import get_session
 
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):

@@ -1,7 +1,6 @@
-"""Decoded pixels as pictures for people: bytes, labelled sheets, endless GIFs.
+"""Decoded pixels as pictures for people: uint8 arrays, labelled grids and contact sheets, endless GIFs.
 
-They stand beside the decoders that make the pixels, the lowest room that both training's previews and sample.py may
-import; nothing here knows of models or of samplers.
+Both training's previews and sample.py use this module, which knows nothing of models or samplers.
 """
 
 import bisect
@@ -18,12 +17,12 @@ from opendit.common.safe_files import replacing
 
 
 def to_uint8(pixels: Tensor) -> np.ndarray:
-    """Pixels (B, 1 or 3, ..., H, W) in [-1, 1] to uint8 (B, ..., H, W, 3)."""
+    """Convert pixels (B, 1 or 3, ..., H, W) in [-1, 1] to uint8 (B, ..., H, W, 3) in numpy."""
     return to_bytes(pixels).cpu().numpy()
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """:func:`to_uint8` as a contiguous tensor where the pixels are."""
+    """Convert as :func:`to_uint8` does, to a contiguous tensor on the pixels' device."""
     scaled = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
     if scaled.shape[1] == 1:
         scaled = scaled.expand(-1, 3, *scaled.shape[2:])
@@ -31,7 +30,7 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
-    """One picture of pictures (N, H, W, 3) uint8, each under its caption, magnified if lower than ``smallest``."""
+    """Draw pictures (N, H, W, 3) uint8 as one image, each below its caption, magnified if lower than ``smallest``."""
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
@@ -47,8 +46,11 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
 
 
 def one_line(caption: str) -> str:
-    """A caption as one line that can be drawn: white space and control characters are one space, what is no character
-    at all (half a surrogate pair, an unassigned code point) is U+FFFD."""
+    """Make a caption a line that can be drawn.
+
+    White space and control characters become one space; code points that are no characters (half a surrogate pair, an
+    unassigned one) become U+FFFD.
+    """
     kinds = {"Cc": " ", "Cf": "", "Zs": " ", "Zl": " ", "Zp": " ", "Cs": "\ufffd", "Cn": "\ufffd", "Co": "\ufffd"}
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
 
@@ -56,7 +58,7 @@ def one_line(caption: str) -> str:
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """Cut a caption to at most ``width`` pixels, but keep at least its first four characters."""
     line = one_line(caption[:10_000])
-    short = line[: 4 * width]  # measuring takes time per character, and no font's are that narrow
+    short = line[: 4 * width]  # measuring takes time per character, and no character is narrower than a quarter pixel
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
         return short
     fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
@@ -66,13 +68,13 @@ def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFo
 def save_grid(
     path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None, root: Path | None = None
 ) -> None:
-    """:func:`draw_grid` as a PNG below ``root`` (opendit/common/safe_files.py); folders are made."""
+    """Save :func:`draw_grid` as a PNG below ``root`` (opendit/common/safe_files.py); folders are created."""
     with replacing(path, root=root, make=True) as new:
         draw_grid(pictures, captions, columns).save(new, "PNG")
 
 
 def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: float) -> None:
-    """An endless GIF of clips (N, T, H, W, 3) uint8, all at once, each under its caption."""
+    """Save clips (N, T, H, W, 3) uint8 as one endless GIF, side by side, each below its caption."""
     columns = len(clips) if len(clips) <= 4 else None
     first, *others = (draw_grid(frame, captions, columns, smallest=120) for frame in clips.swapaxes(0, 1))
     with replacing(path, make=True) as new:
@@ -80,7 +82,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """A column a class, where there are few classes; None leaves it to the number of pictures."""
+    """Return one column per class where there are few classes; None to choose by the number of pictures."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 
@@ -88,7 +90,8 @@ def grid_columns(captions: list[str]) -> int | None:
 def save_contact_sheet(
     path: Path, clips: np.ndarray, captions: list[str], frames: int = 8, root: Path | None = None
 ) -> None:
-    """One PNG of clips (N, T, H, W, 3) uint8: a row a clip, its caption and up to ``frames`` frames spread over it."""
+    """Save one PNG of clips (N, T, H, W, 3) uint8: a row for each clip, with its caption and up to ``frames`` evenly
+    spaced frames."""
     shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
     pictures = clips[:, shown].reshape(-1, *clips.shape[2:])
     numbers = [f"{frame}" for frame in shown]

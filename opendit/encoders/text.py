@@ -1,7 +1,7 @@
 """Words -> embeddings: the frozen text encoders CLIP and T5, from a local folder or the hub.
 
-A text encoder is a plain object, not a module, so it never ends up in a model's state. The encoder that is trained with
-a model, ``bytes``, is opendit.models.bytes_text; here it has a size and a name only.
+A text encoder is a plain object, not a module, so that it never becomes part of a model's state. The encoder that is
+trained with a model, ``bytes``, is opendit.models.bytes_text; here it only has a size and a name.
 """
 
 import json
@@ -31,16 +31,16 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
 
 BYTES = ("bytes", 128, 64)  # kind, width and tokens of the trained encoder unless flags say otherwise
-MOST_BYTES = 512  # tokens to which the bytes encoder of a new run is lengthened; its attention's memory is their square
-MOST_TEXT_TOKENS = 16_384  # that --max_text_tokens takes
+MOST_BYTES = 512  # most tokens chosen for a new run's bytes encoder; its attention's memory grows with their square
+MOST_TEXT_TOKENS = 16_384  # limit of --max_text_tokens
 # Short name -> repository of the hub, its commit and its geometry. Flan-T5's repository has safetensors and a tokenizer
-# that needs no further package; T5's own have neither. CLIP's main branch has pickled weights only: the commit is that
-# of its safetensors beside them.
+# that needs no further package; T5's own repositories have neither. CLIP's main branch has pickled weights only; this
+# commit adds safetensors.
 HUB = {
     "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
 }
-T5_TOKENS = 120  # T5 knows no longest caption; PixArt-alpha's choice (Chen et al. 2024)
+T5_TOKENS = 120  # T5 has no limit; this is PixArt-alpha's choice (Chen et al. 2024)
 # model_type of config.json -> (kind, class of transformers)
 CLASSES = {
     "clip": ("clip", "CLIPTextModel"),
@@ -57,7 +57,7 @@ TOKENIZER_FILES = (
     "merges.txt", "spiece.model",
 )  # fmt: skip
 MOST_TOKENIZER_BYTES = 64 << 20
-# Classes of transformers that read these files and nothing else.
+# transformers' classes that read these files and nothing else.
 TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -96,9 +96,9 @@ class TextTokens(NamedTuple):
 class TextEncoder:
     """A frozen encoder of transformers with its tokenizer.
 
-    kind: "clip" (pooled: the output at the end token) or "t5" (pooled: the mean over the tokens). width: D.
-    max_tokens: L, to which every caption is padded or cut, so that all batches have one shape. dtype: of weights and
-    activations on a GPU; a CPU always computes in fp32.
+    kind: "clip" (pooled: the output at the end token) or "t5" (pooled: the mean over the tokens). width: D. max_tokens:
+    L, to which every caption is padded or cut, so that all batches have one shape. dtype: of weights and activations on
+    a GPU; a CPU always computes in fp32.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> TextTokens:
-        """Captions to tokens (B, L, D), mask (B, L) and pooled (B, D), on the encoder's device and in its dtype."""
+        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D), on the encoder's device and in its
+        dtype."""
         parts = [
             self._encode(captions[start : start + CAPTIONS_AT_ONCE])
             for start in range(0, len(captions), CAPTIONS_AT_ONCE)
@@ -138,27 +139,28 @@ class TextEncoder:
             captions, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         mask = words.attention_mask.bool()
-        mask[:, 0] = True  # a tokenizer without begin and end tokens leaves nothing of an empty caption
+        mask[:, 0] = True  # without begin and end tokens, an empty caption would have no token at all
         output = self.model(input_ids=words.input_ids, attention_mask=mask.long())
         tokens = output.last_hidden_state
         return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Return the number of tokens of each caption before it is cut, with those of its begin and end."""
+        """Return the number of tokens of each caption before it is cut, including begin and end tokens."""
         if not captions:
             return []
         return [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]
 
     def fingerprint(self) -> str:
-        """A hash of the weights, the vocabulary and the length: of all that the embeddings depend on."""
+        """Hash everything that embeddings depend on: the weights, the vocabulary and the length."""
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         return module_fingerprint(self.model, f"{self.kind} {self.max_tokens}", vocabulary)
 
 
 def text_geometry(name: str) -> tuple[str, int, int]:
-    """(kind, width, most tokens of a caption) of ``--text_encoder name``, without making or downloading weights.
+    """Return (kind, width, most tokens of a caption) of ``--text_encoder name``, without its weights.
 
-    kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does."""
+    kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does.
+    """
     if name == "bytes":
         return BYTES
     if name in HUB:
@@ -167,15 +169,18 @@ def text_geometry(name: str) -> tuple[str, int, int]:
 
 
 def fitting_tokens(longest: int) -> int:
-    """Tokens that the ``bytes`` encoder of a new run takes for captions of up to ``longest`` tokens: the next multiple
-    of 64, and at most ``MOST_BYTES``."""
+    """Return the tokens of a new run's ``bytes`` encoder for captions of up to ``longest`` tokens: the next multiple of
+    64, and at most ``MOST_BYTES``."""
     shortest = BYTES[2]
     return min(MOST_BYTES, max(1, -(-longest // shortest)) * shortest)
 
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
-    """Raises ValueError for a number of tokens that encoder ``name`` can't pad and cut captions to; the others are what
-    :func:`text_geometry` says. CLIP has a token each for the begin and the end, bytes one, T5 one for the end."""
+    """Raise ValueError for a number of tokens that encoder ``name`` can't pad and cut captions to.
+
+    kind, longest: of :func:`text_geometry`. CLIP needs one token each for begin and end, bytes one, and T5 one for the
+    end.
+    """
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
         bounds = f"{least} to {longest}" if kind == "clip" else f"at least {least}"
@@ -189,11 +194,13 @@ def load_text_encoder(
     dtype: torch.dtype = torch.float32,
     max_tokens: int | None = None,
 ) -> TextEncoder:
-    """The frozen encoder of ``--text_encoder name``: "clip" or "t5" (from the local cache or the hub), another
-    repository of the hub with its commit, ORGANISATION/NAME@COMMIT, or a folder in transformers' format.
+    """Load the frozen encoder of ``--text_encoder name``: "clip" or "t5" (from the local cache or the hub), another
+    repository of the hub with its commit (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
 
-    max_tokens: captions are padded and cut to this many, by default the longest that CLIP knows, and 120 with T5.
-    Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such encoder."""
+    max_tokens: captions are padded and cut to this many; by default the longest that CLIP knows, and 120 for T5.
+
+    Raises FileNotFoundError or ValueError, with the flag and the fix, if there is no such encoder.
+    """
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
     kind, width, longest = text_geometry(name)
@@ -206,14 +213,14 @@ def load_text_encoder(
 
 
 def encoder_folder(name: str) -> Path:
-    """The folder of the frozen encoder ``--text_encoder name``: the user's, or that of the local cache, where a
-    repository's files are fetched to. Raises as :func:`load_text_encoder`."""
+    """Return the folder of the frozen encoder ``--text_encoder name``: the user's, or for a repository that in the
+    local cache, fetched if need be. Raises what :func:`load_text_encoder` raises."""
     return _folder(name, FILES, TOKENIZER_FILES)
 
 
 def _load(name: str, folder: Path):
-    """(model, tokenizer) of transformers. Raises ValueError for a folder that can't be loaded, or not without running
-    code that is in it."""
+    """Load (model, tokenizer) with transformers. Raises ValueError for a folder that can't be loaded without running
+    its code."""
     config = _read_config(name, folder)
     try:
         _check_tokenizer(folder)
@@ -226,7 +233,7 @@ def _load(name: str, folder: Path):
         words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
         if words >= known:
             raise ValueError(f"its tokenizer has tokens up to {words}, and its weights {known} embeddings")
-    except BaseException as error:  # the tokenizer's own panics are no Exception
+    except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"--text_encoder {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
@@ -234,7 +241,7 @@ def _load(name: str, folder: Path):
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raises ValueError if the tokenizer is none of those that need no code but transformers' own, or too large."""
+    """Raise ValueError if the tokenizer needs other code than transformers' own, or is too large."""
     for name in TOKENIZER_FILES:
         path = folder / name
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
@@ -251,9 +258,10 @@ def _is_folder(name: str) -> bool:
 
 
 def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
-    """The folder of an encoder: the user's, or that of the local cache, where a repository's files are fetched to.
+    """Return the folder of an encoder: the user's, or for a repository that in the local cache, fetched if need be.
 
-    Raises FileNotFoundError if it isn't there, ValueError for a repository without a commit."""
+    Raises FileNotFoundError if it doesn't exist, ValueError for a repository without a commit.
+    """
     if _is_folder(name):
         return Path(name).expanduser()
     repository, commit = HUB[name][:2] if name in HUB else pinned(name) or (name, None)
@@ -292,7 +300,7 @@ def _geometry(config: dict[str, Any]) -> tuple[str, int, int]:
     if CLASSES[config["model_type"]][0] == "t5":
         return "t5", config["d_model"], T5_TOKENS
     text = config.get("text_config") or config
-    # CLIP's own defaults are left out of some configurations, e.g. of openai/clip-vit-base-patch32.
+    # Some configurations leave out values equal to CLIP's defaults, e.g. that of openai/clip-vit-base-patch32.
     return "clip", text.get("hidden_size", 512), text.get("max_position_embeddings", 77)
 
 

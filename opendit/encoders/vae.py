@@ -1,26 +1,44 @@
-"""Pixels <-> latents: Stable Diffusion's image VAE, or none at all.
+"""Pixels <-> latents: Stable Diffusion's image VAE, or the pixels themselves.
 
-An encoder gives moments, the mean and standard deviation of every latent number; a latent is drawn from them
-with noise that the caller keys by the sample, mean + std * noise, then shifted and scaled to unit size. A codec
-is a plain object, not a module, so it never ends up in a model's state.
+An encoder gives moments, the mean and standard deviation of every latent value. A latent is sampled from them with
+noise that the caller keys by the sample, mean + std * noise, then shifted and scaled to unit variance. A codec is a
+plain object, not a module, so that it never becomes part of a model's state.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opendit.common.json_file import read_file
+from opendit.common.rules import listed, number, optional, string, truth, whole
+from opendit.common.tensor_files import open_safetensors
+from opendit.common.torch_utils import on_meta
 from opendit.common.utils import hash_parts
+from opendit.encoders.autoencoder_kl import AutoencoderKL, canonical_names, describes
+from opendit.encoders.folder import (
+    CONFIG,
+    PER_CHANNEL,
+    PER_CHANNEL_POSITIVE,
+    POSITIVE,
+    check_size,
+    config_kind,
+    fetch,
+    one_line,
+    reason,
+    refuse_adapters,
+    weight_files,
+    weight_shapes,
+)
 from opendit.encoders.tiles import Tiles, tiles_of
-from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae, picture_geometry, read_vae_config
 
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
-# 3.7 GiB to encode and 4.7 GiB to decode in half precision; 64 were no faster.
+# 3.7 GiB to encode and 4.7 GiB to decode in half precision. 64 were no faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
-TILE = 512  # pixels a side of the tiles that larger pictures are decoded in, which overlap by a quarter
-
+TILE = 512  # side in pixels of the tiles that larger pictures are decoded in; they overlap by a quarter
 
 PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one for each
 
@@ -32,18 +50,18 @@ def sample_moments(moments: Tensor, noise: Tensor, scaling: PerChannel, shift: P
 
 
 def _over_channels(values: PerChannel, latents: Tensor) -> float | Tensor:
-    """``values`` in the shape that is broadcast over latents (B, C, ...)."""
+    """Reshape ``values`` to broadcast over latents (B, C, ...)."""
     if isinstance(values, int | float):
         return values
     return torch.tensor(values, device=latents.device).view(-1, *(1,) * (latents.dim() - 2))
 
 
 class Codec(ABC):
-    """Pixels in [-1, 1] <-> latents of about unit variance. Shapes are those of pictures; clips (see
-    opendit.encoders.video_vae) have frames before the height.
+    """Pixels in [-1, 1] <-> latents of about unit variance. Shapes are those of pictures; clips have frames before the
+    height (see opendit.encoders.video_vae).
 
-    latent_channels: C of the latents. downscale: pixels a latent's side. scaling_factor, shift_factor: as in
-    ``sample_moments``. name: what ``--vae`` said.
+    latent_channels: C of the latents. downscale: pixels per latent value along a side. scaling_factor, shift_factor:
+    see ``sample_moments``. name: the value of ``--vae``.
     """
 
     name: str
@@ -71,23 +89,23 @@ class Codec(ABC):
         """Latents (B, C, h, w) -> pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """The rows of :meth:`decode`, as many at a time as the codec works on at once."""
+        """Yield the rows of :meth:`decode`, as many at a time as the codec works on at once."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
-        """The tiles that latents (B, C, ..., h, w) are decoded in; None: whole."""
+        """Return the tiles that latents (B, C, ..., h, w) are decoded in; None if they are decoded in one piece."""
         return None
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash of everything that latents depend on."""
+        """Hash everything that latents depend on."""
 
 
 class ImageCodec(Codec):
-    """The codec of pictures."""
+    """A codec of pictures."""
 
     def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """(C, h, w) of a square picture's latent; raises ValueError if the size doesn't divide."""
+        """Return (C, h, w) of a square picture's latent. Raises ValueError if the size isn't divisible."""
         if image_size < 1 or image_size % self.downscale:
             raise ValueError(f"--image_size {image_size}: no multiple of {self.downscale}; --vae {self.name} needs one")
         side = image_size // self.downscale
@@ -117,18 +135,21 @@ class PixelCodec(ImageCodec):
 
 
 class FrozenVAE(Codec):
-    """An autoencoder, ours or of diffusers, frozen, run without gradients and a bounded number of pixels at a time.
+    """An autoencoder, ours or of diffusers, frozen, run without gradients and on a bounded number of pixels at a time.
 
-    device: where it runs; inputs are brought there and results stay there. dtype: of its weights and
-    activations on a GPU; a CPU always computes in fp32. chunk: samples at once, by default as many as memory allows.
-    tiling: large pictures go in overlapping tiles whose seams are blended (opendit.encoders.tiles): the result is close
-    to that of the whole picture, not the same, and takes a tile's memory. tile: pixels a side. compiled: the decoder is
-    compiled, once for every size of frames; a smaller batch than the first one is filled up to it.
+    Args:
+        device: where it runs; inputs are moved there, and results stay there.
+        dtype: of its weights and activations on a GPU; a CPU always computes in fp32.
+        chunk: samples at once, by default as many as PIXELS_AT_ONCE allows.
+        tiling: process large pictures in overlapping tiles with blended seams (opendit.encoders.tiles). The result is
+            close to that of the whole picture, not equal, and the memory is that of a few tiles.
+        compiled: compile the decoder, once for every size of frames; a batch smaller than the first one is padded to
+            it.
     """
 
     def __init__(
         self,
-        vae: Any,  # ours or of diffusers, which share the methods and no class
+        vae: Any,  # ours or of diffusers: the same methods, without a common class
         *,
         name: str = "vae",
         device: torch.device | str = "cpu",
@@ -142,9 +163,9 @@ class FrozenVAE(Codec):
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = scale_and_shift(config)
-        # Memory stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and decoded 284
-        # instead of 315 (SD's VAE in fp16 on an H200). Module.to itself, because diffusers' own warns that a cast may
-        # harm layers kept in fp32, of which this VAE has none.
+        # The memory format stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and
+        # decoded 284 instead of 315 (SD's VAE in fp16 on an H200). torch's own Module.to is called, because diffusers'
+        # warns that a cast may harm layers kept in fp32, of which this VAE has none.
         self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
         self._rows: dict[tuple[int, ...], int] = {}  # sides of latents -> rows of the batch that is compiled for them
@@ -154,7 +175,7 @@ class FrozenVAE(Codec):
         parts = []
         for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
-            # In fp32 from here: exp() of a half-precision logarithm would lose a decimal of the deviation.
+            # fp32 from here on: exp() of a logarithm in half precision would cost a digit of the deviation.
             found = self.vae.encode(part)
             found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # diffusers' own classes
             mean, logvar = found.float().chunk(2, dim=1)
@@ -174,7 +195,7 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Decode latents that are whole frames or tiles; see :meth:`decode_in_slices`."""
+        """Decode latents that are complete frames or tiles; see :meth:`decode_in_slices`."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -221,13 +242,13 @@ class VAECodec(FrozenVAE, ImageCodec):
 
 
 def square_tiles(sides: tuple[int, int], pixels: int, downscale: int) -> Tiles | None:
-    """Tiles of ``pixels`` a side that overlap by a quarter, for latents of these sides."""
-    size = max(pixels // downscale, 4)  # an overlap is at least one latent number
+    """Return tiles of ``pixels`` a side that overlap by a quarter, for latents of these sides."""
+    size = max(pixels // downscale, 4)  # so that the overlap is at least one latent value
     return tiles_of(sides, (size, size), (size // 4, size // 4))
 
 
 def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
-    """A hash of a module's weights and buffers, and of the settings it is used with."""
+    """Hash a module's weights and buffers, and the settings it is used with."""
     parts: list[bytes | str] = list(settings)
     for name, weight in sorted(module.state_dict().items()):
         parts += [name, weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()]
@@ -235,7 +256,7 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _with_channels(pixels: Tensor, channels: int) -> Tensor:
-    """Grey pictures (B, 1, ...) repeated to ``channels``; others must have them."""
+    """Repeat grey pictures (B, 1, ...) to ``channels``; other pictures must have that many already."""
     if pixels.shape[1] == 1:
         return pixels.expand(-1, channels, *pixels.shape[2:])
     if pixels.shape[1] != channels:
@@ -244,8 +265,11 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
-    """(scaling, shift) of ``sample_moments`` from a VAE's configuration, in either of diffusers' two forms: numbers
-    scaling_factor and shift_factor, or lists latents_mean and latents_std with one number for each channel."""
+    """Return (scaling, shift) of ``sample_moments`` from a VAE's configuration.
+
+    diffusers has two forms: the numbers scaling_factor and shift_factor, or the lists latents_mean and latents_std with
+    one number for each channel.
+    """
     scaling = config.get("scaling_factor")
     scaling = 1.0 if scaling is None else float(scaling)
     mean, std = config.get("latents_mean"), config.get("latents_std")
@@ -254,10 +278,148 @@ def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
     return [scaling / float(s) for s in std], [float(m) for m in mean]
 
 
-def codec_geometry(name: str, channels: int) -> tuple[int, int]:
-    """(latent channels, pixels a latent's side) of ``--vae name``, read without making or downloading weights.
+# ------------------------------------------------------------------------------------------ folders of VAEs
 
-    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_codec`` does."""
+# Short name -> repository of the hub and its commit.
+HUB = {
+    "ema": ("stabilityai/sd-vae-ft-ema", "f04b2c4b98319346dad8c65879f680b1997b204a"),
+    "mse": ("stabilityai/sd-vae-ft-mse", "31f26fdeee1355a5c34592e401dd41e45d25a493"),
+}
+STEM = "diffusion_pytorch_model"
+FILES = (CONFIG, f"{STEM}.safetensors")
+
+
+def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
+    """Return (latent channels, pixels per latent value along a side) of an ``AutoencoderKL`` of this configuration."""
+    return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
+
+
+Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
+IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": picture_geometry}
+
+
+def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
+    """Load the autoencoder of ``--vae name``, which must be of one of diffusers' ``classes``.
+
+    Stable Diffusion's is loaded as our own class, unless ``own`` is false. Others, and variants of it, are loaded as
+    diffusers' classes, whose import takes seconds.
+
+    Raises FileNotFoundError or ValueError, with the flag and the fix.
+    """
+    folder = vae_folder(name)
+    class_name, config = read_vae_config(str(folder), classes)
+    try:
+        refuse_adapters(folder)
+        if own and class_name == AutoencoderKL.__name__ and describes(config):
+            return _own(folder, config)
+        return _of_diffusers(folder, class_name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--vae {name}: {error}; {_needs()}") from error
+    except Exception as error:
+        raise ValueError(f"--vae {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
+
+
+def _own(folder: Path, config: dict[str, Any]) -> AutoencoderKL:
+    check_size(lambda: AutoencoderKL(config), weight_shapes(folder, STEM), folder)
+    with on_meta():
+        vae = AutoencoderKL(config)
+    stored: dict[str, torch.Tensor] = {}
+    for path in weight_files(folder, STEM):
+        with open_safetensors(path) as file:
+            # Copies, because the mapped file could still be changed by others.
+            stored |= {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    state = canonical_names(stored)
+    for name, parameter in vae.state_dict().items():
+        if name not in state:
+            raise ValueError(f"its weights lack {name}")
+        if state[name].shape != parameter.shape:
+            found, wanted = list(state[name].shape), list(parameter.shape)
+            raise ValueError(f"{name} is of shape {found}, by the configuration it is {wanted}")
+    vae.load_state_dict({name: state[name] for name in vae.state_dict()}, assign=True)
+    return vae.float()
+
+
+def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
+    shapes = weight_shapes(folder, STEM)
+    import diffusers  # takes seconds, so only where it is needed
+
+    vae_class = getattr(diffusers, class_name)
+    made = vae_class.load_config(folder, local_files_only=True)
+    check_size(lambda: vae_class.from_config(made), shapes, folder)
+    vae, report = vae_class.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False, output_loading_info=True
+    )
+    if report["missing_keys"]:  # diffusers would initialise them at random
+        raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
+    return vae
+
+
+SIDES = listed(whole(1, 1 << 13), 1, 8)
+VAE_CONFIG = config_kind(
+    _class_name=string(64),
+    latent_channels=whole(1, 1024),
+    z_dim=whole(1, 1024),
+    in_channels=whole(1, 64),
+    out_channels=whole(1, 64),
+    block_out_channels=SIDES,
+    base_dim=whole(1, 1 << 13),
+    decoder_base_dim=optional(whole(1, 1 << 13)),
+    dim_mult=SIDES,
+    layers_per_block=whole(1, 32),
+    num_res_blocks=whole(1, 32),
+    norm_num_groups=whole(1, 1024),
+    patch_size=optional(whole(1, 64)),
+    temporal_compression_ratio=number(1, 64),
+    temperal_downsample=listed(truth, 1, 8),
+    scaling_factor=optional(POSITIVE),
+    shift_factor=optional(number(-1e6, 1e6)),
+    latents_mean=PER_CHANNEL,
+    latents_std=PER_CHANNEL_POSITIVE,
+)
+
+
+def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
+    """Return (class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``."""
+    path = Path(name).expanduser() / FILES[0]
+    try:
+        config = read_file(path, VAE_CONFIG)
+        found = config.get("_class_name", "AutoencoderKL")
+        if found in classes:
+            channels = classes[found](config)[0]
+            for key in ("latents_mean", "latents_std"):
+                if config.get(key) is not None and len(config[key]) != channels:
+                    raise ValueError(f"{path}: {key} has {len(config[key])} numbers for {channels} channels")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
+    except KeyError as error:
+        raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE: no {error}; {_needs()}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--vae {name}: {path} isn't the configuration of a VAE: {reason(path, error)}; {_needs()}"
+        ) from error
+    if found not in classes:
+        raise ValueError(f"--vae {name}: is a {found}, not an {' or '.join(classes)}; {_needs()}")
+    return found, config
+
+
+def _needs() -> str:
+    return f"--vae PATH needs a folder with {' and '.join(FILES)}, and --vae none trains on pixels"
+
+
+def vae_folder(name: str) -> Path:
+    """Return the folder of ``--vae name``: the user's, or for a VAE of the hub that in the local cache, downloaded if
+    need be."""
+    if name not in HUB:
+        return Path(name).expanduser()
+    repository, commit = HUB[name]
+    return fetch(repository, commit, FILES, (), f"--vae {name}: {repository}", _needs())
+
+
+def codec_geometry(name: str, channels: int) -> tuple[int, int]:
+    """Return (latent channels, pixels per latent value along a side) of ``--vae name``, without its weights.
+
+    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_codec`` does.
+    """
     if name == "none":
         return channels, 1
     if name in HUB:
@@ -275,12 +437,13 @@ def load_codec(
     tiling: bool = False,
     compiled: bool = False,
 ) -> ImageCodec:
-    """The codec of ``--vae name``: "none" (latents = pixels of ``channels`` channels), "ema" or "mse" (Stable
-    Diffusion's fine-tuned VAEs, from the local cache or the hub) or a folder with a VAE in diffusers' format.
+    """Load the codec of ``--vae name``: "none" (the latents are the pixels, of ``channels`` channels), "ema" or "mse"
+    (Stable Diffusion's fine-tuned VAEs, from the local cache or the hub), or a folder with a VAE in diffusers' format.
 
-    tiling, compiled: as of :class:`FrozenVAE`; pixels have no tiles and no decoder.
+    tiling, compiled: see :class:`FrozenVAE`; they don't apply to "none".
 
-    Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
+    Raises FileNotFoundError or ValueError, with the flag and the fix, if there is no such VAE.
+    """
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)

@@ -1,8 +1,7 @@
 """Clips <-> latents: a picture's codec frame by frame, or a video autoencoder of diffusers (CogVideoX, Wan).
 
 Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video autoencoder is causal: the first frame is
-a latent frame of its own, every ``temporal_downscale`` frames after it are one more, and a picture is a clip of one
-frame.
+one latent frame, each group of ``temporal_downscale`` frames after it is another, and a picture is a clip of one frame.
 """
 
 from abc import abstractmethod
@@ -15,25 +14,30 @@ from torch import Tensor
 from opendit.encoders.autoencoder_kl import DEFAULTS
 from opendit.encoders.tiles import Tiles
 from opendit.encoders.vae import (
+    HUB,
+    IMAGE_CLASSES,
     Codec,
     FrozenVAE,
+    Geometry,
     ImageCodec,
     PerChannel,
     codec_geometry,
     load_codec,
+    load_vae,
+    read_vae_config,
     scale_and_shift,
     square_tiles,
 )
-from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, Geometry, load_vae, read_vae_config
 
-# Frames of more pixels go through a video autoencoder in overlapping tiles, whose seams are blended: the result is
-# close to that of the whole frame, not the same. The decoder's tiles are of TILE pixels a side, the encoder's its own.
+# Frames of more pixels go through a video autoencoder in overlapping tiles with blended seams; the result is close to
+# that of the whole frame, not equal. Tiles have TILE pixels a side in the decoder; the encoder chooses its own.
 TILED_ABOVE = 768 * 768
 TILE = 256
 
 
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
-    """Latent frames of a clip of ``frames``. Raises ValueError, naming the nearest counts, if it can't be encoded."""
+    """Return the number of latent frames of a clip. Raises ValueError, with the nearest valid numbers, if it can't be
+    encoded."""
     if frames >= 1 and (frames - 1) % temporal_downscale == 0:
         return (frames - 1) // temporal_downscale + 1
     below = max(1, frames - (frames - 1) % temporal_downscale)
@@ -44,12 +48,12 @@ def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -
 
 
 class VideoCodec(Codec):
-    """The codec of clips. temporal_downscale: frames that a latent frame after the first one stands for."""
+    """A codec of clips. temporal_downscale: frames per latent frame after the first one."""
 
     temporal_downscale: int = 1
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C, t, h, w) of a clip's latent; raises ValueError if the VAE can't take that size."""
+        """Return (C, t, h, w) of a clip's latent. Raises ValueError for a size that the VAE can't encode."""
         count = latent_frames(frames, self.temporal_downscale, f"--vae {self.name}")
         for side in (height, width):
             if side < 1 or side % self.downscale:
@@ -60,7 +64,8 @@ class VideoCodec(Codec):
     def moments(self, pixels: Tensor) -> Tensor:
         """Pixels (B, 1 or 3, T, H, W) in [-1, 1] -> mean and standard deviation (B, 2C, t, h, w) fp32.
 
-        Raises ValueError for a size that ``latent_shape`` refuses."""
+        Raises ValueError for a size that ``latent_shape`` rejects.
+        """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ class VideoCodec(Codec):
 
 
 class FrameCodec(VideoCodec):
-    """A picture's codec, one frame after the other; the codec itself bounds how many frames it works on at once."""
+    """A picture's codec applied to every frame; the codec itself bounds how many frames it works on at once."""
 
     def __init__(self, codec: ImageCodec):
         self.codec, self.name = codec, codec.name
@@ -101,10 +106,10 @@ def _clips(frames: Tensor, batch: int) -> Tensor:
 
 
 class VideoVAECodec(FrozenVAE, VideoCodec):
-    """A video autoencoder of diffusers; ``chunk`` counts clips, by default one.
+    """A video autoencoder of diffusers; ``chunk`` counts clips, one by default.
 
-    Within a clip these autoencoders work on a few frames at a time and keep what their causal convolutions need of the
-    frames before, so the memory they take does not grow with the clip's length.
+    Within a clip these autoencoders work on a few frames at a time and cache what their causal convolutions need of
+    earlier frames, so that their memory does not grow with the clip's length.
     """
 
     def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
@@ -113,7 +118,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
-        # Both classes would silently leave out frames that are too many.
+        # Both classes would silently drop excess frames.
         _, *expected = self.latent_shape(*pixels.shape[2:])
         tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
         self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
@@ -130,8 +135,8 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time and knows the first frame by an odd number of them. Of an even
-        # number it makes temporal_downscale frames of the first latent frame, too; the last of those is the frame.
+        # CogVideoX decodes two latent frames at a time and recognises the first frame by an odd number of them. With an
+        # even number it decodes the first latent frame to temporal_downscale frames, too; the last of them is valid.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
@@ -155,7 +160,8 @@ def _wan_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
     return config["z_dim"], sides, 2 ** sum(config["temperal_downsample"])
 
 
-# Class of diffusers -> (latent channels, pixels a latent's side, frames a latent frame), read from its configuration.
+# diffusers' class -> function from its configuration to (latent channels, pixels per latent value along a side, frames
+# per latent frame).
 VIDEO_CLASSES: dict[str, Geometry] = {
     "AutoencoderKLCogVideoX": _cogvideox_geometry,
     "AutoencoderKLWan": _wan_geometry,
@@ -163,7 +169,7 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 
 
 def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
-    """(class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture's codec."""
+    """Return (class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture's codec."""
     if name == "none" or name in HUB:
         return None
     found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
@@ -171,9 +177,11 @@ def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
-    """(latent channels, pixels a latent's side, frames a latent frame) of ``--vae name``, without its weights.
+    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``,
+    without its weights.
 
-    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_video_codec`` does."""
+    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
+    """
     video = _video_vae(name)
     if video is None:
         return (*codec_geometry(name, channels), 1)
@@ -183,9 +191,10 @@ def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
 
 
 def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
-    """(scaling factor, shift factor) of ``--vae name``, of pictures or clips, without its weights.
+    """Return (scaling factor, shift factor) of ``--vae name``, for pictures or clips, without its weights.
 
-    Raises FileNotFoundError or ValueError as ``load_video_codec`` does."""
+    Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
+    """
     if name in HUB:
         return scale_and_shift(DEFAULTS)
     found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
@@ -200,16 +209,20 @@ def load_video_codec(
     compiled: bool = False,
     **settings: Any,
 ) -> VideoCodec:
-    """The codec of ``--vae name``: all that ``load_codec`` knows, frame by frame, or a folder with one of
+    """Load the codec of ``--vae name``: any of ``load_codec``, applied frame by frame, or a folder with one of
     VIDEO_CLASSES in diffusers' format.
 
-    settings: dtype, chunk and tiling, as of ``load_codec`` but for two. chunk: frames (of a picture's codec) or clips
-    (of a video autoencoder) that are worked on at once. tiling: a video autoencoder, which takes tiles by itself for
-    frames of more than TILED_ABOVE pixels, takes them for frames of any size above a tile. compiled: of a picture's
-    codec only.
-    Raises FileNotFoundError or ValueError, naming the flag and what to do, if there is no such VAE."""
+    Args:
+        settings: dtype, chunk and tiling, as in ``load_codec`` but for this: chunk counts frames (a picture's codec) or
+            clips (a video autoencoder) that are worked on at once; tiling makes a video autoencoder use tiles for any
+            frame larger than a tile, which it otherwise does above TILED_ABOVE pixels.
+        compiled: for a picture's codec only.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such VAE; the message names the flag and the fix.
+    """
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
-    if compiled:  # its convolutions keep what they need of earlier frames, which would be compiled for each of them
+    if compiled:  # the cache of earlier frames would make torch.compile compile anew for every frame
         raise ValueError(f"--vae_compile: --vae {name} is an {video[0]}, and only pictures' are compiled; leave it out")
     return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, device=device, **settings)

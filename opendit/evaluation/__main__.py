@@ -1,4 +1,4 @@
-"""``python -m opendit.evaluation``, and ``opendit evaluate``: how good pictures or clips are.
+"""Command line of ``opendit evaluate`` (``python -m opendit.evaluation``): measure how good pictures or clips are.
 
 opendit evaluate --ckpt outputs/000-DiT-XL-2 --reference VIRTUAL_imagenet256_labeled.npz --cfg_scale 1.5
 opendit evaluate --samples samples.npz --reference pictures --metrics fid kid
@@ -25,19 +25,20 @@ opendit evaluate plot evaluation outputs/000-DiT-XL-2 outputs/001-DiT-XL-2 --out
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code."""
+    """Run the program and return its exit code."""
     prepare_console()
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["plot"]:
         return _plot(words[1:])
     flags = read_flags(EvaluateConfig, words)
-    from opendit.evaluation.program import run  # torch and the rest, which a wrong flag need not wait for
+    from opendit.evaluation.program import run  # imports torch, so that a wrong flag is reported without it
 
     run(flags)
     return 0
 
 
 def build_plot_parser() -> CommandLine:
+    """Build the parser of ``opendit evaluate plot``."""
     parser = CommandLine(name_of("python -m opendit.evaluation") + " plot", PLOT)
     about = "runs, folders of evaluations (--output of opendit evaluate), or results.jsonl files"
     parser.heading("Plot: what is drawn")

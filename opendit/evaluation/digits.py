@@ -1,8 +1,9 @@
-"""Features of the built-in digits: a small classifier that is trained where it is needed, in seconds.
+"""Features of the built-in digits and of clips of moving digits, by a small classifier that is trained on the spot.
 
-It is to the digits what Inception is to photographs: its last hidden layer gives the features of a Fréchet distance,
-its logits say which digit a sample shows. It is trained in float64 with numbers of its own seed, so that machines and
-numbers of threads differ by rounding alone; no weights are shipped.
+It is to the digits what Inception is to photographs: the Fréchet distance is computed from its last hidden layer, and
+its logits say which digit a sample shows. It is trained within seconds, in float64 and with a fixed seed, so that
+machines and numbers of threads differ by rounding only; no weights are shipped. For clips, the digit's path is measured
+by its centre of mass, and the classifier sees the digit cut out along that path.
 """
 
 import contextlib
@@ -18,14 +19,20 @@ from torch import Tensor, nn
 
 from opendit.common.utils import hash_parts
 from opendit.data.digits import SIZE, SPLITS, digits_split
-from opendit.data.moving_digits import DIGIT_NAMES, DIRECTIONS, parse_caption
+from opendit.data.moving_digits import DIGIT_NAMES, DIRECTIONS, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
-VERSION = "1"  # of what decides the features and is no constant below; goes up with every change of them
-WIDTH = 16  # of the features: there are 359 held-out digits, and a covariance needs many more samples than numbers
+VERSION = "1"  # of the code that decides the features; increase it with every change but that of a constant below
+WIDTH = 16  # of the features; a covariance needs many more samples than that, and there are 359 held-out digits
 HIDDEN, EPOCHS, BATCH, RATE = 256, 60, 128, 1e-2
-SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05  # augmentations: of half the width, of pixels' range -1..1, of labels
-COPY_QUANTILE = 0.01  # a sample is a copy if it is nearer to a training digit than all but so many held-out ones
+SHIFT, NOISE, SMOOTHING = 0.1, 0.3, 0.05  # augmentations: shift in half widths, noise in pixels of -1..1
+COPY_QUANTILE = 0.01  # a sample is a copy if it is nearer to a training digit than this share of held-out digits is
+
+# Of moving digits:
+FILE_FRAMES, FILE_SIZE = 48, 64  # of the demo's clips
+HELD_OUT = 400  # clips of the 359 held-out digits
+PLACES, PATH_SCALE = 4, 10.0  # points of the path in the features; a tenth of the frame counts as one
+SEEDS = {"train": 1, "test": 2}
 
 
 # ------------------------------------------------------------------------------------------ the classifier
@@ -33,8 +40,11 @@ COPY_QUANTILE = 0.01  # a sample is a copy if it is nearer to a training digit t
 
 @dataclass(frozen=True)
 class DigitClassifier:
-    """hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features -> logits (B, 10). images: the
-    training digits (N, 64). All float64."""
+    """A classifier of digits, in float64.
+
+    hidden: pixels (B, 1, 8, 8) in -1..1 -> features (B, WIDTH). head: features -> logits (B, 10). images: the training
+    digits (N, 64).
+    """
 
     hidden: nn.Module
     head: nn.Module
@@ -52,8 +62,10 @@ class DigitClassifier:
 
 
 def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
-    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise. It takes
-    seconds, and the same digits give the same classifier up to float64's rounding."""
+    """Train a classifier on digits (N, 1, 8, 8) in -1..1 and their labels (N,), with small shifts and noise.
+
+    The same digits give the same classifier, up to float64's rounding.
+    """
     x, y, generator = images.double(), labels, torch.Generator().manual_seed(0)
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -82,7 +94,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
                     [batch, 1, SIZE, SIZE],
                     align_corners=False,
                 )
-                # The background, -1, is what grid_sample finds outside: 0.
+                # grid_sample pads with 0, and the background is -1: hence + 1 and - 1.
                 pixels = F.grid_sample(x[rows] + 1, moved, align_corners=False) - 1
                 pixels = pixels + NOISE * torch.randn(pixels.shape, generator=generator, dtype=torch.float64)
                 loss = F.cross_entropy(head(hidden(pixels)), y[rows], label_smoothing=SMOOTHING)
@@ -97,7 +109,7 @@ def train_classifier(images: Tensor, labels: Tensor) -> DigitClassifier:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Matrices as small as these lose by being divided among threads."""
+    """Use one thread: matrices as small as these are multiplied more slowly by several."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -107,14 +119,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @functools.cache
-@torch.inference_mode(False)  # of whoever asks first
+@torch.inference_mode(False)  # the first caller may be in inference mode, and this trains
 def picture_classifier() -> DigitClassifier:
     """Return the classifier of the built-in training digits, trained at the first call."""
     return train_classifier(*digits_split("train"))
 
 
 def picture_features(pixels: Tensor) -> dict[str, Tensor]:
-    """Apply :class:`DigitClassifier` to uint8 pictures (B, 3, H, W), made grey and resized to its size."""
+    """Compute :class:`DigitClassifier`'s features of uint8 pictures (B, 3, H, W), made grey and resized to its size."""
     grey = pixels.double().mean(dim=1, keepdim=True) / 127.5 - 1
     if grey.shape[2:] != (SIZE, SIZE):
         grey = F.interpolate(grey, (SIZE, SIZE), mode="bilinear", antialias=True)
@@ -123,7 +135,8 @@ def picture_features(pixels: Tensor) -> dict[str, Tensor]:
 
 @functools.cache
 def digits_sha256(kind: str) -> str:
-    """A hash of what decides the features of "pictures" or "clips": the classifier's version and the digits."""
+    """Hash everything that decides the features of "pictures" or "clips": the classifier's version, constants and
+    digits."""
     data = [part.numpy().tobytes() for split in SPLITS for part in digits_split(split)]
     constants = WIDTH, HIDDEN, EPOCHS, BATCH, RATE, SHIFT, NOISE, SMOOTHING
     return hash_parts("digits", kind, VERSION, str(constants), *data)
@@ -141,7 +154,7 @@ class RealDigits:
 
 
 def real_pictures(split: str, count: int | None = None) -> RealDigits:
-    """The digits of a split as uint8 pictures (8, 8, 3): all of them, or so many that are drawn, always the same."""
+    """Return digits of a split as uint8 pictures (8, 8, 3): all of them, or a fixed random choice of ``count``."""
     images, labels = digits_split(split)
     if count is not None and count < len(images):
         rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
@@ -154,12 +167,13 @@ def real_pictures(split: str, count: int | None = None) -> RealDigits:
 SPLIT_NAMES = {"train": "train", "test": "held out"}
 
 
-# ------------------------------------------------------------------------------------------ what was asked for
+# ------------------------------------------------------------------------------------------ requested digits
 
 
 @dataclass(frozen=True)
 class AskedDigits:
-    """digits: of each sample, (N,) int64. directions: in which each was to move, (N, 2) of x and y, or None."""
+    """The digits that samples should show, (N,) int64, and the directions in which they should move, (N, 2) of x and y,
+    or None."""
 
     digits: Tensor
     directions: Tensor | None = None
@@ -186,16 +200,132 @@ def asked_of_captions(captions: Sequence[str] | None) -> AskedDigits | None:
     return AskedDigits(torch.tensor([DIGIT_NAMES.index(two[1]) for two in words]))
 
 
-# ------------------------------------------------------------------------------------------ what was drawn
+# ------------------------------------------------------------------------------------------ shares of samples
 
 
 def named_right(logits: Tensor, asked: AskedDigits) -> Tensor:
-    """(N,) bool: whether the digit with the largest of logits (N, 10) is the one that was asked for."""
+    """Return True for each sample, (N,), whose largest logit of (N, 10) is that of the requested digit."""
     return logits.argmax(dim=1).cpu() == asked.digits
 
 
 def share_of_copies(nearest: Tensor, held_out: Tensor) -> float:
-    """The share of samples that are nearer to a training digit, ``nearest`` (N, 1), than all but COPY_QUANTILE of the
-    held-out digits are, ``held_out`` (M, 1). Of samples like held-out ones it is about COPY_QUANTILE, of copies 1."""
+    """Return the share of samples that are copies of training digits.
+
+    A sample is a copy if its distance to the nearest training digit, ``nearest`` (N, 1), is below the COPY_QUANTILE of
+    the held-out digits' distances, ``held_out`` (M, 1). The share is about COPY_QUANTILE for samples like the held-out
+    digits and 1 for copies.
+    """
     border = held_out.double().flatten().quantile(COPY_QUANTILE)
     return float((nearest.double().flatten() < border).double().mean())
+
+
+# ------------------------------------------------------------------------------------------ moving digits
+
+
+@dataclass(frozen=True)
+class ClipShape:
+    """Shape of clips as a loader reads them from the demo's files."""
+
+    frames: int
+    interval: int
+    size: int
+
+
+@functools.cache
+def real_clips(split: str, shape: ClipShape, count: int | None = None) -> RealDigits:
+    """Return clips uint8 (T, H, W, 3) of the digits of a split, each of the four directions equally often.
+
+    count: None for HELD_OUT clips of the held-out digits, or one clip of every training digit. Raises ValueError for
+    clips that are longer than the demo's.
+    """
+    span = (shape.frames - 1) * shape.interval + 1
+    if span > FILE_FRAMES:
+        raise ValueError(
+            f"--features digits: moving digits have {FILE_FRAMES} frames, fewer than {span}; lower --num_frames "
+            "or --frame_interval"
+        )
+    images, labels = digits_split(split)
+    first, names = (FILE_FRAMES - span) // 2, list(DIRECTIONS)
+    random, clips, asked = np.random.default_rng(SEEDS[split]), [], []
+    order = random.permutation(len(images))
+    for number in range(count or (HELD_OUT if split == "test" else len(images))):
+        row, name = int(order[number % len(order)]), names[number % len(names)]
+        clip = render(images[row, 0], name, FILE_FRAMES, FILE_SIZE, jitter_seed=int(random.integers(2**31)))
+        used = torch.from_numpy(clip[first : first + span : shape.interval, ..., 0].copy()).float()[:, None]
+        clips.append(F.interpolate(used, (shape.size, shape.size), mode="area")[:, 0].round().to(torch.uint8))
+        asked.append((int(labels[row]), DIRECTIONS[name]))
+    pixels = torch.stack(clips)[..., None].expand(-1, -1, -1, -1, 3).numpy()
+    sha256 = hash_parts("moving digits", split, pixels.tobytes())
+    media = array_media(f"moving digits ({SPLIT_NAMES[split]})", lambda: sha256, pixels, None)
+    digits, directions = zip(*asked, strict=True)
+    return RealDigits(media, AskedDigits(torch.tensor(digits), torch.tensor(directions, dtype=torch.float64)))
+
+
+@functools.cache
+@torch.inference_mode(False)  # the first caller may be in inference mode, and this trains
+def clip_classifier(shape: ClipShape) -> DigitClassifier:
+    """Return the classifier of digits as training clips show them, trained at the first call."""
+    real = real_clips("train", shape)
+    grey = _grey(torch.from_numpy(np.array(real.media.read_all())).movedim(-1, 1))
+    return train_classifier(centred_digits(grey, centres(grey)), real.asked.digits)
+
+
+def clip_features(shape: ClipShape, pixels: Tensor) -> dict[str, Tensor]:
+    """Compute features of uint8 clips (B, 3, T, H, W): "pool", the classifier's features and the digit's centre at four
+    times; "digit" and "nearest" of :class:`DigitClassifier`; "moved" (B, 2), how far the digit moved, in widths of the
+    frame."""
+    grey = _grey(pixels)
+    path = centres(grey)
+    found = clip_classifier(shape)(centred_digits(grey, path))
+    times = torch.linspace(0, grey.shape[1] - 1, PLACES).round().long()
+    places = PATH_SCALE * (path[:, times] / grey.shape[-1]).flatten(1)
+    quarter = max(1, grey.shape[1] // 4)
+    moved = (path[:, -quarter:].mean(dim=1) - path[:, :quarter].mean(dim=1)) / grey.shape[-1]
+    return {**found, "pool": torch.cat([found["pool"], places], dim=1), "moved": moved}
+
+
+def clips_sha256(shape: ClipShape) -> str:
+    """Hash everything that decides the features of clips of a shape."""
+    return hash_parts(digits_sha256("clips"), str(shape))
+
+
+def _grey(pixels: Tensor) -> Tensor:
+    """uint8 (B, 3, T, H, W) -> float64 (B, T, H, W) in 0..1."""
+    return pixels.double().mean(dim=1) / 255
+
+
+def centres(clips: Tensor) -> Tensor:
+    """Return the centre of mass (x, y) of every frame of clips (B, T, H, W), in pixels: (B, T, 2)."""
+    mass = clips.sum(dim=(2, 3)) + 1e-6
+    x, y = (torch.arange(size, dtype=clips.dtype, device=clips.device) for size in (clips.shape[3], clips.shape[2]))
+    return torch.stack([(clips.sum(dim=2) * x).sum(-1) / mass, (clips.sum(dim=3) * y).sum(-1) / mass], dim=-1)
+
+
+def centred_digits(clips: Tensor, path: Tensor) -> Tensor:
+    """Return the digit that clips (B, T, H, W) in 0..1 show, as (B, 1, 8, 8) in -1..1.
+
+    It is the mean of all frames, each moved so that its centre of mass, ``path`` (B, T, 2), is in the middle.
+    """
+    height, width = clips.shape[2:]
+    half = max(1, int(width * 0.4))
+    padded = F.pad(clips, (half, half, half, half))
+    corner = path.round().long()
+    rows = (corner[..., 1].clamp(0, height - 1)[..., None] + torch.arange(2 * half, device=clips.device))[..., :, None]
+    columns = (corner[..., 0].clamp(0, width - 1)[..., None] + torch.arange(2 * half, device=clips.device))[
+        ..., None, :
+    ]
+    sample = torch.arange(len(clips), device=clips.device)[:, None, None, None]
+    frame = torch.arange(clips.shape[1], device=clips.device)[None, :, None, None]
+    digit = padded[sample, frame, rows, columns].mean(dim=1, keepdim=True)
+    if half != SIZE // 2:
+        digit = F.interpolate(digit, (SIZE, SIZE), mode="area")
+    return 2 * digit - 1
+
+
+def moved_right(moved: Tensor, asked: AskedDigits) -> Tensor:
+    """Return True for each sample, (N,), whose digit moved as requested: by ``moved`` (N, 2), in widths of the frame,
+    further along its direction than across it, and at least a twentieth of the frame."""
+    moved, wanted = moved.double().cpu(), asked.directions
+    assert wanted is not None
+    along, across = (moved * wanted).sum(dim=1), (moved * wanted.flip(1)).sum(dim=1).abs()
+    return along > across.clamp_min(0.05)

@@ -1,9 +1,11 @@
-"""Samples to features: several networks on the same pixels, in parts on disk, over ranks; what was killed goes on.
+"""Compute features of samples: several networks on the same pixels, cached in parts on disk, distributed over ranks.
 
-Features are computed where samples are drawn: no picture goes to disk. A row of numbers a sample is kept in
-OUTPUT/features/HASH, whose name is made of all that decides it: the next evaluation of the same samples finds them.
+Features are computed where samples are drawn, and no picture is written to disk. The rows of features are kept in
+OUTPUT/features/HASH, where HASH covers every setting that decides them. An evaluation that was killed continues there,
+and the next evaluation of the same samples reads them.
 """
 
+import logging
 import math
 import time
 from collections import deque
@@ -30,20 +32,22 @@ from opendit.sampling.sample_cache import CacheWriter, SampleCache, SamplingJob,
 from opendit.sampling.sample_output import writer_threads
 from opendit.sampling.sampling_run import SamplingRun
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "features"
 AHEAD = 3  # batches that are read while one is computed
-# Features by name -> their shape for one sample. Of clips, "pool" and "caption" are (frames, width).
+# Name of features -> their shape for one sample. For clips, "pool" and "caption" are (frames, width).
 Layout = dict[str, tuple[int, ...]]
 
 
 class Extractor:
-    """The networks of an evaluation, as one function from pixels to a row of numbers a sample.
+    """Networks of an evaluation as one function from pixels to features.
 
     Args:
-        pictures: of pictures, or of the frames of clips: "pool", and of pictures "spatial" and "logits".
-        clips: of clips: "clip"; of moving digits also "digit", "nearest" and "moved".
+        pictures: applied to pictures or to the frames of clips: "pool", and for pictures "spatial" and "logits".
+        clips: applied to clips: "clip"; for moving digits also "digit", "nearest" and "moved".
         captions: CLIP, for its score: "caption".
-        motion: whether "motion" is measured: the mean difference between frames.
+        motion: measure "motion", the mean difference between frames.
         batch_size: pictures or frames at a time.
     """
 
@@ -60,15 +64,15 @@ class Extractor:
         self.pictures, self.clips, self.captions = pictures, clips, captions
 
     def settings(self) -> dict[str, str]:
-        """All that decides the features of given pixels."""
+        """Return everything that decides the features of given pixels."""
         networks = {"features": self.pictures, "clips": self.clips, "captions": self.captions}
-        told = {
+        settings = {
             f"{role} {name}": getattr(network, name)
             for role, network in networks.items()
             if network is not None
             for name in ("sha256", "resize", "precision")
         }
-        return {**told, "motion": "on" if self.motion else "off"}
+        return {**settings, "motion": "on" if self.motion else "off"}
 
     def layout(self, shape: tuple[int, ...]) -> Layout:
         """Return the shapes of the features of a sample of this shape, (H, W, 3) or (T, H, W, 3)."""
@@ -104,8 +108,8 @@ class Extractor:
 
 
 def motion_score(clips: Tensor) -> Tensor:
-    """Measure the motion of clips (B, T, H, W, 3) uint8: the mean absolute difference between a frame and the next, on
-    a scale of 255; (B,), 0 for a still picture."""
+    """Return the motion of clips (B, T, H, W, 3) uint8: the mean absolute difference between consecutive frames, on a
+    scale of 255; (B,), 0 for clips of one frame."""
     if clips.shape[1] < 2:
         return torch.zeros(len(clips), device=clips.device)
     frames = clips.float()
@@ -114,9 +118,10 @@ def motion_score(clips: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """The features of all samples, on the CPU: name -> (N, ...) float32. Rank 0 has them, other ranks none.
+    """Features of all samples, on the CPU: name -> (N, ...) float32. Only rank 0 has them; ``arrays`` is empty on other
+    ranks.
 
-    seconds, computed: how long the samples that were not there took, and how many they were.
+    computed, seconds: number of samples whose features were not cached, and the time that they took.
     """
 
     count: int
@@ -126,15 +131,15 @@ class Features:
     computed: int = 0
 
 
-# ------------------------------------------------------------------------------------------ where from
+# ------------------------------------------------------------------------------------------ sources
 
 
-def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, say: Callable[[str], None]) -> Features:
-    """The features of samples in files. Collective."""
+def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh) -> Features:
+    """Return the features of samples in files. Collective."""
     with ThreadPoolExecutor(writer_threads(mesh)) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
         settings = {"samples": media.sha256, "media": f"{media.name} {media.how}".strip(), **extractor.settings()}
-        store = _Store(output, settings, media.count, extractor.batch_size, extractor.layout(shape), mesh, say)
+        store = _Store(output, settings, media.count, extractor.batch_size, extractor.layout(shape), mesh)
 
         def fill(sink: "Sink") -> None:
             groups = store.parts.batches_to_draw(store.missing, extractor.batch_size)
@@ -151,12 +156,12 @@ def extract_media(media: Media, extractor: Extractor, output: Path, mesh: Mesh, 
         return store.run(extractor, fill)
 
 
-def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: Callable[[str], None]) -> Features:
-    """The features of the samples of a run, which are drawn for them. Collective."""
+def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path) -> Features:
+    """Draw the samples of a run and return their features. Collective."""
     layout = extractor.layout(pixel_shape(sampling))
     drawn = drawn_by(settings_of(sampling))
     size, count = sampling.flags.batch_size, len(sampling.choices)
-    store = _Store(output, {**drawn, **extractor.settings()}, count, size, layout, sampling.mesh, say)
+    store = _Store(output, {**drawn, **extractor.settings()}, count, size, layout, sampling.mesh)
 
     def fill(sink: "Sink") -> None:
         finite = _FiniteLatents()
@@ -174,13 +179,16 @@ def extract_run(sampling: SamplingRun, extractor: Extractor, output: Path, say: 
 
 
 def drawn_by(settings: dict[str, str]) -> dict[str, str]:
-    """All that decides samples, of what sample.py writes beside its parts; not what is kept of them."""
+    """Select the settings that decide a sample, from those that sample.py records; leave out what only says which files
+    are kept."""
     return {name: value for name, value in settings.items() if name not in ("--save_png", "--npz")}
 
 
 class _FiniteLatents:
-    """Says of a batch whether its latents are finite when the next one is being drawn, so that the host need not wait.
-    A picture of NaN is some picture in uint8."""
+    """Check that latents are finite. A batch is checked while the next one is drawn, so that the host need not wait.
+
+    In uint8 pixels NaN could no longer be seen.
+    """
 
     def __init__(self):
         self._waiting: deque[tuple[Tensor, Tensor]] = deque()
@@ -202,7 +210,7 @@ class _FiniteLatents:
 
 
 def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iterator[tuple[range, np.ndarray]]:
-    """Batches with their pixels, the next ones read meanwhile."""
+    """Yield batches with their pixels, and read the next ones meanwhile."""
     with ThreadPoolExecutor(AHEAD) as readers:
         waiting: deque[tuple[range, Future[Any]]] = deque()
         try:
@@ -219,11 +227,11 @@ def _ahead(batches: list[range], media: Media, pool: ThreadPoolExecutor) -> Iter
                 pixels.cancel()
 
 
-# ------------------------------------------------------------------------------------------ where to
+# ------------------------------------------------------------------------------------------ the cache
 
 
 class _Store:
-    """The parts of a set of features on disk: those of an earlier start, and what is missing."""
+    """Cache of a set of features on disk: the parts that an earlier start left, and the numbers of the missing ones."""
 
     def __init__(
         self,
@@ -233,7 +241,6 @@ class _Store:
         batch_size: int,
         layout: Layout,
         mesh: Mesh,
-        say: Callable[[str], None],
     ):
         self.layout, self.mesh, self.settings, self._output = layout, mesh, settings, output
         width = sum(math.prod(shape) for shape in layout.values())
@@ -245,7 +252,7 @@ class _Store:
         missing: list[int] = []
         if mesh.is_main:
             try:
-                job, missing = self._begin(job, say)
+                job, missing = self._begin(job)
             except OSError as error:
                 problem = str(error)
         job, missing, problem = mesh.broadcast_object((job, missing, problem))
@@ -253,11 +260,11 @@ class _Store:
             raise OSError(problem)
         self.parts, self.missing = SampleCache(self.folder, job, output), missing
 
-    def _begin(self, job: SamplingJob, say: Callable[[str], None]) -> tuple[SamplingJob, list[int]]:
+    def _begin(self, job: SamplingJob) -> tuple[SamplingJob, list[int]]:
         make_folder(self.folder, root=self._output)
         try:
             found = find_unfinished_job(self.folder)
-        except ValueError:  # damaged: of what lies there nothing is known
+        except ValueError:  # a damaged manifest
             found = None
         if found is None or found.settings != job.settings or found.count != job.count:
             parts, missing = SampleCache(self.folder, job, self._output), None
@@ -267,16 +274,17 @@ class _Store:
             parts = SampleCache(self.folder, job, self._output)
             missing, problems = parts.missing(lambda number: True)
             for line in problems[:10]:
-                say(line.replace("its samples are drawn again", "its features are computed again"))
+                line = line.replace("its samples are drawn again", "its features are computed again")
+                logger.warning("note: %s", line)
             parts.remove_unfinished()
             there = parts.count_outside(missing)
             if there:
-                say(f"features of {there:,} of {job.count:,} samples are there from an earlier start")
+                logger.info(f"note: features of {there:,} of {job.count:,} samples are there from an earlier start")
         parts.begin()
         return job, list(range(parts.count)) if missing is None else missing
 
     def run(self, extractor: Extractor, fill: Callable[["Sink"], None]) -> Features:
-        """Has ``fill`` deliver what is missing, and reads all of it."""
+        """Let ``fill`` deliver the missing samples, then read all features."""
         begun = time.monotonic()
         if self.missing:
             sink = Sink(CacheWriter(self.parts, self.missing), extractor)
@@ -296,23 +304,26 @@ class _Store:
 
 
 class Sink:
-    """Pixels in, rows of features to their parts. On a GPU the networks work on a stream of their own, beside the one
-    that draws; what a batch gives is taken when the next one has been begun, so that the device need not wait."""
+    """Computes the features of delivered pixels and writes them into parts.
+
+    On a GPU the networks run on their own stream beside the one that draws. The rows of a batch are read back after the
+    next batch has been launched, so that the device does not wait for the host.
+    """
 
     def __init__(self, assembly: CacheWriter, extractor: Extractor):
         self._assembly, self._extractor = assembly, extractor
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # which has loaded the networks
+            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # the networks were loaded there
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Samples (B,) by number with their uint8 pixels, in memory that may be used again when this returns."""
+        """Accept samples (B,) by number with their uint8 pixels, in memory that may be reused after this call."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            # A copy that the host waits for: of this stream alone, where nothing but features is under way.
+            # This copy blocks the host, but only until this stream is done, which computes nothing but features.
             found = self._extractor(torch.from_numpy(pixels).to(self._extractor.device))
             rows, done = torch.cat([features.flatten(1) for features in found.values()], dim=1), None
             if self._stream is not None:
@@ -324,6 +335,7 @@ class Sink:
             self._hand_over(*self._waiting.popleft())
 
     def flush(self) -> None:
+        """Write the features of all batches delivered so far."""
         while self._waiting:
             self._hand_over(*self._waiting.popleft())
 

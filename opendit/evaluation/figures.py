@@ -1,4 +1,4 @@
-"""Features of samples and of a reference to figures: what each metric needs, and what it is."""
+"""Figures of an evaluation: what each metric needs, and how it is computed from features."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,23 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import METRICS
-from opendit.evaluation.digits import COPY_QUANTILE, AskedDigits, named_right, share_of_copies
+from opendit.evaluation.digits import COPY_QUANTILE, AskedDigits, moved_right, named_right, share_of_copies
 from opendit.evaluation.extract import Layout
-from opendit.evaluation.frechet import GROUPS, NORMAL_95, Moments, frechet_distance, jackknife_error
-from opendit.evaluation.manifold import NEIGHBOURS, precision_recall
-from opendit.evaluation.moving_digits import moved_right
+from opendit.evaluation.metrics import (
+    GROUPS,
+    NEIGHBOURS,
+    NORMAL_95,
+    SPLIT,
+    SUBSET,
+    SUBSETS,
+    Moments,
+    frechet_distance,
+    inception_score,
+    jackknife_error,
+    kernel_distance,
+    precision_recall,
+)
 from opendit.evaluation.reference import Reference
-from opendit.evaluation.scores import SPLIT, SUBSET, SUBSETS, inception_score, kernel_distance
 
 _WITHOUT = {
     "pool": "there is no network of pictures (--features)",
@@ -30,9 +40,12 @@ _WITHOUT = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A value, its interval and how that was found. network: that it rests on, "pictures", "clips" or "captions".
-    compared: whether with the reference. truncated: captions that CLIP could not read to their end.
-    of_real: the same figure of real samples, where they are known."""
+    """A value with its interval.
+
+    interval_by: how the interval was found. network: which one it rests on: "pictures", "clips" or "captions".
+    compared: the figure compares samples with the reference. truncated: number of captions longer than CLIP reads.
+    of_real: the same figure of real samples, where these are known.
+    """
 
     metric: str
     value: float
@@ -47,9 +60,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class RealSamples:
-    """Features of real samples, beside which the digits' figures are read. train: as many as there are samples, where
-    there are so many. held_out: those that nothing was trained on, and asked: what they show. reference: whether the
-    held-out ones are the reference, too."""
+    """Features of real digits, for comparison with those of the samples.
+
+    train: of training digits, as many as there are samples or REAL at most. held_out: of the digits that nothing was
+    trained on; asked says what they show. reference: the held-out digits are the reference, too.
+    """
 
     train: dict[str, Tensor]
     held_out: dict[str, Tensor]
@@ -59,11 +74,11 @@ class RealSamples:
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """The inputs that figures are computed from.
+    """Everything that figures are computed from.
 
     features: of the samples, name -> (N, ...). clips: the samples are clips. inception: "pool" comes from the Inception
-    that FID is defined by. scores: the CLIP score of every sample, (N,). device: of the computation. asked, real: for
-    the built-in digits.
+    network that FID is defined with. scores: CLIP score of every sample, (N,). device: where figures are computed.
+    asked, real: for the built-in digits.
     """
 
     features: dict[str, Tensor]
@@ -78,7 +93,7 @@ class MetricInputs:
     real: RealSamples | None = None
 
     def of(self, name: str) -> Tensor:
-        """Features as rows, where figures are computed."""
+        """Return features of the samples as rows, on the device of the computation."""
         return _rows(self.features[name], self.device)
 
     def of_reference(self, name: str) -> Tensor:
@@ -86,7 +101,7 @@ class MetricInputs:
 
     @property
     def compared_with(self) -> Reference:
-        """The reference, of inputs that have one."""
+        """The reference; the inputs must have one."""
         assert self.reference is not None
         return self.reference
 
@@ -102,8 +117,8 @@ def _rows(features: Tensor, device: torch.device) -> Tensor:
 
 
 def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None:
-    """Raises ValueError, before anything is computed, if the samples have no features for a metric that was asked for,
-    or none at all."""
+    """Check, before anything is computed, that the samples have features for every requested metric, and any features
+    at all; raise ValueError otherwise."""
     for name in asked:
         if (problem := _without(name, layout, captions)) is not None:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
@@ -114,10 +129,10 @@ def check_features(asked: Sequence[str], layout: Layout, captions: bool) -> None
 def plan(
     asked: Sequence[str], layout: Layout, reference: Reference | None, captions: bool
 ) -> tuple[list[str], list[str]]:
-    """(the metrics to compute, a line for those that are left out though their features are there): those asked for,
-    or all that can be computed.
+    """Return the metrics to compute, and a line for each that is left out although its features exist.
 
-    Raises ValueError if one was asked for that can't be computed, with what it needs; before any sample is drawn.
+    The metrics are the requested ones, or all that can be computed. Raises ValueError, before any sample is drawn, if a
+    requested one can't be computed; the message says what it needs.
     """
     found, left_out = [], []
     for name in asked or METRICS:
@@ -126,7 +141,7 @@ def plan(
             found.append(name)
         elif asked:
             raise ValueError(f"--metrics {name}: {problem}; leave it out")
-        elif METRICS[name].features in layout:  # of pictures nobody expects what is of clips
+        elif METRICS[name].features in layout:  # for pictures, metrics of clips go without a remark
             left_out.append(f"{name} is left out: {problem}")
     return found, left_out
 
@@ -171,13 +186,14 @@ def figure_names(metric: str, clips: bool, inception: bool, digits: bool) -> tup
         return ("frechet_distance",)
     if metric == "fvd":
         return ("fvd",)
-    # FID and sFID are of Inception's features, and of no others.
+    # Only distances of Inception's features are called FID and sFID.
     name = metric if inception else {"fid": "frechet_distance", "sfid": "spatial_frechet_distance"}[metric]
     return (f"frame_{name}" if clips else name,)
 
 
 def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
-    """The figures of a metric that :func:`plan` returned. Raises ValueError, naming it, for too few samples."""
+    """Compute the figures of a metric that :func:`plan` returned. Raises ValueError, with the metric's name, for too
+    few samples."""
     try:
         yield from _COMPUTE[name](inputs)
     except ValueError as error:
@@ -190,7 +206,7 @@ def figures(name: str, inputs: MetricInputs) -> Iterator[Figure]:
 def _frechet(metric: str, features: str, network: str) -> Callable[[MetricInputs], Iterator[Figure]]:
     def compute(inputs: MetricInputs) -> Iterator[Figure]:
         rows, reference = inputs.of(features), inputs.compared_with.gaussian(features, inputs.device)
-        assert reference is not None  # of a metric that the reference has the features for
+        assert reference is not None  # checked by plan
         value = frechet_distance(Moments.of(rows).gaussian(), reference)
         interval, by, note = None, None, None
         samples = inputs.features[features]
@@ -278,8 +294,10 @@ def _clip_score(inputs: MetricInputs) -> Iterator[Figure]:
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's score interval of 95 % (1927) for a share in [0, 1] of ``count`` samples. It stays in [0, 1], and has a
-    width at shares of 0 and 1, where a standard error has none."""
+    """Return Wilson's score interval of 95 % (1927) for a share in [0, 1] of ``count`` samples.
+
+    It stays within [0, 1], and it has a width at shares of 0 and 1, where a standard error has none.
+    """
     square = NORMAL_95**2 / count
     middle = (share + square / 2) / (1 + square)
     error = NORMAL_95 / (1 + square) * (share * (1 - share) / count + square / (4 * count)) ** 0.5
@@ -287,7 +305,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:
-    """(mean, no network, interval, how it was found)."""
+    """Return (mean, no network, interval, how the interval was found)."""
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None, None, None

@@ -1,5 +1,6 @@
-"""Figures of a run's EMA weights while it trains: of few samples, drawn and measured every so many steps."""
+"""Evaluate a run's EMA weights during training, with a small number of samples drawn every --evaluate_every steps."""
 
+import logging
 import math
 import time
 from typing import Any
@@ -25,22 +26,25 @@ from opendit.training.drawing import EMASampler
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "evaluation"  # in the run's folder, where `opendit evaluate plot RUN` finds the figures
-PROMPTS = 64  # captions, at most, that samples are asked for: their embeddings wait on the device
+PROMPTS = 64  # most captions to draw samples for; their embeddings stay on the device
 
 
 class RunEvaluation:
     """Draws --evaluate_samples samples from the EMA weights and measures them, on all ranks.
 
-    The same figures on any number of data-parallel ranks: a sample's noise is keyed by its number, and the samples are
-    dealt out in the same batches. Networks and reference are loaded, and the metrics are checked, when this is made: on
+    The figures are the same on any number of data-parallel ranks: a sample's noise is keyed by its number, and the
+    samples are divided into the same batches. The constructor loads networks and reference and checks the metrics on
     every rank, before training begins.
 
     Attributes:
-        of: what decides the figures beside the weights; those of two steps are compared where it is the same.
+        of: hash of everything besides the weights that decides the figures; only figures with equal hashes are
+            compared.
 
     Raises:
-        ValueError, OSError: what was asked for can't be measured; the message names the flag.
+        ValueError, OSError: the evaluation is impossible; the message names the flag.
     """
 
     def __init__(self, spec: RunSpecification):
@@ -64,16 +68,16 @@ class RunEvaluation:
             asked = asked_of_captions(captions)
         side = shape[-2] if shape[-2] == shape[-3] else None
         options = MediaOptions(side, shape[0] if len(shape) == 4 else 1, spec.flags.frame_interval, spec.flags.fps)
-        self._samples = DescribedSamples(self.count, shape, captions, self._told(), options, asked)
+        self._samples = DescribedSamples(self.count, shape, captions, self._details(), options, asked)
         folder = spec.folder / FOLDER
         try:
-            self._measuring = Measuring(flags, self._samples, folder, spec.mesh, self._note)
+            self._measuring = Measuring(flags, self._samples, folder, spec.mesh)
         except (ValueError, OSError) as error:
             raise type(error)(rename_for_training(str(error))) from error
         if not self._measuring.metrics:
-            raise ValueError(f"--evaluate_every: {self._measuring.nothing}")
+            raise ValueError(f"--evaluate_every: {self._measuring.why_nothing}")
         self._layout = self._measuring.extractor.layout(shape)
-        drawn = {name: value for name, value in self._told().items() if name != "samples"}
+        drawn = {name: value for name, value in self._details().items() if name != "samples"}
         reference = self._measuring.reference
         parts = drawn, self._measuring.extractor.settings(), reference and reference.sha256, self.count
         self.of = hash_parts(*map(repr, parts))[:16]
@@ -83,16 +87,16 @@ class RunEvaluation:
             raise ValueError(f"--ckpt_best {best}: --evaluate_every computes {known} here; name one of them")
         if spec.mesh.is_main:
             names = ", ".join(self._measuring.metrics)
-            self._note(
-                f"evaluation: {names} of {self.count:,} samples every {spec.flags.evaluate_every:,} steps; so few are "
-                "for comparing steps of one run, not with published figures"
+            logger.info(
+                f"note: evaluation: {names} of {self.count:,} samples every {spec.flags.evaluate_every:,} steps; "
+                "so few are for comparing steps of one run, not with published figures"
             )
 
-    def _told(self) -> dict[str, Any]:
+    def _details(self) -> dict[str, Any]:
         spec, flags = self._spec, self._spec.flags
         return {
             "samples": spec.folder.name,
-            "samples_sha256": "",  # of weights that are not saved
+            "samples_sha256": "",  # the weights are not saved
             "sampler": spec.objective.preview_sampler,
             "steps": flags.evaluate_steps,
             "guidance": flags.evaluate_cfg_scale,
@@ -105,31 +109,30 @@ class RunEvaluation:
 
     @property
     def _codec(self) -> Codec:
-        assert self._spec.codec is not None  # a run without one draws nothing
+        assert self._spec.codec is not None  # checked by the constructor
         return self._spec.codec
 
-    def _note(self, text: str) -> None:
-        if self._spec.mesh.is_main:
-            print(f"note: {text}", flush=True)
-
     def after(self, step: int, sampler: EMASampler, monitor: Monitor) -> dict[str, Any]:
-        """Evaluate samples after ``step``. Return the fields for its line of the log: ``eval_NAME`` for every figure,
-        null if it is not finite or could not be computed, the number of samples and the seconds. Collective."""
+        """Evaluate samples after ``step`` and return the fields for its line of the log. Collective.
+
+        They are ``eval_NAME`` for every figure (null if it is not finite or could not be computed), the number of
+        samples, and the seconds that it took.
+        """
         began, mesh = time.perf_counter(), self._spec.mesh
         with sampler.model(everywhere=True) as model:
-            assert model is not None  # everywhere
+            assert model is not None  # because of everywhere=True
             features = self._features(model, sampler)
         figures: dict[str, float | None] = {}
         if mesh.is_main:
             with monitor.failures.survive(FOLDER, step):
-                figures = self._figures(features, step, monitor)
+                figures = self._figures(features, step)
         figures = mesh.broadcast_object(figures)
         named = {f"eval_{name}": value for name, value in figures.items()}
         return named | {"eval_of": self.of, "eval_samples": self.count, "eval_s": time.perf_counter() - began}
 
     @torch.no_grad()
     def _features(self, model: DiT, sampler: EMASampler) -> dict[str, Tensor]:
-        """Draw all samples, and return their features on every rank, on the CPU."""
+        """Draw all samples and return their features on every rank, on the CPU."""
         spec, mesh = self._spec, self._spec.mesh
         device, flags = mesh.device, spec.flags
         found = {name: torch.zeros(self.count, *shape, device=device) for name, shape in self._layout.items()}
@@ -144,20 +147,20 @@ class RunEvaluation:
                     pixels = torch.from_numpy(to_uint8(self._codec.decode(latents)))
                     for name, rows in self._measuring.extractor(pixels).items():
                         found[name][index.to(device)] = rows
-        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # all but one rank's are 0: nothing rounds
+        return {name: mesh.sum(rows).cpu() for name, rows in found.items()}  # exact: all but one rank add 0
 
-    def _figures(self, features: dict[str, Tensor], step: int, monitor: Monitor) -> dict[str, float | None]:
-        """Computed, written to the run's evaluation/results.jsonl, and shown. Rank 0's."""
+    def _figures(self, features: dict[str, Tensor], step: int) -> dict[str, float | None]:
+        """Compute the figures, log them, and append them to the run's evaluation/results.jsonl. Rank 0 only."""
         problems: list[str] = []
         rows: list[Measurement] = []
-        told = self._told() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}
-        for of_metric in self._measuring.of(features, told, problems):
+        details = self._details() | {"samples": f"{self._spec.folder.name}/step_{step:07d}"}
+        for of_metric in self._measuring.compute(features, details, problems):
             rows += of_metric
         for problem in problems:
-            monitor.say(f"note: evaluation: {problem}")
+            logger.warning("note: evaluation: %s", problem)
         finite = [row for row in rows if math.isfinite(row.value)]
         shown = ", ".join(f"{row.metric} {figure_text(row.value)}" for row in finite)
-        monitor.say(f"step {step}: {shown or 'no figure'} of {self.count:,} samples")
+        logger.info(f"step {step}: {shown or 'no figure'} of {self.count:,} samples")
         folder = self._spec.folder / FOLDER
         figures = dict.fromkeys(self._measuring.figure_names) | {row.metric: row.value for row in finite}
         append_results(folder, finite, root=self._spec.folder)
@@ -165,5 +168,5 @@ class RunEvaluation:
 
 
 def _encoded(conditioner: Conditioner, captions: list[str]) -> Condition:
-    assert isinstance(conditioner, CaptionConditioner)  # captions were asked for
+    assert isinstance(conditioner, CaptionConditioner)  # the model takes captions
     return conditioner.encode(captions)

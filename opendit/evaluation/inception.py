@@ -1,7 +1,7 @@
-"""The Inception network of FID, in the names of torchvision's, so that the field's file of its weights loads strictly.
+"""FID's Inception network with the parameter names of torchvision's, so that the published weights load strictly.
 
-It is the one of December 2015 that TensorFlow's FID used, with 1,008 classes: average pools leave padding out, and the
-last block has a maximum where torchvision's has an average.
+It is the network of December 2015 that TensorFlow's FID used, with 1,008 classes. Unlike torchvision's, its average
+pools leave padding out, and its last block has a maximum pool instead of an average pool.
 """
 
 from typing import Any
@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.inception import BasicConv2d, InceptionA, InceptionB, InceptionC, InceptionD, InceptionE
-
-from opendit.evaluation.inception_pixels import spatial_features
 
 CLASSES = 1008
 
@@ -71,8 +69,8 @@ def _average(x: Tensor) -> Tensor:
 class FIDInception(nn.Module):
     """(B, 3, 299, 299) in 0..255 -> "pool" (B, 2048), "spatial" (B, 2023) and "logits" (B, 1008).
 
-    spatial: the first seven channels of Mixed_6d's first branch, channels last, as ADM's sFID takes them. logits:
-    without the bias, as the Inception score takes them.
+    spatial: the first seven channels of Mixed_6d's first branch, channels last, as in ADM's sFID. logits: without the
+    bias, as in the Inception score.
     """
 
     def __init__(self):
@@ -101,7 +99,7 @@ class FIDInception(nn.Module):
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, stride=2)))
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(F.max_pool2d(x, 3, stride=2))))
         x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))
-        spatial = spatial_features(self.Mixed_6d.branch1x1(x))
+        spatial = self.Mixed_6d.branch1x1(x)[:, :7].permute(0, 2, 3, 1).flatten(1)
         x = self.Mixed_6e(self.Mixed_6d(x))
         pool = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x))).mean(dim=(2, 3))
         return {"pool": pool, "spatial": spatial, "logits": F.linear(pool, self.fc.weight)}

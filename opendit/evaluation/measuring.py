@@ -1,88 +1,84 @@
-"""From the features of samples to figures: the networks, the reference and the metrics of an evaluation."""
+"""Compute figures from the features of samples, with the networks, the reference and the metrics of an evaluation."""
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from opendit.config.console import print_block
+from opendit.config.evaluate import EvaluateConfig
 from opendit.config.names import DIGITS, METRICS
-from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.extract import Extractor, Layout
 from opendit.evaluation.figures import Figure, MetricInputs, RealSamples, check_features, figure_names, figures, plan
-from opendit.evaluation.known_files import find_default
 from opendit.evaluation.media import MediaOptions
-from opendit.evaluation.networks import FeatureNetwork, digits_network, load_network
+from opendit.evaluation.metrics import clip_scores
+from opendit.evaluation.networks import FeatureNetwork, caption_embeddings, digits_network, find_default, load_network
 from opendit.evaluation.reference import clip_shape, open_reference, real_digits
 from opendit.evaluation.results import Measurement
 from opendit.evaluation.samples import DescribedSamples
 from opendit.parallel.mesh import Mesh
 from opendit.training.fingerprint import code
 
-if TYPE_CHECKING:
-    from opendit.config.evaluate import EvaluateConfig
-
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
-REAL = 1_000  # training digits, at most, beside which samples are judged: as many as there are samples
+REAL = 1_000  # most training digits to compute the digits' figures of, for comparison with those of the samples
 
 
 class Measuring:
-    """An evaluation that is ready to begin: its networks, its reference, and the metrics that can be computed.
+    """A checked evaluation: its networks are loaded, its reference is open, and its metrics are known to be computable.
 
-    Collective to make, and to be made before any sample is drawn.
+    Constructing it is collective; do so before any sample is drawn.
 
     Args:
-        samples: what will be measured: their shape, options and captions, and what they are to show.
-        output: folder for the features of the reference.
-        say: takes a line for people.
+        samples: description of what will be measured: shape, reading options, captions, and the digits to show.
+        output: folder that caches the features of the reference.
 
     Attributes:
         extractor: computes the samples' features.
         reference: what samples are compared with; None if no metric needs it.
-        metrics: the names of those that are computed.
-        figure_names: what their figures are called.
-        nothing: says why there are none.
+        metrics: names of the metrics that are computed.
+        figure_names: names of their figures.
+        why_nothing: message for an evaluation without any metric.
 
     Raises:
-        ValueError: a metric that was asked for can't be computed; the message says what it needs.
-        OSError: a file is not there.
+        ValueError: a requested metric can't be computed; the message says what it needs.
+        OSError: a file does not exist.
     """
 
-    def __init__(
-        self, flags: "EvaluateConfig", samples: DescribedSamples, output: Path, mesh: Mesh, say: Callable[[str], None]
-    ):
+    def __init__(self, flags: EvaluateConfig, samples: DescribedSamples, output: Path, mesh: Mesh):
         self._flags, self._samples, self._device = flags, samples, mesh.device
         self._of_clips = samples.options if samples.clips else None
-        self._networks = load_networks(flags, self._of_clips, mesh.device, say)
+        self._networks = load_networks(flags, self._of_clips, mesh)
         self._with_captions = samples.captions is not None and self._networks.captions is not None
         self.extractor = self._networks.extractor(flags, mesh.device, samples.clips, self._with_captions)
         layout = _usable(self.extractor.layout(samples.shape), samples)
         check_features(flags.metrics, layout, self._with_captions)
-        self._real: RealSamples | None = None  # made once: a run that trains measures many times
+        self._real: RealSamples | None = None  # computed once: a training run measures many times
         self.reference = None
         if flags.reference is not None and _compares(flags):
             of_reference = self._networks.extractor(flags, mesh.device, samples.clips, captions=False)
             self.reference = open_reference(
-                flags.reference, of_reference, samples.options, output, mesh, say, clips=samples.clips
+                flags.reference, of_reference, samples.options, output, mesh, clips=samples.clips
             )
         self.metrics, left_out = _agreed(mesh, lambda: plan(flags.metrics, layout, self.reference, self._with_captions))
         pictures = self._networks.pictures
         kind = samples.clips, pictures is not None and pictures.inception, flags.features == DIGITS
         self.figure_names = [name for metric in self.metrics for name in figure_names(metric, *kind)]
-        self.nothing = f"there is nothing to measure: {'; '.join(left_out) or 'no network, and no reference'}"
-        if self.metrics or flags.save_features is not None:
+        self.why_nothing = f"there is nothing to measure: {'; '.join(left_out) or 'no network, and no reference'}"
+        if mesh.is_main and (self.metrics or flags.save_features is not None):
             for line in left_out:
-                say(line)
+                logger.info("note: %s", line)
 
     def announce(self) -> None:
-        """Prints what will be measured, against what, and by which networks."""
+        """Print what will be measured, against what, and by which networks."""
         samples, reference = self._samples, self.reference
         rows = {
-            "samples": f"{samples.count:,} of {' x '.join(map(str, samples.shape[:-1]))}, {samples.told['samples']}"
+            "samples": f"{samples.count:,} of {' x '.join(map(str, samples.shape[:-1]))}, {samples.details['samples']}"
         }
         if reference is not None:
             count = "" if reference.count is None else f", {reference.count:,} samples"
@@ -93,13 +89,20 @@ class Measuring:
         rows["metrics"] = ", ".join(self.metrics) or "none"
         print_block("OpenDiT evaluation", rows)
 
-    def of(self, features: dict[str, Tensor], told: dict[str, Any], problems: list[str]) -> Iterator[list[Measurement]]:
-        """The figures of each metric. features: of all samples, by name. told: what every Measurement says of the
-        samples. problems: takes a line for each metric that could not be computed. Call it on rank 0."""
+    def compute(
+        self, features: dict[str, Tensor], details: dict[str, Any], problems: list[str]
+    ) -> Iterator[list[Measurement]]:
+        """Yield the figures of each metric. Call it on rank 0 only.
+
+        Args:
+            features: of all samples, by name.
+            details: the fields that every Measurement has in common.
+            problems: receives a line for each metric that could not be computed.
+        """
         inputs = self._inputs(features)
         for name in self.metrics:
             try:
-                yield [self._measurement(figure, told) for figure in figures(name, inputs)]
+                yield [self._measurement(figure, details) for figure in figures(name, inputs)]
             except ValueError as error:
                 problems.append(str(error))
 
@@ -118,11 +121,11 @@ class Measuring:
         self._real = self._real or real_samples(samples, self.extractor, flags.reference == DIGITS)
         return replace(inputs, asked=samples.asked, real=self._real)
 
-    def _measurement(self, figure: Figure, told: dict[str, Any]) -> Measurement:
+    def _measurement(self, figure: Figure, details: dict[str, Any]) -> Measurement:
         network = None if figure.network is None else getattr(self._networks, figure.network)
-        told, samples, reference = dict(told), self._samples, self.reference
+        details, samples, reference = dict(details), self._samples, self.reference
         if network is not None:
-            told |= {
+            details |= {
                 "features": network.name,
                 "features_sha256": network.sha256,
                 "features_known": network.known,
@@ -130,7 +133,7 @@ class Measuring:
                 "feature_precision": network.precision,
             }
         if reference is not None and figure.compared:
-            told |= {
+            details |= {
                 "reference": reference.name,
                 "reference_sha256": reference.sha256,
                 "reference_count": reference.count,
@@ -149,31 +152,32 @@ class Measuring:
             commit=versions["commit"],
             torch=versions["torch"],
             time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **told,
+            **details,
         )
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Those of an evaluation; None: it needs none of this kind."""
+    """Networks of an evaluation; None where no metric needs one of this kind."""
 
     pictures: FeatureNetwork | None
     clips: FeatureNetwork | None
     captions: FeatureNetwork | None
 
-    def extractor(self, flags: "EvaluateConfig", device: torch.device, motion: bool, captions: bool) -> Extractor:
-        """captions: whether samples have some for CLIP to compare with."""
+    def extractor(self, flags: EvaluateConfig, device: torch.device, motion: bool, captions: bool) -> Extractor:
+        """Build the extractor. motion: measure the motion of clips. captions: the samples have captions to compare
+        CLIP's features with."""
         shown = self.captions if captions else None
         return Extractor(device, self.pictures, self.clips, shown, motion, flags.feature_batch_size)
 
 
-def load_networks(
-    flags: "EvaluateConfig", of_clips: MediaOptions | None, device: torch.device, say: Callable[[str], None]
-) -> Networks:
-    """Those that the metrics need.
+def load_networks(flags: EvaluateConfig, of_clips: MediaOptions | None, mesh: Mesh) -> Networks:
+    """Load the networks that the metrics need.
 
-    of_clips: how clips are read; None: the samples are pictures. Raises FileNotFoundError if one is asked for and not
-    there."""
+    of_clips: how clips are read; None if the samples are pictures. Raises FileNotFoundError if a requested network does
+    not exist.
+    """
+    device = mesh.device
     asked = {METRICS[name].features for name in flags.metrics or METRICS}
     how = {"how": flags.resize, "precision": flags.feature_precision}
 
@@ -183,7 +187,8 @@ def load_networks(
         except FileNotFoundError as error:
             if path is not None or flags.metrics or of_clips is None:
                 raise
-            say(f"{error}")
+            if mesh.is_main:
+                logger.info("note: %s", error)
             return None
 
     if flags.features == DIGITS:
@@ -198,23 +203,26 @@ def load_networks(
 
 
 def real_samples(samples: DescribedSamples, extractor: Extractor, reference: bool) -> RealSamples:
-    """The features of real digits, beside which figures of ``samples`` are read: of as many training digits, and of the
-    held-out ones. reference: whether these are what samples are compared with."""
+    """Compute the features of real digits: of as many training digits as there are samples (at most REAL), and of all
+    held-out digits.
+
+    reference: the held-out digits are also what the samples are compared with.
+    """
     of_clips = samples.options if samples.clips else None
     train, held_out = real_digits("train", of_clips, min(samples.count, REAL)), real_digits("test", of_clips)
-    of_train, of_held_out = (extractor(torch.from_numpy(real.media.every_one())) for real in (train, held_out))
+    of_train, of_held_out = (extractor(torch.from_numpy(real.media.read_all())) for real in (train, held_out))
     return RealSamples(of_train, of_held_out, held_out.asked, reference)
 
 
 def _usable(layout: Layout, samples: DescribedSamples) -> Layout:
-    """The features that figures can be computed of: without knowing what was asked for, not whether it is seen."""
+    """Drop the features that need to know which digit and direction a sample should show, where that is unknown."""
     missing = set() if samples.asked else {"digit", "moved"}
     if samples.asked and samples.asked.directions is None:
         missing = {"moved"}
     return {name: shape for name, shape in layout.items() if name not in missing}
 
 
-def _compares(flags: "EvaluateConfig") -> bool:
+def _compares(flags: EvaluateConfig) -> bool:
     """Return True if any of the metrics needs the reference."""
     return not flags.metrics or any(METRICS[name].reference or name == "motion" for name in flags.metrics)
 

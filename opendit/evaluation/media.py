@@ -1,4 +1,4 @@
-"""Pictures and clips to evaluate: folders, .npz and .npy files, tables of captioned files. All as uint8, by number."""
+"""Pictures and clips to evaluate, as uint8 by number: from folders, .npz and .npy files, and CSV tables."""
 
 import json
 import os
@@ -24,13 +24,16 @@ from opendit.data.images import find_pictures
 from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
 from opendit.sampling.output_files import INDEX
 
-SAMPLES, LABELS = "arr_0", "arr_1"  # of an .npz, as sample.py and ADM write it
+SAMPLES, LABELS = "arr_0", "arr_1"  # arrays of an .npz that sample.py or ADM wrote
 
 
 @dataclass(frozen=True)
 class MediaOptions:
-    """Settings that turn files into pixels. image_size: crop and resize every picture to this side as ADM did; None
-    leaves it as it is. num_frames, frame_interval, fps: for clips, which are read from their middle."""
+    """Settings that turn files into pixels.
+
+    image_size: side to which every picture is cropped and resized, as by ADM; None leaves it as it is. num_frames,
+    frame_interval, fps: for clips, which are read from their middle.
+    """
 
     image_size: int | None = None
     num_frames: int = 16
@@ -38,7 +41,8 @@ class MediaOptions:
     fps: float | None = None
 
     def __str__(self) -> str:
-        """Write out all that decides the pixels. fps is named only if it is set, so that older features are found."""
+        """Write out everything that decides the pixels. fps is named only if it is set, so that features of earlier
+        versions are found."""
         shown = f"image_size={self.image_size}, num_frames={self.num_frames}, frame_interval={self.frame_interval}"
         return f"MediaOptions({shown}{'' if self.fps is None else f', fps={self.fps!r}'})"
 
@@ -47,9 +51,8 @@ class MediaOptions:
 class Media:
     """Pictures (H, W, 3) or clips (T, H, W, 3) by number.
 
-    name: for people. sha256: of what they are read from. how: what else decides their pixels. read:
-    ``read(number)`` -> uint8. captions, labels: of each, or None. whole: reads a range at once, where that is
-    faster than one by one.
+    sha256: of the files or of the array. how: what else decides the pixels. read: ``read(number)`` -> uint8. captions,
+    labels: one per sample, or None. read_range: reads a range at once, where that is faster than one by one.
     """
 
     name: str
@@ -58,19 +61,19 @@ class Media:
     clips: bool
     read: Callable[[int], np.ndarray]
     captions: Sequence[str] | None = None
-    whole: Callable[[range], np.ndarray] | None = None
+    read_range: Callable[[range], np.ndarray] | None = None
     how: str = ""
     labels: np.ndarray | None = None
 
-    def every_one(self) -> np.ndarray:
-        """All of them at once, of media that can be read so."""
-        assert self.whole is not None
-        return self.whole(range(self.count))
+    def read_all(self) -> np.ndarray:
+        """Read everything at once, from media that have ``read_range``."""
+        assert self.read_range is not None
+        return self.read_range(range(self.count))
 
     def batch(self, numbers: range, pool: ThreadPoolExecutor) -> np.ndarray:
-        """uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if they are not of one size."""
-        if self.whole is not None:
-            return self.whole(numbers)
+        """Read uint8 (B, H, W, 3) or (B, T, H, W, 3). Raises ValueError if the samples differ in size."""
+        if self.read_range is not None:
+            return self.read_range(numbers)
         found = list(pool.map(self.read, numbers))
         for number, pixels in zip(numbers, found, strict=True):
             if pixels.shape != found[0].shape:
@@ -83,11 +86,12 @@ class Media:
 
 
 def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -> Media:
-    """The samples of a folder of pictures or clips, of an .npz or .npy, or of a CSV of path,text.
+    """Open the samples of a folder of pictures or clips, of an .npz or .npy, or of a CSV with the columns path and
+    text.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it is none of them, empty, or of another type than uint8; ``flag`` stands in the message.
+        FileNotFoundError: there is nothing at ``path``.
+        ValueError: it is none of these, it is empty, or its pixels are not uint8; the message names ``flag``.
     """
     path = Path(path).expanduser()
     if not path.exists():
@@ -106,10 +110,11 @@ def open_media(path: str | os.PathLike[str], flag: str, options: MediaOptions) -
     raise ValueError(f"{flag} {printable(path)}: not known as samples; give a folder, .npz, .npy or .csv")
 
 
-def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, said: np.ndarray | None = None) -> Media:
+def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, labels: np.ndarray | None = None) -> Media:
     """Make media of a uint8 array of pictures (N, H, W, 3) or clips (N, T, H, W, 3).
 
-    said: the caption or the class of each. Raises ValueError for any other array."""
+    labels: the caption or the class of each sample. Raises ValueError for any other array.
+    """
     if pixels.dtype != np.uint8:
         hint = ""
         if pixels.dtype.kind == "f":
@@ -123,9 +128,9 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, said: 
         len(pixels),
         pixels.ndim == 5,
         lambda number: np.asarray(pixels[number]),
-        said.tolist() if said is not None and said.dtype.kind == "U" else None,
-        whole=lambda numbers: np.array(pixels[numbers.start : numbers.stop]),
-        labels=said if said is not None and said.dtype.kind in "iu" else None,
+        labels.tolist() if labels is not None and labels.dtype.kind == "U" else None,
+        read_range=lambda numbers: np.array(pixels[numbers.start : numbers.stop]),
+        labels=labels if labels is not None and labels.dtype.kind in "iu" else None,
     )
 
 
@@ -133,7 +138,7 @@ def array_media(name: str, sha256: Callable[[], str], pixels: np.ndarray, said: 
 
 
 def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """(pixels, what is said of each: captions or classes) of a file."""
+    """Return the pixels of a file, and each sample's caption or class if the file has them."""
     if path.suffix == ".npy":
         return _loaded(path, lambda: np.load(path, mmap_mode="r", allow_pickle=False), flag), None
     names = npz_names(path, flag)
@@ -143,14 +148,14 @@ def _arrays(path: Path, flag: str) -> tuple[np.ndarray, np.ndarray | None]:
             f"{flag} {printable(path)}: has no {SAMPLES}, only {', '.join(sorted(names)) or 'nothing'}; "
             f"name the pixels {SAMPLES}"
         )
-    said = None
+    labels = None
     if LABELS in names:
-        said = _loaded(path, lambda: np.load(path, allow_pickle=False)[LABELS], flag)
-    return _loaded(path, lambda: npz_member(path, key), flag), said
+        labels = _loaded(path, lambda: np.load(path, allow_pickle=False)[LABELS], flag)
+    return _loaded(path, lambda: npz_member(path, key), flag), labels
 
 
 def npz_names(path: Path, flag: str) -> set[str]:
-    """The names of an .npz's arrays. Raises ValueError for a file that is none."""
+    """List the names of an .npz's arrays. Raises ValueError for a file that is no .npz."""
     try:
         with zipfile.ZipFile(path) as archive:
             return {name.removesuffix(".npy") for name in archive.namelist()}
@@ -159,7 +164,7 @@ def npz_names(path: Path, flag: str) -> set[str]:
 
 
 def npz_member(path: Path, name: str) -> np.ndarray:
-    """An array of an .npz: mapped into memory where it is stored as it is, else read and unpacked."""
+    """Return an array of an .npz: memory-mapped if it is stored uncompressed, else read."""
     with zipfile.ZipFile(path) as archive:
         found = archive.getinfo(f"{name}.npy")
         if found.compress_type == zipfile.ZIP_STORED:
@@ -176,7 +181,7 @@ def npz_member(path: Path, name: str) -> np.ndarray:
 
 
 def _start_of(path: Path, header: int) -> int:
-    """Return the offset at which a zip member's bytes begin, by its own header."""
+    """Return the offset at which a zip member's bytes begin, according to its local header."""
     with open(path, "rb") as file:
         file.seek(header + 26)
         name, extra = np.frombuffer(file.read(4), "<u2").tolist()
@@ -194,7 +199,8 @@ def _loaded(path: Path, load: Callable[[], np.ndarray], flag: str) -> np.ndarray
 
 
 def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
-    """A folder of pictures, or, where there are none, of clips. Of a folder of sample.py its single samples."""
+    """Open a folder of pictures or, if it has none, of clips. Of a folder that sample.py wrote, only the single samples
+    are used."""
     drawn = _drawn(path)
     if drawn:
         files = drawn
@@ -210,7 +216,7 @@ def _folder(path: Path, flag: str, options: MediaOptions) -> Media:
 
 
 def _drawn(path: Path) -> list[str]:
-    """The single samples among the files that sample.py lists in its folder: the sheet is none."""
+    """List the single samples among the files that sample.py recorded in its folder, without the contact sheet."""
     try:
         names = json.loads((path / INDEX).read_text())["files"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -235,7 +241,7 @@ def _files(name: str, files: list[str], clips: list[bool], captions: list[str] |
         raise FileNotFoundError(f"{name}: {len(missing):,} of {len(files):,} files are missing: {name_few(missing)}")
     if clips[0] and options.image_size is None:
         raise ValueError(f"{name} holds clips; give --image_size, the pixels to which they are cropped and resized")
-    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    picture_suffixes()  # registers Pillow's formats here, because the threads would race to do so
     read = _read_clip if clips[0] else _read_picture
 
     def load(number: int) -> np.ndarray:
@@ -255,7 +261,7 @@ def _read_picture(file: str, options: MediaOptions) -> np.ndarray:
 
 
 def _read_clip(file: str, options: MediaOptions) -> np.ndarray:
-    assert options.image_size is not None  # _folder and _table ask for it
+    assert options.image_size is not None  # checked by _files
     frames = (options.num_frames, options.frame_interval, options.image_size)
     clip = read_clip(file, *frames, start=None, fps=options.fps, as_bytes=True)
     return clip.pixels.permute(1, 2, 3, 0).contiguous().numpy()

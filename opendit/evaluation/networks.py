@@ -1,4 +1,8 @@
-"""Networks of features: from a file or a folder to a function from pictures or clips to rows of numbers."""
+"""Feature networks: load one from a file or folder, as a function from pictures or clips to rows of numbers.
+
+Nothing is downloaded. Weights are read with ``weights_only=True``, and folders of transformers without their own code,
+as those of text encoders are (opendit/encoders/folder.py).
+"""
 
 import contextlib
 import functools
@@ -7,29 +11,40 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from opendit.common.utils import sha256_of
+from opendit.common.json_file import read_file
+from opendit.common.utils import hash_parts, sha256_of, shown
 from opendit.config.names import DIGITS, FEATURE_PRECISIONS
-from opendit.evaluation.digits import SIZE, digits_sha256, picture_features
-from opendit.evaluation.inception_pixels import SIDE, ScriptedInception, resize
-from opendit.evaluation.known_files import check_known, is_known, shown
-from opendit.evaluation.moving_digits import ClipShape, clip_features, clips_sha256
-from opendit.evaluation.transformers_networks import load_folder
+from opendit.encoders.folder import CONFIG, config_kind, one_line, transformers_model
+from opendit.evaluation.digits import (
+    SIZE,
+    ClipShape,
+    clip_features,
+    clips_sha256,
+    digits_sha256,
+    picture_features,
+)
 
 Compute = Callable[[Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class FeatureNetwork:
-    """A network with what it does to pixels before.
+    """A network together with the preprocessing of its pixels.
 
-    name: for people. sha256: of its file or files. clips: whether it takes (B, T, H, W, 3) rather than (B, H, W, 3).
-    inception: whether it is the Inception that FID is defined by. known: whether its SHA-256 is a published one.
-    resize: the filter to its size, by name. precision: fp32 or tf32. compute: uint8 pixels with channels second ->
-    named features (B, D). built_in: whether it is shipped as code, so that its SHA-256 is of that.
+    Attributes:
+        sha256: hash of its file or files; of the code and data for a network that is built in.
+        clips: it takes (B, T, H, W, 3) instead of (B, H, W, 3).
+        inception: it is the Inception network that FID is defined with.
+        resize: name of the filter that resizes pixels to its input size.
+        precision: fp32 or tf32; fp64 for the built-in classifier.
+        compute: uint8 pixels with channels second -> named features (B, D).
+        known: its hash is a published one, or it is built in.
     """
 
     name: str
@@ -48,7 +63,7 @@ class FeatureNetwork:
 
     @torch.inference_mode()
     def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
-        """pixels: uint8 (B, H, W, 3) or (B, T, H, W, 3). Returns named features (B, D) in float32."""
+        """uint8 (B, H, W, 3) or (B, T, H, W, 3) -> named features (B, D) in float32."""
         pixels = pixels.to(self.device).movedim(-1, 1)
         with _precision(self.precision):
             found = {name: features.float() for name, features in self.compute(pixels).items()}
@@ -63,8 +78,8 @@ class FeatureNetwork:
 
 
 def digits_network(device: torch.device, shape: ClipShape | None = None) -> FeatureNetwork:
-    """The classifier of the built-in digits; with a ``shape``, of clips of moving digits. It is trained when it is
-    first used. Features: "pool", "digit", "nearest", of clips "moved" too."""
+    """Return the classifier of the built-in digits or, with a ``shape``, of clips of moving digits; it is trained at
+    its first use. Features: "pool", "digit" and "nearest", and for clips "moved"."""
     if shape is None:
         sha256, compute, how = digits_sha256("pictures"), picture_features, f"bilinear, {SIZE}"
     else:
@@ -75,21 +90,21 @@ def digits_network(device: torch.device, shape: ClipShape | None = None) -> Feat
 def load_network(
     path: str | Path, device: torch.device, *, how: str = "tf", precision: str = "fp32", clips: bool = False
 ) -> FeatureNetwork:
-    """The network of a file or folder.
+    """Load the network of a file or folder.
 
     Args:
-        path: the weights of FID's Inception (.pth, as pytorch-fid and torch-fidelity have them); a TorchScript module:
-            that Inception or I3D as StyleGAN's metrics have them, or any that takes uint8 (B, 3, H, W), for clips
-            (B, 3, T, H, W), and returns features (B, D), or a dict of "pool" and, if it has them, "spatial" and
+        path: one of: the weights of FID's Inception (.pth, as pytorch-fid and torch-fidelity distribute them); a
+            TorchScript module, either Inception or I3D as StyleGAN's metrics use them or any that takes uint8 (B, 3, H,
+            W), for clips (B, 3, T, H, W), and returns features (B, D) or a dict of "pool" and optionally "spatial" and
             "logits"; a folder of transformers with a CLIP, DINOv2 or VideoMAE.
         device: where it computes.
-        how: Inception's filter, one of ``names.RESIZES``; the others' is their own.
-        precision: fp32, or tf32 on GPUs that have it.
-        clips: whether features of clips are asked for.
+        how: Inception's resize filter, one of ``names.RESIZES``; other networks have a fixed one.
+        precision: fp32, or tf32 on GPUs that support it.
+        clips: load a network of clips.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        ValueError: it is no such network, or a known file with other contents.
+        FileNotFoundError: there is nothing at ``path``.
+        ValueError: it holds no such network, or it has the name of a published file and other contents.
     """
     path = Path(path).expanduser()
     if precision not in FEATURE_PRECISIONS:
@@ -99,26 +114,26 @@ def load_network(
     if path.is_dir():
         folder = load_folder(path, device, clips)
         return FeatureNetwork(
-            shown(path), folder.sha256, clips, False, folder.resize, precision, folder.compute, device
+            path.resolve().name, folder.sha256, clips, False, folder.resize, precision, folder.compute, device
         )
     sha256 = sha256_of(path)
     check_known(path, sha256)
     compute, inception, resized = _of_file(path, device, how, clips)
-    return FeatureNetwork(shown(path), sha256, clips, inception, resized, precision, compute, device)
+    return FeatureNetwork(path.resolve().name, sha256, clips, inception, resized, precision, compute, device)
 
 
 def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[Compute, bool, str]:
-    """(what computes, whether it is FID's Inception, the name of its filter)."""
+    """Return (function that computes, it is FID's Inception, name of the resize filter)."""
     if not _is_script(path):
         if clips:
             raise ValueError(f"{path} is no TorchScript module, as features of clips need one")
         network = _inception(path).to(device).eval()
         if device.type == "cuda":
-            network = network.to(memory_format=torch.channels_last)  # the layout of TF32's convolutions
+            network = network.to(memory_format=torch.channels_last)  # the layout that TF32 convolutions want
         return _with_resize(network, how), True, how
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its deprecation: the field's files are of this format
+            warnings.simplefilter("ignore")  # TorchScript is deprecated, but the published files are TorchScript
             script = torch.jit.load(str(path), map_location=device).eval()
     except RuntimeError as error:
         raise ValueError(f"{path} can't be loaded as TorchScript: {str(error).splitlines()[0]}") from error
@@ -127,7 +142,7 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
             raise ValueError(f"{path} is a network of pictures; features of clips need another, such as I3D")
         return _with_resize(ScriptedInception(script), how), True, how
     arguments = {argument.name for argument in script.forward.schema.arguments}
-    if {"rescale", "resize", "return_features"} <= arguments:  # I3D as StyleGAN-V has it
+    if {"rescale", "resize", "return_features"} <= arguments:  # StyleGAN-V's I3D
         if not clips:
             raise ValueError(f"{path} is a network of clips; features of pictures need another, such as Inception")
         return (
@@ -139,7 +154,7 @@ def _of_file(path: Path, device: torch.device, how: str, clips: bool) -> tuple[C
 
 
 def _with_resize(network: torch.nn.Module, how: str) -> Compute:
-    return lambda x: network(resize(x.float(), how, SIDE))
+    return lambda x: network(resize(x.float(), how))
 
 
 def _named(found: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +180,7 @@ def _inception(path: Path) -> torch.nn.Module:
         weights = torch.load(path, map_location="cpu", weights_only=True)
         network = FIDInception()
         network.load_state_dict(weights)
-    except Exception as error:  # pickle's, zip's and torch's own
+    except Exception as error:  # of pickle, zip or torch
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} holds neither TorchScript nor the weights of FID's Inception: {why}") from error
     return network.requires_grad_(False)
@@ -173,7 +188,7 @@ def _inception(path: Path) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _precision(name: str) -> Iterator[None]:
-    """Matrix products and convolutions in full float32, or in TF32."""
+    """Compute matrix products and convolutions in full float32 or in TF32."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = name == "tf32"
@@ -182,3 +197,268 @@ def _precision(name: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+# ------------------------------------------------------------------------------------------ published files
+
+_INCEPTION = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+
+
+@dataclass(frozen=True)
+class KnownFile:
+    """A published file by its usual name. sha256: None if no hash has been published; any file is accepted then."""
+
+    name: str
+    sha256: str | None
+    address: str
+    clips: bool = False
+
+
+KNOWN = (
+    KnownFile(
+        "pt_inception-2015-12-05-6726825d.pth",
+        _INCEPTION,
+        "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
+    ),
+    KnownFile(
+        "weights-inception-2015-12-05-6726825d.pth",
+        _INCEPTION,
+        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+    ),
+    KnownFile(
+        "inception-2015-12-05.pt",
+        None,
+        "https://nvlabs-fi-cdn.nvidia.com/stylegan2-ada-pytorch/pretrained/metrics/inception-2015-12-05.pt",
+    ),
+    KnownFile(
+        "i3d_torchscript.pt",
+        "bec6519f66ea534e953026b4ae2c65553c17bf105611c746d904657e5860a5e2",
+        "https://www.dropbox.com/s/ge9e5ujwgetktms/i3d_torchscript.pt?dl=1",
+        clips=True,
+    ),
+)
+
+
+def default_folder() -> Path:
+    """Return the folder of torch.hub, which torch-fidelity and pytorch-fid use, too."""
+    return Path(torch.hub.get_dir()) / "checkpoints"
+
+
+def find_default(clips: bool, flag: str) -> Path:
+    """Find the published network of pictures, or of clips, in its usual folder.
+
+    Raises FileNotFoundError with the address of the missing file and the folder to put it into.
+    """
+    files = [file for file in KNOWN if file.clips == clips]
+    for file in files:
+        if (path := default_folder() / file.name).is_file():
+            return path
+    raise FileNotFoundError(
+        f"{flag}: no network of features is there; fetch {files[0].address} and put it into {default_folder()}, or "
+        f"give {flag} PATH"
+    )
+
+
+def check_known(path: Path, sha256: str) -> None:
+    """Raise ValueError for a file that has the name of a published one and other contents."""
+    for file in KNOWN:
+        if path.name == file.name and file.sha256 not in (None, sha256):
+            raise ValueError(
+                f"{path} has the SHA-256 {sha256}, and the file of this name that figures rest on has {file.sha256}: "
+                f"it is damaged, or another. Fetch it again ({file.address}), or rename it to use it as it is"
+            )
+
+
+def is_known(sha256: str) -> bool:
+    return any(file.sha256 == sha256 for file in KNOWN)
+
+
+# ------------------------------------------------------------------------------------------ FID's Inception
+
+INCEPTION_SIDE = 299  # pixels of its input
+SPATIAL_CHANNELS = 7  # of the first branch of Mixed_6d: ADM's spatial features are 17 x 17 x 7 numbers
+
+
+class ScriptedInception(nn.Module):
+    """FID's Inception in NVIDIA's TorchScript (StyleGAN's metrics), whose layers have TensorFlow's names."""
+
+    def __init__(self, script: torch.jit.ScriptModule):
+        super().__init__()
+        self.script = script
+
+    @staticmethod
+    def fits(script: torch.jit.ScriptModule) -> bool:
+        layers = getattr(script, "layers", None)
+        return layers is not None and hasattr(layers, "mixed_6") and hasattr(script, "output")
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x, spatial = (x - 128) / 128, None
+        for name, layer in self.script.layers.named_children():
+            if name == "mixed_6":
+                spatial = spatial_features(layer.conv(x))
+            x = layer(x)
+        assert spatial is not None  # see fits
+        pool = x.flatten(1)
+        return {"pool": pool, "spatial": spatial, "logits": F.linear(pool, self.script.output.weight)}
+
+
+def spatial_features(x: Tensor) -> Tensor:
+    return x[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+
+
+def resize(x: Tensor, how: str, side: int = INCEPTION_SIDE) -> Tensor:
+    """Resize pictures (B, 3, H, W) float32 to side x side pixels.
+
+    how: "tf", the bilinear filter of TensorFlow 1 that FID was defined with, which samples at i * H / side without
+    antialiasing; "torch", the same at pixel centres (pytorch-fid's); "clean", Pillow's bicubic filter with
+    antialiasing, clipped to 0..255 (clean-fid, Parmar et al. 2022).
+    """
+    if how == "clean":
+        return F.interpolate(x, (side, side), mode="bicubic", antialias=True).clamp(0, 255)
+    if how == "torch":
+        return F.interpolate(x, (side, side), mode="bilinear")
+    for dim in (3, 2):
+        at = torch.arange(side, dtype=torch.float32, device=x.device) * (x.shape[dim] / side)
+        low = at.long()
+        share = (at - low).view(-1, *[1] * (3 - dim))
+        first, second = (x.index_select(dim, rows.clamp_max(x.shape[dim] - 1)) for rows in (low, low + 1))
+        x = first + (second - first) * share
+    return x
+
+
+# ------------------------------------------------------------------------------------------ transformers' folders
+
+FOLDER_WEIGHTS = "model"
+PREPROCESSOR = "preprocessor_config.json"
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+USUAL_SIDE = 224  # pixels, for a folder that does not name its size
+CAPTIONS_AT_ONCE = 256
+# model_type of config.json -> (class of transformers, mean and deviation of colours, True for a model of clips)
+CLASSES = {
+    "clip": ("CLIPVisionModelWithProjection", CLIP, False),
+    "clip_vision_model": ("CLIPVisionModelWithProjection", CLIP, False),
+    "dinov2": ("Dinov2Model", IMAGENET, False),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", IMAGENET, False),
+    "videomae": ("VideoMAEModel", IMAGENET, True),
+}
+KIND = config_kind()
+
+
+@dataclass(frozen=True)
+class FolderNetwork:
+    """A network of transformers with its preprocessing. compute: uint8 (B, 3, H, W) or (B, 3, T, H, W) -> {"pool": (B,
+    D)}."""
+
+    sha256: str
+    resize: str
+    compute: Callable[[Tensor], dict[str, Tensor]]
+
+
+def load_folder(folder: Path, device: torch.device, clips: bool) -> FolderNetwork:
+    """Load a folder's model: features are CLIP's projected embedding, DINOv2's class token, or VideoMAE's mean token.
+
+    Raises ValueError for a folder that holds none of them, or one for the other kind of media.
+    """
+    config = read_config(folder)
+    kind = config.get("model_type")
+    if kind not in CLASSES:
+        raise ValueError(f"{folder} holds a model of type {shown(kind)}, not {', '.join(CLASSES)}")
+    name, colours, takes_clips = CLASSES[kind]
+    if takes_clips != clips:
+        media = ("pictures", "clips")
+        raise ValueError(f"{folder} holds a network of {media[takes_clips]}; features of {media[clips]} need another")
+    model = load_model(folder, name).to(device)
+    side, mean, deviation = preprocessing(folder, colours)
+    shape = (1, 3, 1, 1)
+    mean, deviation = (torch.tensor(values, device=device).view(shape) for values in (mean, deviation))
+
+    def normalised(x: Tensor) -> Tensor:
+        x = F.interpolate(x.float() / 255, (side, side), mode="bicubic", antialias=True).clamp(0, 1)
+        return (x - mean) / deviation
+
+    def of_pictures(x: Tensor) -> dict[str, Tensor]:
+        output = model(pixel_values=normalised(x))
+        return {"pool": output.image_embeds if "clip" in kind else output.pooler_output}
+
+    def of_clips(x: Tensor) -> dict[str, Tensor]:
+        frames = model.config.num_frames
+        if x.shape[2] != frames:
+            raise ValueError(f"{folder} takes clips of {frames} frames, not {x.shape[2]}")
+        pixels = normalised(x.transpose(1, 2).flatten(0, 1)).unflatten(0, (len(x), frames))
+        return {"pool": model(pixel_values=pixels).last_hidden_state.mean(dim=1)}
+
+    return FolderNetwork(folder_sha256(folder), f"bicubic, {side}", of_clips if clips else of_pictures)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read a folder's configuration. Raises FileNotFoundError or ValueError, naming the file."""
+    path = folder / CONFIG
+    try:
+        return read_file(path, KIND)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(f"{path} does not exist: a folder of features is one of transformers") from error
+
+
+def load_model(folder: Path, name: str) -> Any:
+    """Load a model of transformers' class ``name``, frozen, in float32. Raises ValueError if the folder does not hold
+    it."""
+    try:
+        model = transformers_model(folder, name, FOLDER_WEIGHTS)
+    except Exception as error:
+        raise ValueError(f"{folder} can't be loaded as {name}: {one_line(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[float], list[float]]:
+    """Return (side in pixels, mean, deviation) of the folder's preprocessor, or the model's usual ones."""
+    path, found = folder / PREPROCESSOR, {}
+    if path.is_file():
+        found = read_file(path, KIND)
+    size = found.get("crop_size") or found.get("size") or USUAL_SIDE
+    if isinstance(size, dict):
+        size = size.get("height") or size.get("shortest_edge") or USUAL_SIDE
+    side, mean, deviation = int(size), found.get("image_mean") or colours[0], found.get("image_std") or colours[1]
+    if not 1 <= side <= 4096 or len(mean) != 3 or len(deviation) != 3 or 0 in deviation:
+        raise ValueError(f"{path}: a size of 1 to 4096 and three colours are expected")
+    return side, list(mean), list(deviation)
+
+
+def folder_sha256(folder: Path) -> str:
+    """Hash the configurations and weights of a folder, with their names."""
+    kinds = (".json", ".safetensors", ".txt")
+    files = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
+    return hash_parts(*(part for path in files for part in (path.name, sha256_of(path))))
+
+
+def caption_embeddings(folder: Path, captions: list[str], device: torch.device) -> tuple[Tensor, list[bool]]:
+    """Return CLIP's projected embeddings of captions (N, D), and a bool for each: it is longer than CLIP reads, and its
+    end is cut off. Equal captions are embedded once.
+
+    Raises ValueError for a folder without CLIP's text model and tokenizer.
+    """
+    folder = Path(folder).expanduser()
+    config = read_config(folder)
+    if config.get("model_type") != "clip":
+        raise ValueError(f"{folder} holds no CLIP of pictures and words, which a CLIP score needs")
+    model = load_model(folder, "CLIPTextModelWithProjection").to(device)
+    try:
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{folder} holds no tokenizer that can be loaded: {one_line(error)}") from error
+    longest = model.config.max_position_embeddings
+    different = list(dict.fromkeys(captions))
+    embeddings, cut = [], {}
+    for first in range(0, len(different), CAPTIONS_AT_ONCE):
+        part = different[first : first + CAPTIONS_AT_ONCE]
+        lengths = [len(ids) for ids in tokenizer(part)["input_ids"]]
+        cut |= {caption: length > longest for caption, length in zip(part, lengths, strict=True)}
+        words = tokenizer(part, padding="max_length", truncation=True, max_length=longest, return_tensors="pt")
+        with torch.inference_mode():
+            output = model(**{name: words[name].to(device) for name in ("input_ids", "attention_mask")})
+        embeddings.append(output.text_embeds)
+    rows = {caption: number for number, caption in enumerate(different)}
+    index = torch.tensor([rows[caption] for caption in captions], device=device)
+    return torch.cat(embeddings)[index], [cut[caption] for caption in captions]

@@ -1,4 +1,4 @@
-"""Runs laid over each other as a picture: figures over training, steps and guidance; losses by noise level."""
+"""Plot runs over each other: figures over training, steps and guidance; training and held-out losses."""
 
 import io
 import json
@@ -15,17 +15,17 @@ from opendit.data.files import printable
 from opendit.evaluation.results import FILE as RESULTS
 from opendit.evaluation.results import Measurement, read_results, why_not_comparable
 
-LOG, FOLDER = "log.jsonl", "evaluation"  # of a run, and the folder in it where its figures may be
-ACROSS = 4  # panels
+LOG, FOLDER = "log.jsonl", "evaluation"  # of a run: its log, and the folder that may hold its figures
+ACROSS = 4  # most panels side by side
 STEP = re.compile(r"(?:^|/)step_(\d+)$")
 STYLES, MARKERS = ("-", "--", ":", "-."), "osD^vPX"  # of the lines of one run
-SMOOTH = 50  # points that the curve of the training loss is drawn of, each a mean
+SMOOTH = 50  # most points of the training loss's curve
 
 
 @dataclass
 class PlottedRun:
-    """The data to plot of a run: its figures, and from its log the training loss and the held-out loss by step, and
-    the last held-out loss by noise level (sigma). Points are (x, y)."""
+    """The data of a run: its figures and, from its log, the training and held-out loss by step, and the last held-out
+    loss by noise level (sigma). Points are (x, y)."""
 
     name: str
     figures: list[Measurement]
@@ -39,8 +39,11 @@ PlotPoint = tuple[float, float, float | None, float | None]  # x, y, low, high
 
 @dataclass(frozen=True)
 class PlotLine:
-    """points: (x, y, low, high), low and high None without an interval; rising in x, of a curve of precision and recall
-    in the order of guidance. words: beside the points. run: lines of one have one colour."""
+    """A line of a panel.
+
+    points: (x, y, low, high), low and high None without an interval; sorted by x, for precision against recall by
+    guidance. words: beside the points. run: lines of one run share a colour.
+    """
 
     name: str
     points: Sequence[PlotPoint]
@@ -58,7 +61,7 @@ class PlotPanel:
     lines: list[PlotLine]
     scale: str = "linear"  # of x
     y_scale: str = "linear"
-    ticks: bool = False  # at the points alone
+    ticks: bool = False  # ticks only at the points
 
 
 def read_run(path: Path) -> PlottedRun:
@@ -75,7 +78,7 @@ def read_run(path: Path) -> PlottedRun:
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 _add_line(run, json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError):  # cut by a full disk, or no line of ours
+            except (ValueError, TypeError, KeyError, AttributeError):  # cut short by a full disk, or another program's
                 continue
     if not (run.figures or run.loss or run.held_out):
         raise ValueError(f"{printable(path)} holds neither {RESULTS} with figures nor {LOG} of a run")
@@ -96,12 +99,12 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-# ------------------------------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------------------------------ panels
 
 
 def panels(runs: Sequence[PlottedRun], chosen: Sequence[str] = ()) -> tuple[list[PlotPanel], list[str]]:
     """Return the panels to draw for runs, of all metrics or the chosen ones, and a line for each group of figures that
-    was left out because it is not comparable with the others."""
+    is left out because it is not comparable with the others."""
     rows, notes = _comparable([row for run in runs for row in run.figures])
     metrics = [name for name in dict.fromkeys(row.metric for row in rows) if not chosen or name in chosen]
     found = []
@@ -149,7 +152,7 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# (title, its axis, scale, x, what else tells lines apart)
+# (title, name of the x axis, scale, x, what else distinguishes lines)
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
@@ -160,7 +163,8 @@ AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...
 def _lines(
     rows: Sequence[Measurement], value: XValue, others: Sequence[Callable[[Measurement], str]]
 ) -> list[PlotLine]:
-    """The rows that have an x, a line for each model and what else differs; of equal x the last row."""
+    """Return a line for each model and each combination of ``others``, of the rows that have an x; the last row of each
+    x counts."""
     found: dict[tuple[str, ...], dict[float, Measurement]] = {}
     for row in rows:
         if (x := value(row)) is not None:
@@ -182,7 +186,7 @@ def _point(x: float, row: Measurement) -> PlotPoint:
 
 
 def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
-    """A line a model and number of steps, through its guidance scales."""
+    """Return a line for each model and number of steps, through its guidance scales."""
     pairs: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, Measurement]]] = {}
     for row in rows:
         if row.metric in ("precision", "recall"):
@@ -200,7 +204,7 @@ def _precision_recall(rows: Sequence[Measurement]) -> list[PlotLine]:
 
 
 def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[str]]:
-    """The rows that can be compared with the last one of their metric, and why the others can't."""
+    """Return the rows that can be compared with the last one of their metric, and why the others can't."""
     last = {row.metric: row for row in rows}
     kept, left_out = [], {}
     for row in rows:
@@ -213,7 +217,7 @@ def _comparable(rows: Sequence[Measurement]) -> tuple[list[Measurement], list[st
 
 
 def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most SMOOTH points, each the mean of neighbours."""
+    """Average neighbours, so that at most SMOOTH points are left."""
     size = -(-len(points) // SMOOTH) or 1
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
@@ -223,7 +227,8 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Draws runs to a PNG, all metrics or these; returns notes on what was left out. Raises ValueError or OSError."""
+    """Draw runs to a PNG, with all metrics or the given ones, and return notes on what was left out. Raises ValueError
+    or OSError."""
     runs = [read_run(Path(path).expanduser()) for path in paths]
     names = [run.name for run in runs]
     for run, path in zip(runs, paths, strict=True):
@@ -244,14 +249,14 @@ def plot(paths: Sequence[str | Path], output: Path, metrics: Sequence[str] = ())
 
 
 def _draw(found: Sequence[PlotPanel], output: Path) -> None:
-    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure and looks for a display
 
     names = list(dict.fromkeys(line.run for panel in found for line in panel.lines))
     columns = min(ACROSS, len(found))
     rows = -(-len(found) // columns)
     figure = Figure(figsize=(5.2 * columns, 4.2 * rows), layout="constrained")
     for panel, axes in zip(found, figure.subplots(rows, columns, squeeze=False).flat, strict=False):
-        drawn: Counter[str] = Counter()  # lines of each run
+        drawn: Counter[str] = Counter()  # number of lines by run
         for line in panel.lines:
             x, y, low, high = zip(*line.points, strict=True)
             number, style = drawn[line.run], {"color": f"C{names.index(line.run)}"}
@@ -259,7 +264,7 @@ def _draw(found: Sequence[PlotPanel], output: Path) -> None:
             style["linestyle"] = STYLES[number % len(STYLES)]
             style["marker"] = MARKERS[number % len(MARKERS)] if len(x) < SMOOTH // 2 else ""
             errors = None
-            if any(value is not None for value in low):  # drawn as lengths on either side
+            if any(value is not None for value in low):  # errorbar wants distances, not ends
                 ends = zip(low, y, high, strict=True)
                 sides = [(0, 0) if a is None else (max(b - a, 0), max(c - b, 0)) for a, b, c in ends]
                 errors = list(zip(*sides, strict=True))

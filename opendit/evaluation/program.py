@@ -1,47 +1,62 @@
 # pyright: standard
-"""An evaluation from its flags to its figures: ``opendit evaluate``, and ``opendit.evaluate`` in Python."""
+"""Run an evaluation from its flags to its figures: ``opendit evaluate``, and ``opendit.evaluate`` in Python."""
 
+import logging
+import math
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from opendit.config.console import print_block
+from opendit.config.evaluate import EvaluateConfig
 from opendit.config.parallel_sizes import find_place
-from opendit.evaluation.dry_run import dry_run
+from opendit.evaluation.extract import Extractor
 from opendit.evaluation.measuring import Measuring
 from opendit.evaluation.reference import save_features
-from opendit.evaluation.results import Measurement, append_results, digits_line, read_results, table, without_time
-from opendit.evaluation.samples import open_samples
-from opendit.evaluation.sweep import sweep_table, write_sweep
+from opendit.evaluation.results import (
+    Measurement,
+    append_results,
+    digits_line,
+    read_results,
+    sweep_table,
+    table,
+    without_time,
+    write_sweep,
+)
+from opendit.evaluation.samples import Samples, open_samples
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.supervisor import Supervisor
 
-if TYPE_CHECKING:
-    from opendit.config.evaluate import EvaluateConfig
+logger = logging.getLogger(__name__)
 
-EARLIER = 12  # results of before that are shown beside new ones
+EARLIER_ROWS = 12  # earlier results shown above the new ones
+DRY_RUN_BATCHES = 4  # per process, after a first batch that is not timed: it compiles and records kernels
 
 
-def run(flags: "EvaluateConfig") -> None:
-    """Evaluates as the flags say, and prints a table. Ends the program, as ``Supervisor`` says, if it can't be done."""
+def run(flags: EvaluateConfig) -> None:
+    """Evaluate as the flags say and print a table; ``Supervisor`` reports errors and ends the program."""
     with Supervisor((ValueError, OSError)) as supervisor:
         mesh = init_mesh(sequence_parallel=flags.sequence_parallel_size, group_of_one=False)
         measure(flags, mesh, lambda: supervisor.started(()))
 
 
-def evaluate(config: "EvaluateConfig") -> list[Measurement]:
-    """Evaluates as ``opendit evaluate`` does with the flags of ``config``, in this process; returns the figures.
+def evaluate(config: EvaluateConfig) -> list[Measurement]:
+    """Evaluate as ``opendit evaluate`` does with the flags of ``config``, in this process, and return the figures.
 
         opendit.evaluate(opendit.EvaluateConfig(samples="samples.npz", reference="reference.npz", metrics=["fid"]))
 
-    They are also added to ``results.jsonl`` in the configuration's ``output``. Of several processes, in a script that
-    torchrun starts, the first one gets them.
+    The figures are also appended to ``results.jsonl`` in the configuration's ``output``. In a script that torchrun
+    starts on several processes, only rank 0 gets them.
 
     Raises:
-        ValueError: what can't work; the message names the flag and the fix.
-        OSError: a file that is not there, or a disk that is full.
+        ValueError: the configuration can't work; the message names the flag and the fix.
+        OSError: a file does not exist, or a disk is full.
     """
     if not config.given:
         plain = type(config)()
@@ -54,41 +69,37 @@ def evaluate(config: "EvaluateConfig") -> list[Measurement]:
     return measure(config, Mesh(0, 1, 0, device))
 
 
-def measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
-    """The figures of an evaluation, or of each of a sweep, on rank 0; on other ranks none. Collective.
+def measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None] = lambda: None) -> list[Measurement]:
+    """Return the figures of an evaluation, or of every point of a sweep, on rank 0, and an empty list on other ranks.
+    Collective.
 
-    ``started`` is called when all that the flags ask for has been checked, before the long work.
+    ``started`` is called once everything that the flags ask for has been checked, before the long work begins.
     """
     points = flags.points()
     if len(points) == 1 or flags.samples is not None:
         return _measure(points[0] if flags.samples is None else flags, mesh, started)
-    flags.resolve(mesh.world_size, mesh.device.type == "cuda")  # all of them, before the first
+    flags.resolve(mesh.world_size, mesh.device.type == "cuda")  # check every point before the first is drawn
     found: list[Measurement] = []
     for number, point in enumerate(points, 1):
         if mesh.is_main:
-            print(
-                f"{number} of {len(points)}: guidance {point.cfg_scale:g}, {point.num_sampling_steps} steps", flush=True
-            )
+            where = f"guidance {point.cfg_scale:g}, {point.num_sampling_steps} steps"
+            logger.info("%d of %d: %s", number, len(points), where)
         found += _measure(point, mesh, started if number == 1 else lambda: None)
     if mesh.is_main and flags.dry_run is None:
         print(f"\n{sweep_table(found)}\nas CSV: {write_sweep(Path(flags.output), found)}", flush=True)
     return found
 
 
-def _measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None]) -> list[Measurement]:
+def _measure(flags: EvaluateConfig, mesh: Mesh, started: Callable[[], None]) -> list[Measurement]:
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
-
-    def say(text: str) -> None:
-        if mesh.is_main:
-            print(f"note: {text}", flush=True)
-
-    for note in notes:
-        say(note)
+    if mesh.is_main:
+        for note in notes:
+            logger.info("note: %s", note)
     output = Path(flags.output)
-    with open_samples(flags, mesh, say) as samples:
-        measuring = Measuring(flags, samples, output, mesh, say)
+    with open_samples(flags, mesh) as samples:
+        measuring = Measuring(flags, samples, output, mesh)
         if not measuring.metrics and flags.save_features is None:
-            raise ValueError(measuring.nothing)
+            raise ValueError(measuring.why_nothing)
         if mesh.is_main:
             measuring.announce()
         started()
@@ -106,13 +117,13 @@ def _measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None]) -
                 print(f"features of {features.computed:,} samples in {features.seconds:,.1f} s, {rate:,.1f} a second")
             if flags.save_features is not None:
                 save_features(Path(flags.save_features), features, measuring.extractor.settings(), mesh.device)
-                say(f"features in {flags.save_features}")
-            for of_metric in measuring.of(features.arrays, samples.told, problems):
+                logger.info("note: features in %s", flags.save_features)
+            for of_metric in measuring.compute(features.arrays, samples.details, problems):
                 append_results(output, of_metric)
                 found += of_metric
             _show(output, found)
             for problem in problems:
-                say(problem)
+                logger.warning("note: %s", problem)
             if line := digits_line(found):
                 print(line, flush=True)
         mesh.barrier()
@@ -123,10 +134,77 @@ def _measure(flags: "EvaluateConfig", mesh: Mesh, started: Callable[[], None]) -
 
 
 def _show(output: Path, found: list[Measurement]) -> None:
-    """The new figures, and below earlier ones of the same metrics."""
+    """Print the new figures below earlier ones of the same metrics."""
     kinds = {row.metric for row in found}
     rows = [row for row in read_results(output / "results.jsonl") if row.metric in kinds]
     new = [without_time(row) for row in found]
-    earlier = [row for row in rows if without_time(row) not in new][-EARLIER:]
+    earlier = [row for row in rows if without_time(row) not in new][-EARLIER_ROWS:]
     print(table([*earlier, *found]))
     sys.stdout.flush()
+
+
+# ------------------------------------------------------------------------------------------ --dry_run
+
+
+class NoNetwork(Extractor):
+    """Stand-in for the networks of an evaluation that accepts pixels and computes nothing."""
+
+    def __call__(self, pixels: Tensor) -> dict[str, Tensor]:
+        return {"pool": torch.zeros(len(pixels), 1, device=self.device)}
+
+
+def dry_run(samples: Samples, extractor: Extractor, batch_size: int, gpus: int, mesh: Mesh) -> None:
+    """Draw and measure a few batches, and print the time that all samples would take. Collective; no result is kept.
+
+    Args:
+        batch_size: samples that a process draws at a time.
+        gpus: number of GPUs to predict for; 0 for the GPUs of this run.
+
+    Raises:
+        ValueError: ``gpus`` is no multiple of the number of GPUs that draw a sample together.
+    """
+    here = mesh.dp_size
+    group = mesh.world_size // here
+    if gpus % group:
+        raise ValueError(f"--dry_run {gpus}: {group} GPUs draw together; take a multiple of {group}")
+    groups = gpus // group or here
+    first, few = (min(samples.count, count * batch_size * here) for count in (1, DRY_RUN_BATCHES))
+    with tempfile.TemporaryDirectory() if mesh.is_main else nullcontext() as made:
+        folder = Path(mesh.broadcast_object(made))
+        samples.extract(extractor, first, folder / "first")
+        measured = samples.extract(extractor, few, folder / "measured").seconds
+        drawn = None
+        if samples.drawn:
+            drawn = samples.extract(NoNetwork(mesh.device), few, folder / "drawn").seconds
+        mesh.barrier()
+    if mesh.is_main:
+        print_block("Dry run", _rows(samples, extractor, few, measured, drawn, here, groups, groups * group))
+
+
+def _rows(
+    samples: Samples, extractor: Extractor, few: int, measured: float, drawn: float | None, here: int, groups: int,
+    gpus: int,
+) -> dict[str, str]:  # fmt: skip
+    rounds = samples.count / few * here / groups
+    width = sum(math.prod(shape) for shape in extractor.layout(samples.shape).values())
+    if drawn is None:
+        tried, share = f"features in {measured:.2f} s", ""
+    else:
+        tried = f"drawn in {drawn:.2f} s; drawn and measured in {measured:.2f} s, {measured / drawn:.3f} times as long"
+        share = f", {_duration(drawn * rounds)} without features"
+    kind = "GPU" if extractor.device.type == "cuda" else "process"
+    return {
+        "tried": f"{few:,} samples: {tried}",
+        "all": f"{samples.count:,} samples on {_count(gpus, kind)}: {_duration(measured * rounds)}{share}",
+        "on disk": f"features of {4 * width * samples.count / 2**20:,.0f} MiB",
+        "not counted": "loading and compiling before the first sample, and the metrics after the last",
+    }
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def _count(number: int, kind: str) -> str:
+    plural = "" if number == 1 else "es" if kind.endswith("s") else "s"
+    return f"{number:,} {kind}{plural}"

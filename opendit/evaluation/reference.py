@@ -1,8 +1,7 @@
-"""The reference that samples are compared with: samples, their features, or only the mean and covariance of these."""
+"""The reference that samples are compared with: samples, their features, or only the features' mean and covariance."""
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,23 +13,25 @@ from opendit.common.safe_files import replacing
 from opendit.common.utils import sha256_of
 from opendit.config.names import DIGITS
 from opendit.data.files import printable
-from opendit.evaluation.digits import RealDigits, real_pictures
+from opendit.evaluation.digits import ClipShape, RealDigits, real_clips, real_pictures
 from opendit.evaluation.extract import Extractor, Features, extract_media
-from opendit.evaluation.frechet import Gaussian, Moments
 from opendit.evaluation.media import SAMPLES, Media, MediaOptions, array_media, npz_member, npz_names, open_media
-from opendit.evaluation.moving_digits import ClipShape, real_clips
+from opendit.evaluation.metrics import Gaussian, Moments
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.model_loading import SOURCE_FPS
 
-# Names of a mean and a covariance in an .npz: of Inception's pooled and spatial features as ADM has them, of clips'.
+# Features -> names of their mean and covariance in an .npz; the first two are ADM's, of Inception's features.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s"), "clip": ("mu_clip", "sigma_clip")}
 SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
 
 @dataclass
 class Reference:
-    """gaussians: by the name of features. features: of the samples (N, ...), where they are known. settings: of the
-    networks that made them; None if nobody knows."""
+    """What samples are compared with.
+
+    gaussians: mean and covariance by the name of the features. features: of the samples (N, ...), if known. settings:
+    of the networks that computed them; None if unknown.
+    """
 
     name: str
     sha256: str
@@ -40,7 +41,7 @@ class Reference:
     settings: dict[str, str] | None = None
 
     def gaussian(self, name: str, device: torch.device) -> Gaussian | None:
-        """Return mean and covariance of the features with this name; None if there are none."""
+        """Return the mean and covariance of the features with this name; None if there are none."""
         if name not in self.gaussians and name in self.features:
             rows = self.features[name].flatten(0, -2).to(device)
             self.gaussians[name] = Moments.of(rows).gaussian()
@@ -54,18 +55,19 @@ def open_reference(
     options: MediaOptions,
     output: Path,
     mesh: Mesh,
-    say: Callable[[str], None],
     clips: bool = False,
 ) -> Reference:
-    """The reference of a path: samples as of :func:`open_media`, whose features are computed; "digits": the
-    built-in ones that are held out; ADM's statistics (.npz with mu and sigma), with whose pictures, if it has them,
-    precision, recall and KID are computed; a file of :func:`save_features`. Collective.
+    """Open the reference at a path. Collective.
 
-    Raises ValueError: it holds clips where pictures are evaluated or the other way round, or features of other
-    networks.
+    It is one of: samples, as :func:`open_media` takes them, whose features are computed; "digits", the built-in
+    held-out digits; ADM's statistics (an .npz with mu and sigma), whose pictures, if the file has any, serve precision,
+    recall and KID; a file that :func:`save_features` wrote.
+
+    Raises:
+        ValueError: it holds clips where pictures are evaluated or vice versa, or features of other networks.
     """
     if path == DIGITS:
-        return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, say, {})
+        return _reference_of(real_digits("test", options if clips else None).media, extractor, output, mesh, {})
     path = Path(path).expanduser()
     gaussians, names = {}, set()
     if path.suffix == ".npz" and path.is_file():
@@ -79,7 +81,7 @@ def open_reference(
     if media.clips != clips:
         kinds = ("pictures", "clips")
         raise ValueError(f"--reference {printable(path)}: holds {kinds[media.clips]}; {kinds[clips]} are evaluated")
-    return _reference_of(media, extractor, output, mesh, say, gaussians)
+    return _reference_of(media, extractor, output, mesh, gaussians)
 
 
 def _reference_of(
@@ -87,23 +89,25 @@ def _reference_of(
     extractor: Extractor,
     output: Path,
     mesh: Mesh,
-    say: Callable[[str], None],
     gaussians: dict[str, Gaussian],
 ) -> Reference:
-    """Make a reference of samples, whose features are computed; statistics that are known are kept. Collective."""
-    found = extract_media(media, extractor, output, mesh, say)
+    """Compute the features of samples and make a reference of them and of the statistics that are already known.
+    Collective."""
+    found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 
 
 def real_digits(split: str, clips: MediaOptions | None, count: int | None = None) -> RealDigits:
-    """Built-in digits of a split, or, as ``clips``, moving ones: so many, or as many as there are for a reference."""
+    """Return built-in digits of a split, or moving digits if ``clips`` says how clips are read. count: None for the
+    usual number of a reference."""
     if clips is None:
         return real_pictures(split, count)
     return real_clips(split, clip_shape(clips), count)
 
 
 def clip_shape(options: MediaOptions) -> ClipShape:
-    """Raises ValueError for clips that are not square."""
+    """Return the shape of moving digits that are read with these options. Raises ValueError for clips that are not
+    square."""
     if options.image_size is None:
         raise ValueError("--features digits: moving digits are square, and these clips are not; give --reference")
     interval = options.frame_interval if options.fps is None else max(1, round(SOURCE_FPS / options.fps))
@@ -111,7 +115,7 @@ def clip_shape(options: MediaOptions) -> ClipShape:
 
 
 def _pictures_of(path: Path) -> Media:
-    """The pictures that lie beside statistics in one file, as in ADM's."""
+    """Open the pictures that lie beside the statistics in a file of ADM's."""
     return array_media(path.name, lambda: sha256_of(path), npz_member(path, SAMPLES))
 
 
@@ -135,9 +139,9 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
     there, here = json.loads(str(npz_member(path, SETTINGS))), extractor.settings()
     different = [name for name in there if name in here and there[name] != here[name]]
     if different:
-        told = "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in different)
+        listed = "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in different)
         raise ValueError(
-            f"--reference {printable(path)}: holds features of other networks ({told}); evaluate with the same"
+            f"--reference {printable(path)}: holds features of other networks ({listed}); evaluate with the same"
         )
     arrays = {
         name.removeprefix(FEATURES): torch.from_numpy(np.array(npz_member(path, name)))
@@ -148,15 +152,18 @@ def _features_file(path: Path, names: set[str], gaussians: dict[str, Gaussian], 
 
 
 def save_features(path: Path, features: Features, settings: dict[str, str], device: torch.device) -> None:
-    """Features and their statistics as an .npz: a reference for later, and, by its mu and sigma, one for other tools.
-    settings: of the networks. Raises OSError."""
+    """Write features and their statistics to an .npz: a reference for later, and by its mu and sigma one for other
+    tools.
+
+    settings: of the networks. Raises OSError.
+    """
     arrays = {SETTINGS: np.array(json.dumps(settings)), COUNT: np.array(features.count)}
     for name, keys in STATISTICS.items():
         if name in features.arrays:
             found = Moments.of(features.arrays[name].flatten(0, -2).to(device)).gaussian()
             arrays |= dict(zip(keys, (found.mean.cpu().numpy(), found.covariance.cpu().numpy()), strict=True))
     for name, rows in features.arrays.items():
-        if name != "spatial":  # of which nobody asks for more than the statistics
+        if name != "spatial":  # only its statistics are needed, for sFID
             arrays[FEATURES + name] = rows.contiguous().numpy()
     with replacing(path) as file:
-        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] the names are none of its parameters'
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType] no name is one of its parameters

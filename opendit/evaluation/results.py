@@ -1,7 +1,9 @@
 # pyright: standard
-"""A figure with everything that decides it: as a line of JSON, as a row of a table, and beside other figures."""
+"""Results of evaluations: figures with their provenance, as lines of JSON, in tables, and of sweeps."""
 
+import csv
 import dataclasses
+import io
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -9,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opendit.common.safe_files import open_to_append, refuse_links
+from opendit.common.safe_files import open_to_append, refuse_links, write_whole
 from opendit.config.names import DIGITS
 
-FILE = "results.jsonl"
-# Fields that two figures of one metric must share before their difference says anything of the samples -> their names.
-MEASURED_ALIKE = {
+FILE, SWEEP_FILE = "results.jsonl", "sweep.csv"
+SWEEP_COLUMNS = ("metric", "steps", "guidance", "value", "low", "high", "count", "sampler", "seed", "samples")
+# Fields that must agree for two figures of one metric to be comparable -> their names in messages.
+COMPARED_FIELDS = {
     "count": "samples",
     "reference_sha256": "reference",
     "reference_count": "samples of the reference",
@@ -25,22 +28,26 @@ MEASURED_ALIKE = {
     "labels": "labels",
     "rounding": "rounding",
 }
-OFTEN_UNKNOWN = ("labels", "rounding")  # of samples that somebody else has drawn; that alone is no difference
+OFTEN_UNKNOWN = ("labels", "rounding")  # compared only where both are known: samples of other tools don't tell them
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure.
+    """One figure and everything that decides it.
 
-    metric, value: by name. interval: low and high, or None; interval_by: how it was found. count: samples. size: of
-    each. samples: the file, folder or weights, and samples_sha256 a hash of them (of weights, of their numbers). The
-    reference and the features by name and SHA-256; features_known: whether that is a published file's. resize, feature_
-    precision: of the network of features. sampler to vae: of samples that were drawn for it; drawn: all that
-    decides them, as the parts of a job of sample.py know it. labels: "balanced" (each
-    class as often), "drawn" (at random), "given" or "prompts". rounding: how pixels became uint8. truncated: captions
-    that CLIP could not read to their end. of_real: the same figure of real samples, as a bound of what can be reached:
-    of the digits' Fréchet distance training digits', of their accuracy held-out digits'. note: what a reader has to
-    know.
+    Attributes:
+        interval: low and high, or None; interval_by says how it was found.
+        size: of each sample, as text.
+        samples: name of the file, folder or weights; samples_sha256 is its hash (for weights, of the numbers in them).
+        features_known: the network's file is a published one.
+        resize, feature_precision: of the network of features. sampler, steps, guidance, ..., vae: how samples were
+            drawn for the evaluation; drawn holds all that decides them, as the manifest of a sampling job does.
+        labels: "balanced" (each class equally often), "drawn" (at random), "given" or "prompts".
+        rounding: how pixels became uint8.
+        truncated: number of captions longer than CLIP reads.
+        of_real: the same figure of real samples, a bound of what can be reached: for the digits' Fréchet distance of
+            training digits, for their accuracy of held-out digits.
+        note: a remark for the reader.
     """
 
     metric: str
@@ -78,12 +85,12 @@ class Measurement:
     note: str | None = None
 
     def to_json(self) -> str:
-        """One line, with all fields. Raises ValueError for a value that is not finite."""
+        """Return one line with all fields. Raises ValueError for a value that is not finite."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> "Measurement":
-        """Read a line that :meth:`to_json` wrote, and leave out unknown fields. Raises ValueError."""
+        """Read a line that :meth:`to_json` wrote and skip unknown fields. Raises ValueError."""
         found = json.loads(line)
         known = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -96,11 +103,11 @@ class Measurement:
 
 
 def why_not_comparable(one: Measurement, other: Measurement) -> list[str]:
-    """List, in words, all that keeps two figures of one metric from being compared; empty if they can be."""
+    """List what keeps two figures of one metric from being compared, in words; empty if they are comparable."""
     if one.metric != other.metric:
         return [f"metric {one.metric} against {other.metric}"]
     differing = []
-    for name, words in MEASURED_ALIKE.items():
+    for name, words in COMPARED_FIELDS.items():
         first, second = getattr(one, name), getattr(other, name)
         if first != second and not (name in OFTEN_UNKNOWN and None in (first, second)):
             differing.append(f"{words} {_shown(name, first)} against {_shown(name, second)}")
@@ -116,7 +123,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def table(rows: Sequence[Measurement]) -> str:
-    """An aligned table, and below it a line for every row that can't be compared with the last one of its metric."""
+    """Format an aligned table, and below it a line for each row that is not comparable with its metric's last one."""
     lines = [["", "metric", "value", "95 % or spread", "samples", "count", "drawn with", "reference", "features"]]
     for number, row in enumerate(rows, 1):
         interval = "-"
@@ -155,7 +162,7 @@ def _drawn_with(row: Measurement) -> str:
 
 
 def figure_text(value: float) -> str:
-    """Six figures: a metric of pictures has no more that mean anything."""
+    """Format a value with six significant digits; the metrics have no more that mean anything."""
     return f"{value:.6g}" if value and abs(math.log10(abs(value))) < 5 else f"{value:.3e}" if value else "0"
 
 
@@ -176,9 +183,10 @@ def digits_line(rows: Sequence[Measurement]) -> str | None:
 
 
 def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None = None) -> Path:
-    """Adds lines to the folder's results; a figure that is there is not added again. Raises OSError.
+    """Append figures to the folder's results, except those that are already there. Raises OSError.
 
-    root: the folder below which no link is followed (opendit/common/safe_files.py); folders below it are made."""
+    root: the folder below which no link is followed (opendit/common/safe_files.py); folders below it are created.
+    """
     path = folder / FILE
     refuse_links(folder, [FILE])
     known = [without_time(row) for row in read_results(path)]
@@ -189,12 +197,12 @@ def append_results(folder: Path, rows: Iterable[Measurement], root: Path | None 
 
 
 def without_time(row: Measurement) -> Measurement:
-    """Return a measurement without its time: two lines that agree in all else are the same figure."""
+    """Return a measurement without its time: two lines that agree in everything else are the same figure."""
     return dataclasses.replace(row, time=None)
 
 
 def read_results(path: Path) -> list[Measurement]:
-    """The lines of a file of results; those that are none, such as one that a full disk cut, are left out."""
+    """Read a file of results; skip lines that can't be read, such as one that a full disk cut short."""
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -206,3 +214,39 @@ def read_results(path: Path) -> list[Measurement]:
         except ValueError:
             continue
     return found
+
+
+# ------------------------------------------------------------------------------------------ sweeps
+
+
+def sweep_table(rows: Sequence[Measurement]) -> str:
+    """Format a table for each metric, with a line for each guidance scale and a column for each number of steps, in the
+    order of the rows. The last of several figures for one pair is shown."""
+    parts = []
+    for metric in dict.fromkeys(row.metric for row in rows):
+        of_metric = [row for row in rows if row.metric == metric]
+        values = {(row.guidance, row.steps): figure_text(row.value) for row in of_metric}
+        steps = list(dict.fromkeys(row.steps for row in of_metric))
+        lines = [[metric, *(f"{count} steps" for count in steps)]]
+        for scale in dict.fromkeys(row.guidance for row in of_metric):
+            lines.append([f"guidance {scale:g}", *(values.get((scale, count), "-") for count in steps)])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        parts += [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        ]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def write_sweep(folder: Path, rows: Sequence[Measurement]) -> Path:
+    """Write the figures of a sweep to ``sweep.csv`` in a folder, a line for each. Raises OSError."""
+    path = folder / SWEEP_FILE
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(SWEEP_COLUMNS)
+    for row in rows:
+        low, high = row.interval or (None, None)
+        told = (row.metric, row.steps, row.guidance, row.value, low, high)
+        writer.writerow([*told, row.count, row.sampler, row.seed, row.samples])
+    write_whole(path, text.getvalue().encode())
+    return path

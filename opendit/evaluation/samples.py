@@ -1,17 +1,19 @@
-"""The samples of an evaluation: files, or what a run draws for it; each with what a figure of them depends on."""
+"""The samples of an evaluation: files, or pictures and clips that a checkpoint draws for it, with their provenance."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from opendit.checkpoint.lock import lock_folder
 from opendit.common.stages import Stages
+from opendit.config.evaluate import EvaluateConfig
 from opendit.config.names import DIGITS
 from opendit.data.moving_digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner
@@ -24,26 +26,26 @@ from opendit.sampling.conditioning_frames import note_on_missing_frames
 from opendit.sampling.job_settings import pixel_shape, settings_of
 from opendit.sampling.sampling_run import WRITTEN, SamplingRun, announce, choose_labels, load_run
 
-if TYPE_CHECKING:
-    from opendit.config.evaluate import EvaluateConfig
+logger = logging.getLogger(__name__)
 
-PICTURES, CLIPS = 50_000, 2_048  # samples that the field's figures of FID and of FVD are of
-FRAMES = 16  # of a clip in a file
+PICTURES, CLIPS = 50_000, 2_048  # the usual numbers of samples for FID and for FVD
+FRAMES = 16  # read from a clip in a file
 FIX = "wait for its end, or give another --output"
 
 
 @dataclass(frozen=True)
 class DescribedSamples:
-    """The facts about samples that are known before they are drawn or read.
+    """Facts about samples that are known before they are drawn or read.
 
-    shape: of one, (H, W, 3) or (T, H, W, 3). captions: of each, or None. told: fields of a Measurement. options: turn
-    files of a reference into pixels like these. asked: the digits that they are to show, if that is known.
+    shape: of one sample, (H, W, 3) or (T, H, W, 3). captions: one per sample, or None. details: fields of a
+    Measurement. options: read the files of a reference into pixels like these. asked: the digits that the samples
+    should show, if known.
     """
 
     count: int
     shape: tuple[int, ...]
     captions: Sequence[str] | None
-    told: dict[str, Any]
+    details: dict[str, Any]
     options: MediaOptions
     asked: AskedDigits | None
 
@@ -54,10 +56,10 @@ class DescribedSamples:
 
 @dataclass(frozen=True)
 class Samples(DescribedSamples):
-    """Samples that can be had.
+    """Samples ready to be read or drawn.
 
-    extract: computes the features of so many of them, the first ones, and keeps them below a folder. drawn: whether
-    they are drawn for it. announce: says how.
+    extract: ``extract(extractor, count, folder)`` computes the features of the first ``count`` samples and caches them
+    below the folder. drawn: the samples are drawn rather than read. announce: prints how they are drawn.
     """
 
     extract: Callable[[Extractor, int, Path], Features]
@@ -66,26 +68,27 @@ class Samples(DescribedSamples):
 
 
 @contextlib.contextmanager
-def open_samples(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Iterator[Samples]:
-    """Open and check the samples to evaluate; no other evaluation writes to --output meanwhile. Collective.
+def open_samples(flags: EvaluateConfig, mesh: Mesh) -> Iterator[Samples]:
+    """Open and check the samples to evaluate, and lock --output against other evaluations meanwhile. Collective.
 
     Raises ValueError or OSError with a message for the user.
     """
     if flags.samples is None:
         sampling = load_run(flags.sampling(), mesh, Stages("before"))
         with sampling.lock:
-            yield _drawn(sampling, flags, say)
+            yield _drawn(sampling, flags)
         return
     lock, notes = lock_folder(Path(flags.output), mesh, "--output", FIX, written=WRITTEN)
     with lock:
-        for note in notes:
-            say(note)
-        yield _files(flags, mesh, say)
+        if mesh.is_main:
+            for note in notes:
+                logger.info("note: %s", note)
+        yield _files(flags, mesh)
 
 
-def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> Samples:
+def _files(flags: EvaluateConfig, mesh: Mesh) -> Samples:
     options = MediaOptions(flags.image_size, flags.num_frames or FRAMES, flags.frame_interval, flags.fps)
-    assert flags.samples is not None  # or samples are drawn
+    assert flags.samples is not None  # checked by open_samples
     media = open_media(flags.samples, "--samples", options)
     if flags.num_samples is not None:
         if flags.num_samples > media.count:
@@ -93,24 +96,25 @@ def _files(flags: "EvaluateConfig", mesh: Mesh, say: Callable[[str], None]) -> S
         media = replace(media, count=flags.num_samples)
     with ThreadPoolExecutor(1) as pool:
         shape = media.batch(range(0, 1), pool).shape[1:]
-    told = {"samples": media.name, "samples_sha256": media.sha256}
-    # A reference is cropped as the samples are; where these are square, to their size.
+    details = {"samples": media.name, "samples_sha256": media.sha256}
+    # Pictures of the reference are cropped like the samples: to the samples' size if these are square.
     side = shape[-2] if shape[-2] == shape[-3] else None
     options = replace(options, image_size=options.image_size or side, num_frames=shape[0] if len(shape) == 4 else 1)
     captions = media.captions[: media.count] if media.captions else None
 
     def extract(extractor: Extractor, first: int, output: Path) -> Features:
-        return extract_media(replace(media, count=first), extractor, output, mesh, say)
+        return extract_media(replace(media, count=first), extractor, output, mesh)
 
     labels = None if media.labels is None else media.labels[: media.count]
     asked = asked_of_labels(labels) or asked_of_captions(captions)
-    return Samples(media.count, shape, captions, told, options, asked, extract)
+    return Samples(media.count, shape, captions, details, options, asked, extract)
 
 
-def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], None]) -> Samples:
-    """The samples of a run, which are drawn for their features alone."""
-    for note in note_on_missing_frames(sampling.model.config):
-        say(note)
+def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
+    """Describe the samples of a checkpoint, which are drawn for their features only."""
+    if sampling.mesh.is_main:
+        for note in note_on_missing_frames(sampling.model.config):
+            logger.info("note: %s", note)
     count = flags.num_samples or (CLIPS if sampling.model.config.is_video else PICTURES)
     sampling.flags = replace(sampling.flags, num_samples=count)
     classes = sampling.model.config.text is None
@@ -127,7 +131,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
     shape, settings = pixel_shape(sampling), settings_of(sampling)
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
     guided = flags.cfg_scale != 1
-    told = {
+    details = {
         "samples": name_of(sampling.source),
         "samples_sha256": settings["weights"],
         "sampler": settings["--sampler"],
@@ -152,7 +156,7 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
         every = sampling.flags, sampling.choices
         sampling.flags, sampling.choices = replace(sampling.flags, num_samples=first), sampling.choices[:first]
         try:
-            return extract_run(sampling, extractor, output, say)
+            return extract_run(sampling, extractor, output)
         finally:
             sampling.flags, sampling.choices = every
 
@@ -160,18 +164,19 @@ def _drawn(sampling: SamplingRun, flags: "EvaluateConfig", say: Callable[[str], 
     digits = classes and len(sampling.names) == 10
     asked = asked_of_labels(sampling.choices.numpy()) if digits else asked_of_captions(captions)
     announced = partial(announce, sampling)
-    return Samples(count, shape, captions, told, options, asked, extract, drawn=True, announce=announced)
+    return Samples(count, shape, captions, details, options, asked, extract, drawn=True, announce=announced)
 
 
 def _ask_for_all_digits(sampling: SamplingRun) -> None:
-    """List captions of every digit, for clips in every direction, instead of the checkpoint's few captions."""
+    """Replace the checkpoint's example captions by those of every digit, for clips in every direction."""
     digits = all_captions(sampling.model.config.is_video)
     assert isinstance(sampling.conditioner, CaptionConditioner)
     sampling.names, sampling.conditions = digits, sampling.conditioner.encode(digits)
 
 
 def name_of(weights: Path) -> str:
-    """Name weights: a checkpoint RUN/STEP (000-DiT-XL-2/step_0400000), others by their file or folder."""
+    """Return a name for weights: RUN/STEP of a checkpoint (000-DiT-XL-2/step_0400000), else the name of their file or
+    folder."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")

@@ -30,7 +30,7 @@ from opendit.common.safe_files import make_folder, move_into, replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import encoder_name
-from opendit.encoders.vae_folder import HUB, IMAGE_CLASSES, load_vae
+from opendit.encoders.vae import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights

@@ -34,7 +34,7 @@ from opendit.data.contents import hash_files
 from opendit.data.order.schedule import KEYED
 from opendit.diffusion import objective_from_dict
 from opendit.encoders.text import encoder_folder
-from opendit.encoders.vae_folder import vae_folder
+from opendit.encoders.vae import vae_folder
 from opendit.training.specification import RunSpecification
 from opendit.training.validation import number_of_losses
 

@@ -10,8 +10,8 @@ from benchmarks.bench_approximations import Clips, Digits, Row, line, main, reco
 from opendit.data import digits_split
 from opendit.data.moving_digits import DIRECTIONS
 from opendit.diffusion import FlowObjective
-from opendit.evaluation.frechet import Moments, frechet_distance
-from opendit.evaluation.moving_digits import real_clips
+from opendit.evaluation.digits import real_clips
+from opendit.evaluation.metrics import Moments, frechet_distance
 from tests.sampling.small import BYTES, write
 
 SETTINGS = ["steps:3", "taylor:2:1", "first_block:10", "guidance_every:2", "cfg_interval:0.3:5", "fp8"]

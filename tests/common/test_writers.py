@@ -30,7 +30,7 @@ ALLOWED = {
     ("opendit/data/shards/remote.py", "mkdtemp"): "a folder of this process's in the system's temporary folder",
     ("opendit/data/size_cache.py", "mkdtemp"): "a new folder with a random name in the cache",
     ("opendit/data/video_readers.py", "TemporaryDirectory"): "a folder of this process's",
-    ("opendit/evaluation/dry_run.py", "TemporaryDirectory"): "a folder of this process's",
+    ("opendit/evaluation/program.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/output_files.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/page/sample_store.py", "mkdtemp"): "a folder of this process's",
     ("opendit/parallel/rendezvous.py", "open"): "/dev/null",

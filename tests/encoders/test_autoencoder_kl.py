@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from opendit.encoders import load_codec
 from opendit.encoders.autoencoder_kl import AutoencoderKL, canonical_names, describes
-from opendit.encoders.vae_folder import STEM
+from opendit.encoders.vae import STEM
 from tests.encoders.test_vae import small_vae
 
 VARIANTS = {

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from opendit.encoders import folder as folder_module
-from opendit.encoders import load_codec, vae_folder
+from opendit.encoders import load_codec, vae
 from opendit.encoders.text import HUB, load_text_encoder, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import load_video_codec
@@ -217,7 +217,7 @@ def test_weights_of_another_shape_or_name_are_not_made_up(copy):
         load_video_codec(str(folder), channels=3, device="cpu")
 
 
-@pytest.mark.parametrize(("hub", "names"), [(HUB, ("clip", "t5")), (vae_folder.HUB, ("ema", "mse"))])
+@pytest.mark.parametrize(("hub", "names"), [(HUB, ("clip", "t5")), (vae.HUB, ("ema", "mse"))])
 def test_the_hub_is_asked_for_a_commit_only(hub, names, monkeypatch):
     asked = []
 

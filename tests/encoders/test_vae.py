@@ -9,7 +9,7 @@ import torch
 from opendit.encoders import PixelCodec, VAECodec, codec_geometry, load_codec, sample_moments
 from opendit.encoders import folder as folder_module
 from opendit.encoders import vae as vae_module
-from opendit.encoders.vae_folder import HUB
+from opendit.encoders.vae import HUB
 
 
 def small_vae(**options):

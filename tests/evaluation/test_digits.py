@@ -16,8 +16,16 @@ import opendit
 from opendit.cli import command
 from opendit.data.digits import digits_split
 from opendit.data.moving_digits import DIRECTIONS, caption
-from opendit.evaluation.digits import asked_of_captions, asked_of_labels, picture_features, train_classifier
-from opendit.evaluation.moving_digits import ClipShape, centred_digits, centres, real_clips
+from opendit.evaluation.digits import (
+    ClipShape,
+    asked_of_captions,
+    asked_of_labels,
+    centred_digits,
+    centres,
+    picture_features,
+    real_clips,
+    train_classifier,
+)
 from tests.sampling.small import BYTES, write
 
 SHAPE = ClipShape(4, 6, 12)
@@ -121,7 +129,7 @@ def test_a_run_of_digits_ends_with_a_line(capsys):
 
 @pytest.mark.parametrize("size", [11, 12])
 def test_where_a_digit_is_and_what_it_is(size):
-    clips = torch.from_numpy(real_clips("test", ClipShape(3, 5, size), 6).media.whole(range(6))[..., 0] / 255)
+    clips = torch.from_numpy(real_clips("test", ClipShape(3, 5, size), 6).media.read_range(range(6))[..., 0] / 255)
     path = centres(clips)
     for clip, centre in zip(clips.numpy(), path.numpy(), strict=True):
         for frame, (x, y) in zip(clip, centre, strict=True):
@@ -144,7 +152,7 @@ def test_held_out_clips_are_read_and_followed():
         caption(digit, ways[tuple(map(int, way))])
         for digit, way in zip(real.asked.digits.tolist(), real.asked.directions.tolist(), strict=True)
     ]
-    pixels = real.media.whole(range(120))
+    pixels = real.media.read_range(range(120))
     np.savez("clips.npz", arr_0=pixels, arr_1=np.array(said))
     flags = dict(samples="clips.npz", frame_interval=6)
     found = evaluate(**flags)

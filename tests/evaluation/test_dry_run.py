@@ -10,10 +10,9 @@ import torch
 import opendit
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.evaluation.dry_run import NoNetwork, dry_run
 from opendit.evaluation.extract import Extractor, Features
 from opendit.evaluation.media import MediaOptions
-from opendit.evaluation.program import measure
+from opendit.evaluation.program import NoNetwork, dry_run, measure
 from opendit.evaluation.samples import Samples
 from opendit.parallel.mesh import Mesh
 from tests.evaluation.small import pictures

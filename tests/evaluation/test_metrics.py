@@ -6,11 +6,17 @@ import scipy.linalg
 import scipy.stats
 import torch
 
-from opendit.evaluation import manifold
+from opendit.evaluation import metrics
 from opendit.evaluation.figures import share_interval
-from opendit.evaluation.frechet import Gaussian, Moments, frechet_distance, jackknife_error
-from opendit.evaluation.manifold import precision_recall
-from opendit.evaluation.scores import inception_score, kernel_distance
+from opendit.evaluation.metrics import (
+    Gaussian,
+    Moments,
+    frechet_distance,
+    inception_score,
+    jackknife_error,
+    kernel_distance,
+    precision_recall,
+)
 from tests.ranks import run_ranks
 
 
@@ -221,7 +227,7 @@ def brute_force(samples: np.ndarray, reference: np.ndarray, k: int) -> tuple[flo
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_precision_and_recall_by_brute_force(k, monkeypatch):
-    monkeypatch.setattr(manifold, "CPU_BLOCK", 500)  # several blocks, the last one smaller
+    monkeypatch.setattr(metrics, "CPU_BLOCK", 500)  # several blocks, the last one smaller
     rng = np.random.default_rng(k)
     samples, reference = rng.normal(size=(67, 3)) * 0.8 + 40, rng.normal(size=(41, 3)) + 40
     samples[5] = samples[6]  # a pair of copies

@@ -9,11 +9,16 @@ import torch
 import transformers
 from PIL import Image
 
-from opendit.evaluation import known_files
-from opendit.evaluation.clip_score import caption_embeddings, clip_scores
 from opendit.evaluation.inception import FIDInception
-from opendit.evaluation.inception_pixels import ScriptedInception, resize, spatial_features
-from opendit.evaluation.networks import load_network
+from opendit.evaluation.metrics import clip_scores
+from opendit.evaluation.networks import (
+    ScriptedInception,
+    caption_embeddings,
+    find_default,
+    load_network,
+    resize,
+    spatial_features,
+)
 from tests.evaluation.small import (
     SMALL,
     Clips,
@@ -180,15 +185,15 @@ def test_known_files_are_checked_by_name(tmp_path, monkeypatch):
     assert not load_network(path, CPU).known
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
     with pytest.raises(FileNotFoundError) as missing:
-        known_files.find_default(False, "--features")
+        find_default(False, "--features")
     said = str(missing.value)
     assert "fetch https://github.com/mseitzer/pytorch-fid" in said and str(tmp_path / "hub" / "checkpoints") in said
     (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     there = tmp_path / "hub" / "checkpoints" / "weights-inception-2015-12-05-6726825d.pth"
     there.touch()
-    assert known_files.find_default(False, "--features") == there
+    assert find_default(False, "--features") == there
     with pytest.raises(FileNotFoundError, match="i3d_torchscript"):
-        known_files.find_default(True, "--video_features")
+        find_default(True, "--video_features")
 
 
 # ------------------------------------------------------------------------------------------ transformers

@@ -1,6 +1,7 @@
 """Whole evaluations of small runs and files: against features computed here, over ranks, interrupted, refused."""
 
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -14,12 +15,10 @@ from opendit.cli import command
 from opendit.config.command_line import parse
 from opendit.config.evaluate import EvaluateConfig
 from opendit.evaluation import extract
-from opendit.evaluation.clip_score import caption_embeddings, clip_scores
-from opendit.evaluation.manifold import precision_recall
-from opendit.evaluation.networks import load_network
+from opendit.evaluation.metrics import clip_scores, inception_score, kernel_distance, precision_recall
+from opendit.evaluation.networks import caption_embeddings, load_network
 from opendit.evaluation.program import measure
 from opendit.evaluation.results import read_results
-from opendit.evaluation.scores import inception_score, kernel_distance
 from tests.evaluation.small import clip_folder, clips, picture, pictures
 from tests.ranks import run_ranks
 from tests.sampling.small import BYTES, write
@@ -139,7 +138,8 @@ def test_ranks_share_the_work(world, here):
         assert name == its_name and value == pytest.approx(row.value, rel=1e-4, abs=1e-6), name
 
 
-def test_what_was_interrupted_goes_on(monkeypatch, capsys):
+def test_what_was_interrupted_continues(monkeypatch, capsys, caplog):
+    caplog.set_level(logging.INFO, logger="opendit")
     write(Path("run.safetensors"))
     whole = evaluate(**RUN, output="other")
     deliver, batches = extract.Sink.deliver, []
@@ -157,17 +157,15 @@ def test_what_was_interrupted_goes_on(monkeypatch, capsys):
             evaluate(**RUN)
     capsys.readouterr()
     found = evaluate(**RUN)
-    said = capsys.readouterr().out
-    assert "features of 16 of 37 samples are there from an earlier start" in said
-    assert "features of 21 samples in " in said
+    assert "features of 16 of 37 samples are there from an earlier start" in caplog.text
+    assert "features of 21 samples in " in capsys.readouterr().out
     assert {name: row.value for name, row in found.items()} == {name: row.value for name, row in whole.items()}
     again = evaluate(**RUN)  # nothing is drawn
-    said = capsys.readouterr().out
-    assert "features of 37 of 37 samples" in said and " samples in " not in said
+    assert "features of 37 of 37 samples" in caplog.text and " samples in " not in capsys.readouterr().out
     assert {name: row.value for name, row in found.items()} == {name: row.value for name, row in again.items()}
 
 
-def test_a_damaged_part_is_computed_again(capsys):
+def test_a_damaged_part_is_computed_again(capsys, caplog):
     flags = dict(samples="reference.npz", reference="reference.npz", metrics=["is"])
     before = evaluate(**flags)["is"].value
     (part,) = Path("out").rglob("00000004.npy")
@@ -176,19 +174,19 @@ def test_a_damaged_part_is_computed_again(capsys):
     part.write_bytes(content)
     next(Path("out").rglob("00000007.npy")).unlink()
     assert evaluate(**flags)["is"].value == before
-    said = capsys.readouterr().out
-    assert "00000004.npy is damaged: its features are computed again" in said and "features of 2 samples in" in said
+    assert "00000004.npy is damaged: its features are computed again" in caplog.text
+    assert "features of 2 samples in" in capsys.readouterr().out
 
 
-def test_what_decides_the_features_makes_others(capsys):
+def test_what_decides_the_features_makes_others(capsys, caplog):
+    caplog.set_level(logging.INFO, logger="opendit")
     write(Path("run.safetensors"))
     pictures(Path("other.pt"), seed=1)
     for change in ({}, dict(seed=1), dict(num_sampling_steps=3), dict(cfg_scale=1.0), dict(features="other.pt")):
         evaluate(**RUN | dict(metrics=["is"]) | change)
-        said = capsys.readouterr().out
-        assert "features of 37 samples in" in said and "from an earlier start" not in said
+        assert "features of 37 samples in" in capsys.readouterr().out and "from an earlier start" not in caplog.text
     evaluate(**RUN | dict(metrics=["is"], batch_size=5))  # which changes roundings alone
-    assert "features of 37 of 37 samples are there" in capsys.readouterr().out
+    assert "features of 37 of 37 samples are there" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------ references
@@ -278,7 +276,8 @@ def test_clips():
         evaluate(samples="reference.npz", reference="reference.npz", metrics=["fvd"])
 
 
-def test_clips_of_a_run_and_of_captions(capsys):
+def test_clips_of_a_run_and_of_captions(caplog):
+    caplog.set_level(logging.INFO, logger="opendit")
     write(Path("clips.safetensors"), "vDiT-Ti/222", text=BYTES, frames=4)
     flags = dict(ckpt="clips.safetensors", num_sampling_steps=2, num_samples=5, prompt=["a", "b"], batch_size=2)
     found = evaluate(**flags, video_features="i3d.pt", metrics=["motion"])["motion"]
@@ -286,10 +285,10 @@ def test_clips_of_a_run_and_of_captions(capsys):
     pipe = opendit.load("clips.safetensors", device="cpu")
     drawn = np.stack([c.frames for c in pipe(["a", "b", "a", "b", "a"], steps=2, guidance=1.5, progress=False)])
     assert found.value == pytest.approx(np.abs(np.diff(drawn.astype(float), axis=1)).mean(), rel=1e-3)
-    assert "given frames" not in capsys.readouterr().out
+    assert "given frames" not in caplog.text
     write(Path("given.safetensors"), "vDiT-Ti/222", text=BYTES, frames=4, given_frames="first")
     evaluate(**{**flags, "ckpt": "given.safetensors"}, video_features="i3d.pt", metrics=["motion"])
-    assert "trained with --given_frames first; here it draws without" in capsys.readouterr().out
+    assert "trained with --given_frames first; here it draws without" in caplog.text
 
 
 def test_captions(capsys):

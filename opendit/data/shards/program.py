@@ -26,8 +26,7 @@ from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, Header, Tar
 from opendit.data.shards.latents import SUFFIXES, arrays_of, choose_arrays
 from opendit.data.shards.scan import Fields, scan
 from opendit.data.shards.writer import find_entries, is_done, plan_jobs, repack_latents, write_job
-from opendit.encoders.vae import PerChannel
-from opendit.encoders.vae_folder import HUB
+from opendit.encoders.vae import HUB, PerChannel
 from opendit.encoders.video_vae import codec_scale, latent_frames, video_geometry
 
 _TRIED = 100  # samples, of which the first readable one gives the array's name

@@ -1,0 +1,268 @@
+"""Metrics of features: Fréchet distance, Inception score, kernel distance, precision and recall, CLIP score.
+
+FID is the Fréchet distance between Inception's features of two sets of pictures (Heusel et al. 2017), sFID the same for
+features that keep their place in the picture (Nash et al. 2021), and FVD for features of clips (Unterthiner et al.
+2018).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 8192  # of features converted to float64 at once
+GROUPS = 10  # of the jackknife
+NORMAL_95 = 1.959964  # standard errors on either side of the mean that hold 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """A mean (D,) and a covariance (D, D), float64. count: of the samples behind them; None if unknown."""
+
+    mean: Tensor
+    covariance: Tensor
+    count: int | None = None
+
+    @property
+    def width(self) -> int:
+        return len(self.mean)
+
+    def to(self, device: torch.device | str) -> "Gaussian":
+        return Gaussian(self.mean.to(device), self.covariance.to(device), self.count)
+
+
+class Moments:
+    """Count, mean and scatter (sum of outer products of the deviations from the mean) of vectors, in float64.
+
+    They are merged by the formula of Chan, Golub and LeVeque (1979), which loses no precision when the mean is large:
+    batches of any size, on any number of ranks, give the result of one pass over all vectors, up to float64's rounding.
+    """
+
+    def __init__(self, width: int, device: torch.device | str = "cpu"):
+        self.count = 0
+        self.mean = torch.zeros(width, dtype=torch.float64, device=device)
+        self.scatter = torch.zeros(width, width, dtype=torch.float64, device=device)
+
+    @classmethod
+    def of(cls, features: Tensor) -> "Moments":
+        """Compute the moments of all rows of features (N, D), on their device."""
+        moments = cls(features.shape[1], features.device)
+        for part in features.split(ROWS):
+            moments.add(part)
+        return moments
+
+    def add(self, features: Tensor) -> None:
+        """Add vectors (B, D)."""
+        if not len(features):
+            return
+        rows = features.to(self.mean.device, torch.float64)
+        mean = rows.mean(dim=0)
+        rows = rows - mean
+        self._merge(len(rows), mean, rows.T @ rows)
+
+    def merge(self, other: "Moments") -> None:
+        """Add the vectors of ``other``, for example of another rank."""
+        if other.count:
+            self._merge(other.count, other.mean.to(self.mean.device), other.scatter.to(self.mean.device))
+
+    def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        total = self.count + count
+        difference = mean - self.mean
+        self.scatter += scatter + torch.outer(difference, difference) * (self.count * count / total)
+        self.mean += difference * (count / total)
+        self.count = total
+
+    def gaussian(self) -> Gaussian:
+        """Return the Gaussian with the unbiased covariance, as numpy.cov computes it. Raises ValueError for fewer than
+        two vectors."""
+        if self.count < 2:
+            raise ValueError(f"{self.count} samples have no covariance; at least 2 are needed")
+        return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
+
+
+def frechet_distance(a: Gaussian, b: Gaussian) -> float:
+    """mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
+
+    The trace of the matrix root is computed as the sum of the singular values of C_a^(1/2) C_b^(1/2). This needs no
+    root of a matrix that is not symmetric, and for covariances without full rank it stays within their own subspaces.
+
+    Raises ValueError if the two have different widths or are not finite.
+    """
+    if a.width != b.width:
+        raise ValueError(
+            f"features of {a.width} and of {b.width} numbers can't be compared: they are of other networks"
+        )
+    for gaussian in (a, b):
+        if not (gaussian.mean.isfinite().all() and gaussian.covariance.isfinite().all()):
+            raise ValueError("the mean or the covariance of features is not finite")
+    cross = torch.linalg.svdvals(covariance_root(a.covariance).T @ covariance_root(b.covariance)).sum()
+    return _distance(a, b, cross)
+
+
+def covariance_root(covariance: Tensor) -> Tensor:
+    """Return a matrix R (D, rank) with R R^T = covariance, without the eigenvalues that are only rounding errors."""
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    kept = values > values[-1].clamp_min(0) * len(values) * torch.finfo(values.dtype).eps
+    return vectors[:, kept] * values[kept].sqrt()
+
+
+def _distance(a: Gaussian, b: Gaussian, cross: Tensor) -> float:
+    squares = (a.mean - b.mean).square().sum() + a.covariance.trace() + b.covariance.trace()
+    return float(squares - 2 * cross)
+
+
+def jackknife_error(features: Tensor, reference: Gaussian, groups: int = GROUPS) -> float:
+    """Standard error of the Fréchet distance of features (N, D), or of clips' frames (N, T, D), by the delete-a-group
+    jackknife.
+
+    Samples are assigned to ``groups`` groups at random, because they may be sorted by class; the assignment is the same
+    in every call. The frames of a clip, which resemble each other, stay in one group.
+
+    The error says how far another draw of as many samples would differ, not how far fewer samples bias the distance.
+    """
+    whole = _shuffled_groups(features, groups)
+    root = covariance_root(reference.covariance)
+    distances = []
+    for left_out in range(groups):
+        rest = _merged(moments for number, moments in enumerate(whole) if number != left_out).gaussian()
+        cross = torch.linalg.eigvalsh(root.T @ rest.covariance @ root).clamp_min(0).sqrt().sum()
+        distances.append(_distance(rest, reference, cross))
+    spread = torch.tensor(distances, dtype=torch.float64)
+    return float(((groups - 1) / groups * (spread - spread.mean()).square().sum()).sqrt())
+
+
+def _shuffled_groups(features: Tensor, groups: int) -> Sequence[Moments]:
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
+    return [Moments.of(features[rows].flatten(0, -2)) for rows in order.chunk(groups)]
+
+
+def _merged(all_moments: Iterable[Moments]) -> Moments:
+    first, *others = all_moments
+    merged = Moments(len(first.mean), first.mean.device)
+    for moments in (first, *others):
+        merged.merge(moments)
+    return merged
+
+
+SPLIT = 5000  # samples of an Inception score, which is averaged over such splits (as by ADM)
+SUBSETS, SUBSET = 100, 1000  # number and size of the kernel distance's subsets (torch-fidelity's)
+
+
+def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float | None]:
+    """exp(E_x KL(p(y|x) || p(y))) of a classifier's logits (N, classes), in float64 (Salimans et al. 2016).
+
+    Return the mean over splits of ``split`` consecutive samples (the last may be smaller), as ADM's evaluator does, and
+    the standard deviation over the splits, or None for a single one.
+    """
+    scores = []
+    for part in logits.split(split):
+        log_p = part.double().log_softmax(dim=1)
+        p = log_p.exp()
+        marginal = p.mean(dim=0)
+        # xlogy is 0 for a class without samples.
+        divergence = (p * log_p).sum(dim=1).mean() - torch.special.xlogy(marginal, marginal).sum()
+        scores.append(divergence.exp())
+    scores = torch.stack(scores)
+    return float(scores.mean()), float(scores.std(correction=0)) if len(scores) > 1 else None
+
+
+def kernel_distance(
+    samples: Tensor, reference: Tensor, subsets: int = SUBSETS, size: int = SUBSET
+) -> tuple[float, float]:
+    """KID (Binkowski et al. 2018): the unbiased squared maximum mean discrepancy of features (N, D) and (M, D) under
+    the kernel (x.y / D + 1)^3.
+
+    Return its mean and standard deviation over random subsets of ``size`` samples of each set. Equal numbers of samples
+    always give the same subsets. Unlike FID's, its expectation does not depend on the number of samples.
+    """
+    size = min(size, len(samples), len(reference))
+    if size < 2:
+        raise ValueError(f"the kernel distance needs at least 2 samples, not {size}")
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for _ in range(subsets):
+        x, y = (
+            features[torch.randperm(len(features), generator=generator)[:size].to(features.device)].double()
+            for features in (samples, reference)
+        )
+        values.append(_unbiased_mmd(x, y))
+    values = torch.stack(values)
+    return float(values.mean()), float(values.std(correction=0))
+
+
+def _unbiased_mmd(x: Tensor, y: Tensor) -> Tensor:
+    """Compute the unbiased MMD of x and y, (n, D) each: the mean kernel between different samples of a set, summed over
+    both sets, minus twice the mean kernel between the sets."""
+    n = len(x)
+    xx, yy, xy = (_kernel(x, x), _kernel(y, y), _kernel(x, y))
+    within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (n * (n - 1))
+    return within - 2 * xy.mean()
+
+
+def _kernel(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y.T / x.shape[1] + 1) ** 3
+
+
+NEIGHBOURS = 3
+BLOCK = 1 << 28  # squared distances in memory at once on a GPU: 1 GiB of float32
+CPU_BLOCK = 1 << 24
+
+
+def precision_recall(samples: Tensor, reference: Tensor, neighbours: int = NEIGHBOURS) -> tuple[float, float]:
+    """Improved precision and recall of features (N, D) against (M, D) (Kynkäänniemi et al. 2019), as ADM's evaluator
+    defines them.
+
+    A set's manifold is the union of balls around its features, each as wide as the distance to the ``neighbours``-th
+    nearest other feature. Precision is the share of samples in the manifold of the reference, recall the share of the
+    reference in the manifold of the samples. Distances are float32; ADM's are float16, which changes the third digit.
+
+    Raises ValueError if either set has no more than ``neighbours`` features.
+    """
+    for features in (samples, reference):
+        if len(features) <= neighbours:
+            raise ValueError(f"precision and recall need more than {neighbours} samples, not {len(features)}")
+    centre = reference.mean(dim=0)  # distances are computed from products, which are more exact near the origin
+    samples, reference = samples.float() - centre, reference.float() - centre
+    return (
+        float(_inside(samples, reference, _radii(reference, neighbours)).double().mean()),
+        float(_inside(reference, samples, _radii(samples, neighbours)).double().mean()),
+    )
+
+
+def _radii(features: Tensor, neighbours: int) -> Tensor:
+    """Return the squared radius (N,) of each feature's ball."""
+    found = []
+    for first, squares in _squared_distances(features, features):
+        rows = torch.arange(len(squares), device=squares.device)
+        squares[rows, first + rows] = 0  # exactly 0 for a feature and itself, despite rounding
+        found.append(squares.kthvalue(neighbours + 1, dim=1).values)
+    return torch.cat(found)
+
+
+def _inside(features: Tensor, others: Tensor, radii: Tensor) -> Tensor:
+    """Return, for each of features (N, D), True if it lies in the ball of any of the others: (N,) bool."""
+    return torch.cat([(squares <= radii).any(dim=1) for _, squares in _squared_distances(features, others)])
+
+
+def _squared_distances(features: Tensor, others: Tensor):
+    """Yield (first row, (rows, M) squared distances) for blocks of rows."""
+    rows = max(1, (BLOCK if features.device.type == "cuda" else CPU_BLOCK) // len(others))
+    norms = others.square().sum(dim=1)
+    for first in range(0, len(features), rows):
+        block = features[first : first + rows]
+        squares = torch.addmm(norms.expand(len(block), -1), block, others.T, alpha=-2)
+        yield first, squares.add_(block.square().sum(dim=1, keepdim=True)).clamp_min_(0)
+
+
+def clip_scores(pictures: Tensor, captions: Tensor) -> Tensor:
+    """CLIP score 100 max(cos, 0) of embeddings (N, D) of pictures and of their captions: (N,). For clips (N, T, D), the
+    mean over frames.
+
+    It says how well pictures match their captions (Hessel et al. 2021), without that paper's factor of 2.5.
+    """
+    pictures, captions = F.normalize(pictures.double(), dim=-1), F.normalize(captions.double(), dim=-1)
+    if pictures.ndim == 2:
+        pictures = pictures[:, None]
+    return 100 * (pictures * captions[:, None]).sum(dim=-1).clamp_min(0).mean(dim=1)
