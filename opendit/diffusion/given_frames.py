@@ -1,4 +1,4 @@
-"""Given frames in training: how many frames of a clip are given is drawn for every sample."""
+"""Draw the conditioning frames of training clips: how many first frames each sample is given."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from opendit.config.architectures import parse_given
 from opendit.diffusion.random import Stream, uniform
 from opendit.models.given_frames import give
 
-WITHOUT = 0.1  # share of the clips of "first" and "prefix:K" of which no frame is given: so a model draws without, too
+WITHOUT = 0.1  # share of clips of "first" and "prefix:K" without conditioning frames, so that the model can do without
 
 
 def given_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
-    """Draw the number of first frames that are given of clips of ``frames``, (B,) int64; u (B,) uniform in (0, 1).
+    """Draw the number of conditioning frames of clips of ``frames`` frames, (B,) int64; u (B,) is uniform in (0, 1).
 
-    "random" gives any number but all of them, none among them, each as often; "first" and "prefix:K" their own, and
-    none in a share of ``WITHOUT``. Pictures, which are clips of one frame, are given none.
+    "random" draws any number from none to all but one, each equally likely; "first" and "prefix:K" give a fixed number,
+    or none with probability ``WITHOUT``. Pictures, which are clips of one frame, have none.
     """
     count = parse_given(mode)
     if count is None:
@@ -23,8 +23,8 @@ def given_lengths(mode: str, frames: int, u: Tensor) -> Tensor:
 
 
 def draw_given(mode: str | None, latents: Tensor, seed: int, step: int, index: Tensor) -> Tensor | None:
-    """mask ++ given (B, 1 + C, T, H, W) of a training step's clean latents (B, C, T, H, W), keyed by (seed, step,
-    index); None for a model without given frames."""
+    """Return mask ++ conditioning frames (B, 1 + C, T, H, W) of a training step's clean latents (B, C, T, H, W), keyed
+    by (seed, step, index); None for a model without conditioning frames."""
     if mode is None:
         return None
     return give(latents, given_lengths(mode, latents.shape[2], uniform(seed, step, index, Stream.GIVEN)))

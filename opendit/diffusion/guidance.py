@@ -1,7 +1,8 @@
-"""Classifier-free guidance, and where in noise it is at work.
+"""Classifier-free guidance, also limited to an interval of noise levels.
 
 [G] Ho, Salimans, "Classifier-Free Diffusion Guidance", 2022
-[I] Kynkaanniemi et al., "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality", 2024
+[I] Kynkaanniemi et al., "Applying Guidance in a Limited Interval Improves Sample and Distribution
+Quality", 2024
 """
 
 from collections.abc import Callable
@@ -11,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opendit.diffusion.ddpm import at_least_float32, split_output
-from opendit.diffusion.trajectory import Model
+from opendit.diffusion.trajectory import Model, at_least_float32, split_output
 from opendit.models.conditioning import Condition, joined
 
 
 def for_step(model: Model, level: float) -> Model:
-    """``model`` for all evaluations of a step that starts at noise level sigma ``level``; one that has ``at_level``
-    (see :class:`GuidedWithin`) chooses by it, and any other is the same at all levels."""
+    """Return the model for all evaluations of a step that starts at noise level sigma ``level``.
+
+    A model with a method ``at_level`` (see :class:`GuidedWithin`) chooses by the level; any other is returned
+    unchanged.
+    """
     choose = getattr(model, "at_level", None)
     return model if choose is None else choose(level)
 
@@ -32,20 +35,26 @@ def cfg_model(
 ) -> Model:
     """Classifier-free guidance, [G] eq. 6 in the form uncond + scale * (cond - uncond), as a model of (x, t).
 
-    ``model(x, t, y)`` is called once a step, on the conditional batch and then the unconditional one in one batch of
-    2B; with ``scale`` 1.0, which is the conditional model itself, on B alone. ``scale`` may be (B, 1, ..., 1), every
-    sample's own; both halves are evaluated then, whatever they are.
-    ``y``: (B, ...) any condition, a tensor or an object with ``cat``, ``expand_as``, ``len`` and ``shape``;
-    ``null_y``: what stands for "no condition", of y's shape or expandable to it.
-    ``guided_channels``: the first so many channels of eps are guided, default all. Meta's DiT samples with 3 of its
-    4. Other channels, and v, are the conditional ones. The result is float32 at least.
-    Raises ValueError if null_y doesn't expand to y, or, once called, if y and x differ in batch size, if the output
-    doesn't fit x or if guided_channels is not between 1 and C.
+    Args:
+        model: ``model(x, t, y)``, called once a step with the conditional batch and then the unconditional one in one
+            batch of 2B. With ``scale`` 1.0, which is the conditional model itself, it is called with B only.
+        y: (B, ...) any condition: a tensor, or an object with ``cat``, ``expand_as``, ``len`` and ``shape``.
+        null_y: the condition that stands for "none", of y's shape or expandable to it.
+        scale: may be (B, 1, ..., 1), one for each sample; both halves are always evaluated then.
+        guided_channels: number of eps channels, from the first, that are guided; all by default. Meta's DiT samples
+            with 3 of its 4. Other channels, and v, are the conditional ones.
+
+    Returns:
+        A model whose result is float32 at least.
+
+    Raises:
+        ValueError: null_y doesn't expand to y; or, when the model is called: y and x differ in batch size, the output
+            doesn't fit x, or guided_channels is not between 1 and C.
     """
     if not isinstance(scale, Tensor) and scale == 1.0:
         return lambda x, t: at_least_float32(model(x, t, y))
     try:
-        null: Any = null_y  # of y's kind
+        null: Any = null_y  # of the same type as y
         y_both = joined((y, null.expand_as(y)))
     except RuntimeError as e:
         raise ValueError(f"null_y {tuple(null_y.shape)} does not expand to y {tuple(y.shape)}") from e
@@ -64,8 +73,8 @@ def cfg_model(
     return guided
 
 
-# People write levels with three digits: 157 for the 157.4 that the noisiest timestep of DDPM has. Levels that differ by
-# less than this are one; of 1,000 timesteps or steps, neighbours differ by 0.5 % at least.
+# Users write levels with three digits: 157 for the 157.4 of DDPM's noisiest timestep. Levels that differ by less than
+# this share count as equal; neighbours among 1,000 timesteps or steps differ by 0.5 % at least.
 SAME_LEVEL = 0.003
 
 
@@ -86,7 +95,7 @@ class GuidedWithin:
     conditional: Model
 
     def at_level(self, level: float) -> Model:
-        """The model for a step that starts at noise level sigma ``level``, all of its evaluations."""
+        """Return the model for all evaluations of a step that starts at noise level sigma ``level``."""
         return self.guided if is_within((self.low, self.high), level) else self.conditional
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
@@ -99,13 +108,14 @@ def guided_within(
     """Guidance in a limited interval of noise levels, [I], as a model of (x, t).
 
     ``guided`` is called where low <= sigma <= high for ``interval`` = (low, high), and ``conditional`` elsewhere, which
-    saves the second half of the batch there. ([I] leaves low itself out; here 0 means all levels below high, the end of
-    the trajectory included. A level that agrees with a bound to 0.3 % is the bound.)
+    saves the second half of the batch there. ([I] excludes low itself; here 0 means all levels below high, including
+    the end of the trajectory. A level within 0.3 % of a bound counts as the bound.)
 
-    Samplers decide once a step, by the level that it starts from, as [I]'s code does: Heun's second evaluation, at the
-    lower level where the step ends, is guided if the first one is. Called by itself, it decides by ``noise_level``: the
-    standard deviation of the noise over the scale of the signal, (B,), for the t that the network gets;
-    opendit.diffusion.objectives has each objective's. A batch has one noise level, as in every sampler.
+    Samplers decide once per step, by the level where it starts, as [I]'s code does: Heun's second evaluation, at the
+    lower level where the step ends, is guided if the first one is. Called directly, the model decides by
+    ``noise_level``: sigma over the scale of the signal, (B,), for the network's time; see ``Objective.noise_level``. A
+    batch has one noise level, as in every sampler.
+
     Raises ValueError unless 0 <= low < high.
     """
     low, high = interval

@@ -1,12 +1,11 @@
 """Counter-based random numbers keyed by the sample, not by the process.
 
-Every number that training or sampling draws for one sample is a pure function of
-``(seed, step, index of the sample in the global batch, stream)``. So ranks that share a sample agree
-without talking, ranks that don't never repeat each other, a run resumes exactly without stored
-generator states, and 1, 2 or 8 GPUs draw the same numbers.
+Every number that training or sampling draws for a sample is a pure function of ``(seed, step, index of the sample in
+the global batch, stream)``. So ranks that share a sample agree without communication, ranks that don't never repeat
+each other, a run resumes exactly without stored generator states, and 1, 2 or 8 GPUs draw the same numbers.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011),
-written in torch's int64 arithmetic, and as one kernel where kernels run, with the same bits on CPU and GPU.
+The generator is Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), written in
+torch's int64 arithmetic and, where kernels are available, as one kernel; CPU and GPU give the same bits.
 """
 
 import math
@@ -25,7 +24,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 class Stream(IntEnum):
-    """The purpose of a random number; numbers of different streams are independent."""
+    """Purposes of random numbers; numbers of different streams are independent."""
 
     TIMESTEP = 0
     NOISE = 1
@@ -41,9 +40,11 @@ class Stream(IntEnum):
 def philox4x32(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten Philox rounds. ``counter``: four broadcastable int64 tensors of 32-bit values; the key is the 64-bit
-    ``seed``, or an int64 tensor of them, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit
-    values."""
+    """Ten Philox rounds.
+
+    ``counter``: four broadcastable int64 tensors of 32-bit values. ``seed``: the 64-bit key, or an int64 tensor of
+    keys, broadcastable with the counter. Returns four int64 tensors of uniform 32-bit values.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
@@ -60,8 +61,10 @@ def philox4x32(
 
 
 def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, count: int) -> Tensor:
-    """Uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``. Seed and step may
-    be (B,) int64 on index's device, every sample's own: the bits are those of the same numbers one by one."""
+    """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``.
+
+    Seed and step may be (B,) int64 on index's device, one for each sample; the bits are the same as one by one.
+    """
     if (
         not isinstance(seed, Tensor)
         and not isinstance(step, Tensor)
@@ -86,21 +89,21 @@ def random_bits(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: S
 def uniform(
     seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...] = ()
 ) -> Tensor:
-    """Uniform numbers in the open interval (0, 1), float64, shape (B, *shape)."""
+    """Return uniform numbers in the open interval (0, 1), float64, shape (B, *shape)."""
     bits = random_bits(seed, step, index, stream, math.prod(shape))
     return ((bits.double() + 0.5) * 2.0**-32).reshape(len(index), *shape)
 
 
 def integers(seed: int, step: int, index: Tensor, stream: Stream, high: int) -> Tensor:
-    """One uniform integer of [0, high) a sample, (B,) int64. ``high`` must be below 2^31."""
+    """Return one uniform integer in [0, high) per sample, (B,) int64. ``high`` must be below 2^31."""
     return (random_bits(seed, step, index, stream, 1)[:, 0] * high) >> 32
 
 
 def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal numbers, float32, shape (B, *shape), by Box and Muller.
+    """Return standard normal numbers, float32, shape (B, *shape), by Box and Muller.
 
-    The transform runs in float64: its last-bit differences between processors vanish in the rounding
-    to float32, so the numbers agree everywhere.
+    The transform runs in float64. Its last bits differ between processors, but not after rounding to float32, so that
+    the numbers agree everywhere.
     """
     count = math.prod(shape)
     u = uniform(seed, step, index, stream, (count + count % 2,))
@@ -112,12 +115,13 @@ def normal(seed: int | Tensor, step: int | Tensor, index: Tensor, stream: Stream
 def initial_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Draw the noise that sampling starts from: (B, *shape) float32 standard normal on ``index``'s device.
 
-    ``index``: (B,) int64, which samples of the whole job these are. A sample's noise depends on ``seed`` and its own
-    index only, so a batch can be split in any way. ``seed`` may be (B,) int64, every sample's own.
+    ``index``: (B,) int64, the numbers of these samples in the whole job. A sample's noise depends only on ``seed`` and
+    its own index, so that a batch can be split in any way. ``seed`` may be (B,) int64, one for each sample.
     """
     return normal(seed, 0, index, Stream.SAMPLE_INIT, shape)
 
 
 def keyed_noise(seed: int | Tensor, index: Tensor, shape: tuple[int, ...]) -> Callable[[int], Tensor]:
-    """A ``noise_fn`` with the same properties: step k's noise of a sample depends on ``seed``, k and its index only."""
+    """Return a ``noise_fn`` with the same properties: a sample's noise in step k depends only on ``seed``, k and its
+    index."""
     return lambda k: normal(seed, k, index, Stream.SAMPLE_STEP, shape)

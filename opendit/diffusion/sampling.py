@@ -1,4 +1,4 @@
-"""Drawing latents from a model and its conditions, with guidance; training's previews and sample.py do it alike."""
+"""Draw latents from a model and its conditions, with guidance: for training's previews and for sample.py."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -31,19 +31,20 @@ def sample_latents(
     forward: Callable[[Tensor, Tensor, "Condition"], Tensor] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] | None = None,
 ) -> Tensor:
-    """Draws latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
+    """Draw latents (B, C, h, w), or (B, C, t, h, w) of a clip model, fp32.
 
     Args:
-        y: what to draw, B rows, on the model's device.
-        null: the condition of guidance's other half, one row.
-        index: (B,) int64 numbers of the samples in the whole job. Noise depends on ``seed`` and this number
-            only, so a sample is the same in any batch and on any number of processes.
-        objective: what the model was trained by.
+        y: the conditions, B rows, on the model's device.
+        null: the condition of guidance's unconditional half, one row.
+        index: (B,) int64, numbers of the samples in the whole job. Noise depends only on ``seed`` and this number, so
+            that a sample is the same in any batch and on any number of processes.
+        objective: the one that the model was trained with.
         steps: of the sampler.
         sampler: one of the objective's; None for its default.
-        cfg_interval: the noise levels between which guidance is at work, in the objective's ``noise_level``; None: all.
-        size: (h, w) or (t, h, w) of the latents; the model's own when left out.
-        forward: what guidance calls in the model's place, as ``forward(x, t, y)``: a parallel strategy around it.
+        cfg_interval: noise levels between which guidance is applied, in the unit of ``Objective.noise_level``; None:
+            all.
+        size: (h, w) or (t, h, w) of the latents; by default the model's own.
+        forward: called by guidance as ``forward(x, t, y)`` instead of the model: a parallel strategy around it.
         progress: wraps the iterable of steps, e.g. tqdm.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
@@ -57,8 +58,8 @@ def sample_latents(
 def sample_in_batches(
     model: "DiT", y: "Condition", null: "Condition", index: Tensor, batch_size: int, **settings: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (index, latents) of up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may lie
-    on the CPU, and is yielded as it is."""
+    """Yield (index, latents) of up to ``batch_size`` samples at a time; see :func:`sample_latents`. ``index`` may be on
+    the CPU and is yielded unchanged."""
     for first in range(0, len(index), batch_size):
         rows = slice(first, first + batch_size)
         yield index[rows], sample_latents(model, y[rows], null, index[rows].to(model.device), **settings)

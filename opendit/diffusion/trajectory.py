@@ -1,7 +1,7 @@
-"""The path that sampling takes: the points from noise to data, and the meaning of a network's output at each.
+"""The path from noise to data that sampling follows, and the meaning of a network's output along it.
 
-An objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTrajectory``); samplers
-(``opendit.diffusion.samplers``) go along any that answers what they ask: ``denoise`` or ``slope``.
+Every objective has one trajectory (``DDPMTrajectory``, ``FlowTrajectory``, ``EDMTrajectory``). Samplers
+(``opendit.diffusion.samplers``) work with any trajectory that defines the method they need: ``denoise`` or ``slope``.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ Model = Callable[[Tensor, Tensor], Tensor]
 
 
 class LinearForm(NamedTuple):
-    """A quantity that is ``x`` times x plus ``output`` times what the model returns."""
+    """A quantity of the form ``x`` * x + ``output`` * (what the model returns)."""
 
     x: float
     output: float
@@ -24,12 +24,12 @@ class LinearForm(NamedTuple):
 class Trajectory(ABC):
     """Points 0 (noise) to ``steps`` (data); step k leads from point k to point k + 1.
 
-    At point k, x is alpha x_0 + alpha levels[k] noise, alpha being ``alphas[k]``. A model is called as ``model(x, t)``,
-    with x (B, C, ...) and what the objective's network gets as time, (B,).
+    At point k, x is alpha x_0 + alpha levels[k] noise, where alpha is ``alphas[k]``. A model is called as ``model(x,
+    t)`` with x (B, C, ...) and the time in the unit of the objective's network, (B,).
     """
 
-    times: Sequence[float]  # (steps + 1,) or, where nothing is evaluated at the last point, (steps,): its own unit
-    levels: Sequence[float]  # (steps + 1,) sigma / alpha, falling: the unit of guidance's interval
+    times: Sequence[float]  # (steps + 1,), or (steps,) if nothing is evaluated at the last point; in its own unit
+    levels: Sequence[float]  # (steps + 1,) sigma / alpha, falling: the unit of guidance intervals
     alphas: Sequence[float]  # (steps + 1,)
 
     @property
@@ -37,20 +37,23 @@ class Trajectory(ABC):
         return len(self.levels) - 1
 
     def start(self, noise: Tensor) -> Tensor:
-        """x at point 0, of noise's shape, from standard normal ``noise`` (B, C, ...)."""
+        """Return x at point 0 from standard normal ``noise`` (B, C, ...), in noise's shape."""
         return noise
 
     @abstractmethod
     def points(self, x: Tensor) -> Tensor:
-        """(steps or steps + 1, B): row k is the ``point`` of ``denoise`` and ``slope`` for x (B, C, ...) there."""
+        """Return (steps or steps + 1, B): row k is the ``point`` argument of ``denoise`` and ``slope`` for x (B, C,
+        ...) at point k."""
 
     def denoise(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """The x_0 that the model predicts from x (B, C, ...), of x's shape and dtype. Raises ValueError if the model's
-        output doesn't fit x."""
+        """Return the x_0 that the model predicts from x (B, C, ...), in x's shape and dtype.
+
+        Raises ValueError if the model's output doesn't fit x.
+        """
         raise NotImplementedError
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        """dx/dtime of the probability-flow ODE, time being that of ``times``; as ``denoise``."""
+        """Return dx/dtime of the probability-flow ODE, in the unit of ``times``; otherwise as ``denoise``."""
         raise NotImplementedError
 
     def has_slope(self, k: int) -> bool:
@@ -58,18 +61,39 @@ class Trajectory(ABC):
         return True
 
     def input_scale(self, k: int) -> float:
-        """The factor of x in what the model gets at point k."""
+        """Return the factor by which x is multiplied in the model's input at point k."""
         return 1.0
 
     def denoise_weights(self, k: int) -> LinearForm | None:
-        """``denoise`` at point k as a weighted sum; None if it is not one."""
+        """Write ``denoise`` at point k as a weighted sum; None if it is not one."""
         return None
 
     def slope_weights(self, k: int) -> LinearForm | None:
-        """``slope`` at point k as a weighted sum; None if it is not one."""
+        """Write ``slope`` at point k as a weighted sum; None if it is not one."""
         return None
 
 
 def for_each_sample(values: Sequence[float], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(len(values), B) on x's device: each value once for every sample of x (B, ...), rows contiguous."""
+    """Repeat each value for every sample of x (B, ...): (len(values), B) on x's device, rows contiguous."""
     return torch.tensor(values, dtype=torch.float64).to(x.device, dtype)[:, None].repeat(1, len(x))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert bf16 and fp16 to float32, and leave float32 and float64 unchanged."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def split_output(output: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Split a model's output for ``x`` (B, C, ...) into eps and v; v is None without learned variance.
+
+    Raises ValueError if the output's shape is neither x's nor x's with 2C channels.
+    """
+    channels = x.shape[1]
+    if output.shape == x.shape:
+        return output, None
+    if output.shape == (x.shape[0], 2 * channels, *x.shape[2:]):
+        return output[:, :channels], output[:, channels:]
+    raise ValueError(
+        f"for x {tuple(x.shape)} a model must return {channels} or {2 * channels} channels of its size, "
+        f"got {tuple(output.shape)}"
+    )

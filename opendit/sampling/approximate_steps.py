@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.approximations import Approximations, FirstBlockCache, TaylorCache
-from opendit.diffusion.ddpm import at_least_float32
+from opendit.diffusion.trajectory import at_least_float32
 from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block, run_blocks
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations

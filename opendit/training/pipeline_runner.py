@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from opendit.diffusion import Objective
-from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.objectives.base import Prepared
 from opendit.models.given_frames import with_given
 from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import Action, Links, PipelineStages, execute, make_schedule, one_by_one

@@ -6,7 +6,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler
 from torch import Tensor
 
 from opendit.diffusion import DDPM, DDPMObjective, eps_model, training_loss
-from opendit.diffusion.ddpm import min_snr_weight
+from opendit.diffusion.objectives.ddpm import min_snr_weight
 from tests.diffusion.test_samplers import NAMES, SCHEDULE, along, gaussian_model, in_float64, randn
 from tests.objectives import losses_of
 

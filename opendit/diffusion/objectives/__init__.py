@@ -1,9 +1,8 @@
-"""All objectives by name. One is made from flags for training, and from what a checkpoint says of itself
-(``to_dict``) for sampling.
+"""All objectives by name. Training makes one from flags, sampling from what the checkpoint recorded (``to_dict``).
 
 To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, a ``Trajectory``,
-and the constants of ``opendit.config.names.ObjectiveDescription``, of which its flags are made. Samplers need not
-be told: each goes along any trajectory that has what it asks for.
+and the constants of ``opendit.config.names.ObjectiveDescription``, which its flags are made of. Samplers need no
+change: each works with any trajectory that defines the method it needs.
 """
 
 from dataclasses import fields
@@ -29,16 +28,16 @@ OBJECTIVES: dict[str, type[Objective]] = {n: import_module(f"{__name__}.{n}").OB
 
 
 def objective_from_flags(flags: Any) -> Objective:
-    """The objective of --objective, with the settings of its own flags."""
+    """Return the objective of --objective with the settings of its flags."""
     settings = DESCRIPTIONS[flags.objective].settings
     values = {name: getattr(flags, setting.flag) for name, setting in settings.items()}
     return objective_from_dict({"name": flags.objective, **values})
 
 
 def objective_from_dict(values: dict[str, Any] | None) -> Objective:
-    """The objective that ``to_dict`` wrote; None, of weights that don't say, is the DiT paper's.
+    """Return the objective that ``to_dict`` wrote; None, for weights without a record, gives the DiT paper's.
 
-    Raises ValueError for one, or a setting of one, that this version does not know.
+    Raises ValueError for an objective, or a setting of one, that this version does not know.
     """
     values = dict(values or {"name": DDPMObjective.name})
     name = values.pop("name")

@@ -1,36 +1,170 @@
-"""The objective of the DiT paper over the schedule and the loss of opendit/diffusion/ddpm.py, where the papers are."""
+"""The objective of the DiT paper: predict the noise, and learn the variance of the reverse step.
+
+    [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
+    [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
+    [S] Salimans, Ho, "Progressive Distillation for Fast Sampling of Diffusion Models", 2022
+    [M] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
+
+The network predicts the noise eps and, in C more channels, v, which interpolates the log variance of the reverse step
+between its two bounds. It may predict the velocity of [S] instead of eps. The schedule is in opendit/diffusion/ddpm.py.
+"""
 
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion import ddpm
-from opendit.diffusion.ddpm import DDPM, PREDICTIONS
-from opendit.diffusion.ddpm_trajectory import DDPMTrajectory, eps_model
-from opendit.diffusion.objectives.base import Objective, above_0, one_of
-from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.ddpm import DDPM, DDPMTrajectory, eps_model
+from opendit.diffusion.objectives.base import Objective, Prepared, above_0, one_of
 from opendit.diffusion.random import Stream, integers
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, split_output
 
 SETTINGS = DESCRIPTIONS["ddpm"].settings
 
 
+PREDICTIONS = ("eps", "v")  # what the network predicts from x_t: the noise, or the velocity
+
+
+class DiffusionLoss(NamedTuple):
+    """One number per sample, each (B,) float32: ``loss = mse + vb``."""
+
+    loss: Tensor
+    mse: Tensor  # weighted if min_snr is set
+    vb: Tensor  # bits per dimension; zero for a model without learned variance
+
+
+def training_loss(
+    schedule: DDPM,
+    model_output: Tensor,
+    x0: Tensor,
+    xt: Tensor,
+    t: Tensor,
+    noise: Tensor,
+    *,
+    prediction: str = "eps",
+    min_snr: float | None = None,
+) -> DiffusionLoss:
+    """Return the loss of each sample, from a model output that was evaluated at ``xt = q_sample(x0, t, noise)``.
+
+    Args:
+        model_output: (B, C, ...) eps alone, which gives the simple loss, [H] eq. 14; or (B, 2C, ...) eps and v, which
+            gives the hybrid loss, [N] eq. 16.
+        prediction: one of PREDICTIONS; with "v" the output is the velocity instead of eps.
+        min_snr: gamma of ``min_snr_weight``, which weights the squared error; the variational bound keeps its weight.
+
+    In the hybrid loss the term of the variational bound trains the variance only, because its mean is detached. As in
+    Meta's DiT it is in bits, averaged over dimensions, and has weight 1: the paper's 0.001 times the 1000 terms of the
+    bound, one of which is drawn at random. Computed in float32.
+
+    Raises:
+        ValueError: the shapes don't fit each other, or ``prediction`` is unknown.
+    """
+    if prediction not in PREDICTIONS:
+        raise ValueError(f"prediction must be one of {', '.join(PREDICTIONS)}, got {prediction}")
+    if not x0.shape == xt.shape == noise.shape:
+        raise ValueError(f"x0, xt and noise differ in shape: {[tuple(a.shape) for a in (x0, xt, noise)]}")
+    model_output, x0, xt, noise = (at_least_float32(a) for a in (model_output, x0, xt, noise))
+    predicted, v = split_output(model_output, x0)
+    mse = _mean_per_sample(((schedule.velocity(x0, t, noise) if prediction == "v" else noise) - predicted) ** 2)
+    if min_snr is not None:
+        mse = min_snr_weight(schedule, t, min_snr, prediction) * mse
+    if v is None:
+        return DiffusionLoss(mse, mse, torch.zeros_like(mse))
+    eps = predicted.detach()
+    if prediction == "v":
+        eps = schedule.eps_of_velocity(xt, t, eps)
+    vb = _variational_bound(schedule, eps, v, x0, xt, t)
+    return DiffusionLoss(mse + vb, mse, vb)
+
+
+def min_snr_weight(schedule: DDPM, t: Tensor, gamma: float, prediction: str) -> Tensor:
+    """Return weights (B,) float32 that turn a squared error into that of x_0 times min(SNR, gamma), [M] sec. 3.4.
+
+    The squared error of eps is SNR times that of x_0, and that of the velocity SNR + 1 times; SNR is alpha^2 / sigma^2.
+    """
+    snr = schedule.tables(t.device)["snr"][t]
+    return snr.clamp(max=gamma) / (snr + 1 if prediction == "v" else snr)
+
+
+class DDPMContext(NamedTuple):
+    """Inputs of the loss besides the prepared tensors: x_0 and the noise, (B, C, ...), and the timesteps (B,) int64 as
+    indices of the schedule (the network gets those of the unshortened schedule)."""
+
+    x0: Tensor
+    t: Tensor
+    noise: Tensor
+
+
+def prepare(schedule: DDPM, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
+    """Return x_t = ``q_sample(x0, t, noise)`` (float32 at least), ``model_timesteps(t)``, and what ``training_loss``
+    needs."""
+    return Prepared(schedule.q_sample(x0, t, noise), schedule.model_timesteps(t), DDPMContext(x0, t, noise))
+
+
+def _variational_bound(schedule: DDPM, eps: Tensor, v: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
+    """The bound's term at t, [N] eq. 4 to 6, in bits per dimension: (B,). It is KL(q || p), or -log p(x_0 | x_1) at t =
+    0."""
+    true_mean, true_log_variance = schedule.posterior(x0, xt, t)
+    mean, _ = schedule.posterior(schedule.predict_x0(xt, t, eps), xt, t)
+    log_variance = schedule.learned_log_variance(v, t)
+    kl = _normal_kl(true_mean, true_log_variance, mean, log_variance)
+    nll = discretized_nll(x0, mean, log_variance)
+    return torch.where(t == 0, _mean_per_sample(nll), _mean_per_sample(kl)) / math.log(2)
+
+
+def _normal_kl(mean1: Tensor, log_variance1: Tensor, mean2: Tensor, log_variance2: Tensor) -> Tensor:
+    """KL(N1 || N2) of each element, in nats."""
+    difference = log_variance2 - log_variance1
+    return 0.5 * (-1 + difference + torch.exp(-difference) + (mean1 - mean2) ** 2 * torch.exp(-log_variance2))
+
+
+def discretized_nll(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
+    """-log of the normal's mass on the bin x +- 1/255, the outer bins reaching to infinity ([H] eq. 13), in nats.
+
+    x in [-1, 1], mean, log_variance and the result have one shape. The bins are those of 8-bit pixels; Meta's DiT uses
+    them for latents, too, and so do we.
+    """
+    centered = x - mean
+    first, last = x < -0.999, x > 0.999
+    # By symmetry every bin is evaluated left of the mean, where the difference of the two distribution functions does
+    # not cancel: right of it, float32 would lose all mass beyond 5.5 sigma.
+    left = torch.where(first, centered, torch.where(last, -centered, -centered.abs()))
+    inv_std = torch.exp(-0.5 * log_variance)
+    below = torch.where(first | last, 0.0, _normal_cdf(inv_std * (left - 1 / 255)))
+    return -torch.log((_normal_cdf(inv_std * (left + 1 / 255)) - below).clamp(min=1e-12))
+
+
+def _normal_cdf(z: Tensor) -> Tensor:
+    """Approximate the normal distribution function as guided-diffusion does (error < 2e-4), so that losses compare with
+    Meta's DiT.
+
+    Its (1 + tanh(u)) / 2 is written as sigmoid(2u), which keeps precision in the lower tail.
+    """
+    return torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z**3))
+
+
+def _mean_per_sample(x: Tensor) -> Tensor:
+    return x.flatten(1).mean(1)
+
+
 @functools.cache
 def _shifted(shift: float) -> DDPM:
-    """One for all who ask, with its tables on their devices."""
+    """Return one schedule per shift, so that its tables are copied to each device once."""
     return DDPM.linear(shift=shift)
 
 
 @dataclass(frozen=True)
 class DDPMObjective(Objective):
-    """Noise prediction with learned variance over 1,000 steps: the DiT paper's. prediction: "v" puts the velocity in
-    the noise's place. min_snr: the gamma of min-SNR weights, None for weights of 1. shift: of the noise at every
-    timestep, in training and sampling alike."""
+    """Noise prediction with learned variance over 1,000 steps, as in the DiT paper.
+
+    prediction: "v" predicts the velocity instead of the noise. min_snr: gamma of the min-SNR weights, None for weights
+    of 1. shift: of the noise at every timestep, in training and sampling.
+    """
 
     name: ClassVar[str] = "ddpm"
     preview_sampler: ClassVar[str] = "ddim"
@@ -57,12 +191,12 @@ class DDPMObjective(Objective):
         return (u * self.schedule.num_steps).long()
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        return ddpm.prepare(self.schedule, x0, t, noise)
+        return prepare(self.schedule, x0, t, noise)
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         x0, t, noise = prepared.context
         how = {"prediction": self.prediction, "min_snr": self.min_snr}
-        return ddpm.training_loss(self.schedule, output, x0, prepared.x_t, t, noise, **how).loss
+        return training_loss(self.schedule, output, x0, prepared.x_t, t, noise, **how).loss
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         full = self.schedule
@@ -72,7 +206,7 @@ class DDPMObjective(Objective):
         return eps_model(model, self.schedule) if self.prediction == "v" else model
 
     def network_weights(self, trajectory: Trajectory, k: int) -> LinearForm:
-        """eps = sigma x + alpha v of a model that predicts velocity."""
+        """eps = sigma x + alpha v, for a model that predicts velocity."""
         if self.prediction != "v":
             return LinearForm(0.0, 1.0)
         alpha = trajectory.alphas[k]
@@ -83,11 +217,12 @@ class DDPMObjective(Objective):
 
     @property
     def predicts(self) -> dict[str, Any]:
-        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network is told the timestep only
+        shifted = {} if self.shift == 1 else {"ddpm_shift": self.shift}  # the network only sees the timestep
         return {**super().predicts, "prediction": self.prediction, **shifted}
 
     def to_dict(self) -> dict[str, Any]:
-        """Without what is at its default: as checkpoints from before these settings say it, which so resume unnoted."""
+        """Leave out settings at their defaults: checkpoints older than the settings have none, and resume without a
+        remark."""
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"name": self.name, **{k: v for k, v in chosen.items() if v != getattr(DDPMObjective, k)}}
 

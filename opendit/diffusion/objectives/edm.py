@@ -3,8 +3,9 @@
     [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models", 2022
 
 x = x_0 + sigma noise, and the denoiser is D(x; sigma) = c_skip x + c_out F(c_in x; c_noise) ([K] eq. 7 and table 1),
-F being the network. [K]'s c_noise, ln(sigma) / 4, spans 2.6 over all levels, where timestep embeddings are made for
-spans of 1000 (their fastest sinusoid turns by 1 radian a unit); the network gets 1000 times that: -1554 to 1095.
+where F is the network. [K]'s c_noise, ln(sigma) / 4, spans only 2.6 over all levels, but timestep embeddings are made
+for spans of 1000 (their fastest sinusoid turns by 1 radian per unit). So the network gets 1000 times that: -1554 to
+1095.
 """
 
 import math
@@ -16,14 +17,12 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion.ddpm import at_least_float32
-from opendit.diffusion.objectives.base import Objective, above_0
-from opendit.diffusion.prepared import Prepared
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, for_each_sample
+from opendit.diffusion.objectives.base import Objective, Prepared, above_0
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, for_each_sample
 
 SETTINGS = DESCRIPTIONS["edm"].settings
 
-NOISE_SCALE = 250.0  # the network's timestep for each unit of ln(sigma)
+NOISE_SCALE = 250.0  # the network's time per unit of ln(sigma)
 SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0  # of sampling, [K] table 1
 
 
@@ -33,7 +32,7 @@ def log_normal_sigmas(u: Tensor, mean: float, std: float) -> Tensor:
 
 
 def karras_sigmas(steps: int) -> Tensor:
-    """The ``steps`` + 1 noise levels of a sampler, float64, from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0."""
+    """Return a sampler's ``steps`` + 1 noise levels, float64, from SIGMA_MAX to SIGMA_MIN ([K] eq. 5), then 0."""
     ramp = torch.linspace(0, 1, steps, dtype=torch.float64)
     first, last = SIGMA_MAX ** (1 / RHO), SIGMA_MIN ** (1 / RHO)
     return torch.cat(((first + ramp * (last - first)) ** RHO, ramp.new_zeros(1)))
@@ -45,15 +44,20 @@ def network_times(sigma: Tensor) -> Tensor:
 
 
 def sigmas_of(timestep: Tensor) -> Tensor:
-    """The noise levels of ``network_times``."""
+    """Return the noise levels of ``network_times``."""
     return torch.exp(timestep / NOISE_SCALE)
 
 
 def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: float) -> Tensor:
     """D(x; sigma), [K] eq. 7: (B, C, ...) of x's dtype.
 
-    model: F, called with (B, C, ...) of x's dtype and 1000 c_noise (B,); returns (B, C, ...) in any dtype. x: (B, C,
-    ...), float32 at least. sigma: (B,). Raises ValueError if the model's output has another shape.
+    Args:
+        model: F, called with (B, C, ...) of x's dtype and 1000 c_noise (B,); returns (B, C, ...) in any dtype.
+        x: (B, C, ...), float32 at least.
+        sigma: (B,).
+
+    Raises:
+        ValueError: the model's output has another shape than x.
     """
     scale = torch.rsqrt(sigma**2 + sigma_data**2)
     skip, out = (sigma_data * scale) ** 2, sigma * sigma_data * scale
@@ -62,13 +66,13 @@ def denoise(model: Callable[..., Tensor], x: Tensor, sigma: Tensor, sigma_data: 
 
 
 class EDMContext(NamedTuple):
-    """The input that the loss of a prepared micro-batch needs: the target of F, (B, C, ...), at least fp32."""
+    """Input of the loss besides the prepared tensors: the target of F, (B, C, ...), at least fp32."""
 
     target: Tensor
 
 
 def _rows(coefficients: Tensor, x: Tensor) -> Tensor:
-    """(B,) as (B, 1, ..., 1), with the rank and dtype of x."""
+    """Reshape (B,) to (B, 1, ..., 1), with the rank and dtype of x."""
     return coefficients.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
 
 
@@ -79,7 +83,7 @@ def _checked(output: Tensor, x: Tensor) -> Tensor:
 
 
 class EDMTrajectory(Trajectory):
-    """``sigmas``: (n + 1,), falling, see ``karras_sigmas``. The model is F, as of ``denoise``; a ``point`` is sigma for
+    """``sigmas``: (n + 1,), falling, see ``karras_sigmas``. The model is F, as in ``denoise``; a ``point`` is sigma for
     every sample, of x's dtype."""
 
     def __init__(self, sigmas: Tensor, sigma_data: float):
@@ -118,7 +122,7 @@ class EDMTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class EDMObjective(Objective):
-    """EDM. mean, std: of ln(sigma) in training. sigma_data: the standard deviation of the data."""
+    """EDM. mean, std: of ln(sigma) in training. sigma_data: standard deviation of the data."""
 
     name: ClassVar[str] = "edm"
     preview_sampler: ClassVar[str] = "heun"
@@ -136,10 +140,10 @@ class EDMObjective(Objective):
         return log_normal_sigmas(u, self.mean, self.std)
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target; ``t`` is sigma.
+        """Return c_in x for x = x_0 + sigma noise, 1000 c_noise in float32, and F's target; ``t`` is sigma.
 
-        The target (x_0 - c_skip x) / c_out ([K] eq. 8) is written out, c_in (sigma x_0 / sigma_data - sigma_data
-        noise), so that nothing cancels at small sigma.
+        The target (x_0 - c_skip x) / c_out ([K] eq. 8) is expanded to c_in (sigma x_0 / sigma_data - sigma_data noise),
+        so that nothing cancels at small sigma.
         """
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and sigma {tuple(t.shape)} don't fit")

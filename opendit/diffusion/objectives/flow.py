@@ -3,11 +3,11 @@
     [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
     [E] Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (SD3), 2024
 
-x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the velocity to predict is dx_t/dt = noise - x_0
-([E] eq. 13 and the text below it). The network gets ``1000 t``, the range that timestep embeddings are made for.
-Its loss weighs an error in the predicted x_0 by 1/t^2 where that of eps-prediction weighs it by the signal-to-noise
-ratio; so what is decided at high noise (what a clip shows at all, since its frames repeat each other) is learned
-much sooner (docs/log/2026-11-21-moving-digits-objective.md).
+x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the network predicts the velocity dx_t/dt = noise -
+x_0 ([E] eq. 13 and the text below it). The network's time is ``1000 t``, the range that timestep embeddings are made
+for. Its loss weights an error of the predicted x_0 by 1/t^2, where that of eps-prediction weights it by the
+signal-to-noise ratio. So what is decided at high noise (for a clip, what it shows at all, because its frames repeat
+each other) is learned much sooner (docs/log/2026-11-21-moving-digits-objective.md).
 """
 
 import math
@@ -19,29 +19,27 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion.ddpm import at_least_float32
-from opendit.diffusion.objectives.base import Objective, above_0, one_of
-from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.objectives.base import Objective, Prepared, above_0, one_of
 from opendit.diffusion.random import Stream, uniform
-from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, for_each_sample
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, for_each_sample
 
 SETTINGS = DESCRIPTIONS["flow"].settings
 
-TIME_SCALE = 1000.0  # the network's timestep at t = 1
+TIME_SCALE = 1000.0  # the network's time at t = 1
 
 
 def uniform_times(u: Tensor) -> Tensor:
-    """t = u: every time is as likely."""
+    """t = u: all times are equally likely."""
     return u
 
 
 def logit_normal_times(u: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """[E] eq. 19: logit(t) is normal, so the middle is likelier than the ends."""
+    """[E] eq. 19: logit(t) is normal, so that the middle is more likely than the ends."""
     return torch.sigmoid(mean + std * torch.special.ndtri(u))
 
 
 def mode_times(u: Tensor, scale: float = 1.29) -> Tensor:
-    """[E] eq. 20: a peak in the middle, and no end is left out. ``scale``: 1.29 is the paper's best."""
+    """[E] eq. 20: a peak in the middle, and density at both ends. ``scale``: 1.29 is the paper's best."""
     return 1 - u - scale * (torch.cos(math.pi / 2 * u) ** 2 - 1 + u)
 
 
@@ -49,8 +47,10 @@ TIME_SAMPLING = {"uniform": uniform_times, "logit_normal": logit_normal_times, "
 
 
 def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
-    """[E] eq. 23, with ``shift`` for sqrt(m / n): moves times towards the noise, as much as keeps the uncertainty
-    about the picture the same when one of n pixels is shown by m that repeat it. 1 changes nothing."""
+    """[E] eq. 23, with ``shift`` for sqrt(m / n): move times towards the noise.
+
+    It keeps the uncertainty about a picture of n pixels the same when m pixels repeat them. 1 changes nothing.
+    """
     return shift * t / (1 + (shift - 1) * t)
 
 
@@ -62,7 +62,7 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 class FlowContext(NamedTuple):
-    """The input that the loss of a prepared micro-batch needs: the velocity noise - x_0, (B, C, ...), at least fp32."""
+    """Input of the loss besides the prepared tensors: the velocity noise - x_0, (B, C, ...), at least fp32."""
 
     velocity: Tensor
 
@@ -73,19 +73,19 @@ def network_times(t: Tensor) -> Tensor:
 
 
 def sampling_times(steps: int, shift: float = 1.0) -> Tensor:
-    """The ``steps`` + 1 times of a sampler, float64, from 1 to 0: evenly spaced, then shifted."""
+    """Return a sampler's ``steps`` + 1 times, float64, from 1 to 0: evenly spaced, then shifted."""
     return shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
 
 
 def noise_level(t: float) -> float:
-    """Sigma, noise over signal, of x_t; infinite at 1, where no signal is left."""
+    """Return sigma, noise over signal, of x_t; infinite at 1, where no signal is left."""
     return t / (1 - t) if t < 1 else math.inf
 
 
 class FlowTrajectory(Trajectory):
     """``times``: (n + 1,), falling, see ``sampling_times``; x at time 1 is standard normal noise.
 
-    The model gets 1000 t, (B,) float32, which is a ``point``, and returns the velocity dx/dt, (B, C, ...).
+    A ``point`` is the network's time 1000 t, (B,) float32; the model returns the velocity dx/dt, (B, C, ...).
     """
 
     def __init__(self, times: Tensor):
@@ -105,10 +105,11 @@ class FlowTrajectory(Trajectory):
 
 @dataclass(frozen=True)
 class FlowObjective(Objective):
-    """Rectified flow. times_are: uniform, logit_normal or mode. shift: of training and sampling times alike.
+    """Rectified flow. times_are: uniform, logit_normal or mode. shift: of times in training and sampling.
 
-    shift_tokens: that shift is of samples of so many tokens; m tokens have shift * sqrt(m / shift_tokens) ([E] eq. 23),
-    so that a clip has more noise than a picture in the same pack or on the same model. None: all have the same.
+    shift_tokens: the number of tokens that ``shift`` is for; samples of m tokens get shift * sqrt(m / shift_tokens)
+    ([E] eq. 23), so that a clip gets more noise than a picture in the same pack or of the same model. None: one shift
+    for all.
     """
 
     name: ClassVar[str] = "flow"
@@ -138,7 +139,7 @@ class FlowObjective(Objective):
         return self if self.shift_tokens is None else replace(self, shift=self._shift_of(tokens), shift_tokens=None)
 
     def _shift_of(self, tokens: int) -> float:
-        assert self.shift_tokens is not None  # or nobody asks
+        assert self.shift_tokens is not None  # checked by the callers
         return self.shift * math.sqrt(tokens / self.shift_tokens)
 
     def times_at(self, u: Tensor) -> Tensor:
@@ -150,7 +151,7 @@ class FlowObjective(Objective):
             raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """x_t, 1000 t in float32, and the velocity to predict."""
+        """Return x_t, 1000 t in float32, and the velocity to predict."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
         velocity = at_least_float32(noise) - at_least_float32(x0)
@@ -174,7 +175,7 @@ class FlowObjective(Objective):
         return t / (1 - t)  # infinite at 1, where no signal is left
 
     def to_dict(self) -> dict[str, Any]:
-        """Without shift_tokens where there is none, as checkpoints from before it say it."""
+        """Leave out shift_tokens if it is None, as in checkpoints that are older than the setting."""
         return {name: value for name, value in super().to_dict().items() if (name, value) != ("shift_tokens", None)}
 
 

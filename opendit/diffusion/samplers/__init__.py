@@ -1,7 +1,7 @@
 """Samplers: from noise to data along an objective's trajectory. One file each, all with one signature.
 
-To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``. It draws from the models of all
-objectives whose trajectories have what it ``needs``.
+To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``. It samples from the models of
+all objectives whose trajectories define the method that it ``needs``.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import ALL_SAMPLERS
-from opendit.diffusion.ddpm import at_least_float32
 from opendit.diffusion.samplers.base import NoiseFn, Sampler, State
-from opendit.diffusion.trajectory import Model, Trajectory
+from opendit.diffusion.trajectory import Model, Trajectory, at_least_float32
 
 SAMPLERS: dict[str, type[Sampler]] = {name: import_module(f"{__name__}.{name}").SAMPLER for name in ALL_SAMPLERS}
 __all__ = ["SAMPLERS", "Sampler", "State", "sample"]
@@ -32,25 +31,25 @@ def sample(
     callback: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> Tensor:
-    """The data that sampler ``name`` makes of x: its ``init``, and its ``step`` for every step of the trajectory.
+    """Sample data from x with sampler ``name``: its ``init``, then its ``step`` for every step of the trajectory.
 
     Args:
-        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the (B,) that the objective's network gets as
-            time; it returns what the trajectory's objective trains it to, in any dtype.
-        x: (B, C, ...), x at the noisiest point, see ``Trajectory.start``. The result has its shape, in float32
-            (float64 if x is).
-        noise_fn: ``noise_fn(k)`` gives the noise of step k = 0, 1, ... (0 is the first one taken), (B, C, ...).
+        model: ``model(x, t)`` gets x (B, C, ...), float32 at least, and the objective's network time (B,); it returns
+            what the objective trains it to predict, in any dtype.
+        x: (B, C, ...), x at the noisiest point, see ``Trajectory.start``. The result has its shape, in float32 (float64
+            if x is).
+        noise_fn: ``noise_fn(k)`` returns the noise of step k = 0, 1, ... (0 is the first step), (B, C, ...).
         progress: wraps the sequence of steps, as ``tqdm.tqdm`` does.
-        callback: gets, at each step, a dict: ``step`` k, ``timestep``, the trajectory's time there, the state ``x``
-            there, and ``denoised``, the x_0 predicted from it.
-        options: the sampler's own, as DDIM's ``eta``.
+        callback: called at each step with a dict: ``step`` k, ``timestep`` (the trajectory's time there), the state
+            ``x`` there, and ``denoised``, the x_0 predicted from it.
+        options: of the sampler, such as DDIM's ``eta``.
 
     Raises:
-        ValueError: if the model's output doesn't fit x, and for options that the sampler refuses.
+        ValueError: the model's output doesn't fit x, or the sampler rejects an option.
     """
     x = at_least_float32(x)
     sampler = SAMPLERS[name](model, trajectory, x, noise_fn, **options)
-    state: Any = sampler.init(x)  # a NamedTuple which has x
+    state: Any = sampler.init(x)  # a NamedTuple with a field x
     steps = range(sampler.steps)
     for i in steps if progress is None else progress(steps):
         state = sampler.step(state, i, callback and _reporting(callback, i, trajectory.times[i]))

@@ -1,4 +1,4 @@
-"""DDIM.
+"""DDIM: deterministic, or with a share ``eta`` of DDPM's noise.
 
 [S] Song, Meng, Ermon, "Denoising Diffusion Implicit Models", 2021
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
+from opendit.diffusion.ddpm import DDPMTrajectory
 from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State, StepWeights
 from opendit.diffusion.trajectory import Model
 
@@ -17,14 +17,14 @@ class DDIMInputs(NamedTuple):
     """Inputs of a DDIM step besides x."""
 
     t: Tensor  # (B,) int64, indices of the schedule
-    keep: Tensor  # (): the weight of the predicted x_0
-    renoise: Tensor  # (): that of the predicted noise
-    sigma: Tensor  # (): that of new noise
+    keep: Tensor  # (): weight of the predicted x_0
+    renoise: Tensor  # (): weight of the predicted noise
+    sigma: Tensor  # (): weight of new noise
     noise: Tensor | None  # (B, C, ...); None where sigma is 0
 
 
 class DDIMSampler(Sampler):
-    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A model's own variance is not used.
+    """DDIM along a ``DDPMTrajectory``: [S] eq. 12 with the sigma of eq. 16. A model's learned variance is not used.
 
     ``eta`` = 0 is deterministic and never calls ``noise_fn``; 1 has the variance beta-tilde of DDPM. Raises ValueError
     for an ``eta`` outside [0, 1], and for one above 0 without ``noise_fn``.
@@ -52,7 +52,7 @@ class DDIMSampler(Sampler):
         for ac, after in zip(kept[:-1], kept[1:], strict=True):
             sigma = eta * math.sqrt((1 - after) / (1 - ac) * (1 - ac / after))
             self._keep.append(math.sqrt(after))
-            # max: where alphas_cumprod is next to 0, rounding could leave a negative number under the root.
+            # max: where alphas_cumprod is close to 0, rounding could make the radicand negative.
             self._renoise.append(math.sqrt(max(1 - after - sigma**2, 0.0)))
             self._sigmas.append(sigma)
         self._tables = [self.table(values) for values in (self._keep, self._renoise, self._sigmas)]

@@ -1,4 +1,4 @@
-"""Ancestral sampling.
+"""Ancestral sampling of DDPM.
 
 [H] Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020
 [N] Nichol, Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opendit.diffusion.ddpm_trajectory import DDPMTrajectory
+from opendit.diffusion.ddpm import DDPMTrajectory
 from opendit.diffusion.samplers.base import NoiseFn, Observer, Sampler, State, StepWeights
 from opendit.diffusion.trajectory import Model, Trajectory
 
@@ -23,10 +23,10 @@ class DDPMInputs(NamedTuple):
 
 
 class DDPMSampler(Sampler):
-    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, its mean in the form of eq. 7.
+    """Ancestral sampling along a ``DDPMTrajectory``: [H] Algorithm 2, with the mean in the form of eq. 7.
 
-    The variance is the model's if it has one ([N] eq. 15), else that of the posterior, beta-tilde.
-    Raises ValueError without ``noise_fn``.
+    The variance is the model's if it predicts one ([N] eq. 15), else that of the posterior, beta-tilde. Raises
+    ValueError without ``noise_fn``.
     """
 
     needs = "predict"
@@ -61,7 +61,7 @@ class DDPMSampler(Sampler):
         if t == 0:
             return StepWeights(((1.0,),), (mean,))
         low, high = float(schedule.posterior_log_variance[t]), float(schedule.betas[t].log())
-        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None  # of half the log, [N] eq. 15
+        variance = ((high + low) / 4, (high - low) / 4) if learned_variance else None  # half the log variance
         return StepWeights(((1.0,),), ((*mean, math.exp(low / 2)),), True, variance)
 
 

@@ -16,8 +16,8 @@ from opendit.diffusion.trajectory import Model, Trajectory
 class DPMSolverState(NamedTuple):
     """State between steps of DPM-Solver++."""
 
-    x: Tensor  # (B, C, ...) over alpha: x_0 + sigma noise
-    before: Tensor  # (B, C, ...) what the step before predicted as x_0; zeros at first
+    x: Tensor  # (B, C, ...) divided by alpha: x_0 + sigma noise
+    before: Tensor  # (B, C, ...) the x_0 predicted in the step before; zeros at first
 
 
 class DPMSolverInputs(NamedTuple):
@@ -25,18 +25,18 @@ class DPMSolverInputs(NamedTuple):
 
     point: Tensor  # (B,)
     alpha: Tensor | None  # (); None where all are 1
-    keep: Tensor  # (): the weight of x
-    move: Tensor  # (): that of the x_0 to move to
-    extrapolate: Tensor  # (): how much of the last change of x_0 is added to it
+    keep: Tensor  # (): weight of x
+    move: Tensor  # (): weight of the extrapolated x_0
+    extrapolate: Tensor  # (): share of the last change of x_0 that is added to it
 
 
 class DPMSolver2M(Sampler):
-    """DPM-Solver++(2M), [D] Algorithm 2: second order with one evaluation a step. It is deterministic, and never calls
+    """DPM-Solver++(2M), [D] Algorithm 2: second order with one evaluation per step, deterministic, without
     ``noise_fn``.
 
-    Any x_t = alpha x_0 + sigma noise takes the form x_0 + sigma noise when divided by alpha; e^-h of the paper is then
-    the ratio of a step's two sigmas. Few steps want a schedule that is even in log(sigma / alpha): along a plain
-    ``respaced`` schedule of 20 they end up further off than DDIM's.
+    Divided by alpha, any x_t = alpha x_0 + sigma noise has the form x_0 + sigma noise; the paper's e^-h is then the
+    ratio of a step's two sigmas. Few steps need a schedule that is even in log(sigma / alpha): along a plain
+    ``respaced`` schedule of 20 steps the result is further off than DDIM's.
     """
 
     needs = "denoise"
@@ -47,7 +47,7 @@ class DPMSolver2M(Sampler):
         sigmas, self._keep, self._extrapolate = trajectory.levels, [], []
         for k, (sigma, after) in enumerate(zip(sigmas[:-1], sigmas[1:], strict=True)):
             self._keep.append(after / sigma)
-            # The first step has nothing to extrapolate from; a step to 0 is infinitely long in log sigma.
+            # No extrapolation in the first step, which has no predecessor, nor to 0, infinitely far away in log sigma.
             ends = k == 0 or after == 0
             self._extrapolate.append(0.0 if ends else math.log(sigma / after) / math.log(sigmas[k - 1] / sigma) / 2)
         self._alphas = None if all(alpha == 1 for alpha in trajectory.alphas) else self.table(trajectory.alphas)
@@ -76,7 +76,7 @@ class DPMSolver2M(Sampler):
         if denoised is None:
             return None
         scale, keep, extrapolate = self.trajectory.input_scale(i), self._keep[i], self._extrapolate[i]
-        predicted = denoised.x * alpha, denoised.output  # x_0, of the state's x and the model's output
+        predicted = denoised.x * alpha, denoised.output  # weights of the state's x and the model's output in x_0
         move = (1 - keep) * (1 + extrapolate)
         x = keep + move * predicted[0], -(1 - keep) * extrapolate, move * predicted[1]
         return StepWeights(((scale * alpha, 0.0),), (x, (predicted[0], 0.0, predicted[1])))

@@ -18,12 +18,12 @@ class EulerInputs(NamedTuple):
 
     point: Tensor  # (B,)
     time: Tensor  # ()
-    length: Tensor  # (): of the step, the time where it ends less the time where it starts
-    end: Tensor | None = None  # (B,): the point where it ends, if the slope is asked for there
+    length: Tensor  # (): of the step: the time where it ends minus the time where it starts
+    end: Tensor | None = None  # (B,): the point where it ends, if the slope is evaluated there
 
 
 class SlopeSampler(Sampler):
-    """A method that follows one slope, dx/dtime = slope(x, time), over a whole step. A subclass says which."""
+    """Base of methods that follow one slope, dx/dtime = slope(x, time), over a whole step; subclasses choose it."""
 
     needs = "slope"
 
@@ -44,12 +44,14 @@ class SlopeSampler(Sampler):
 
     @abstractmethod
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
-        """The slope to follow over the whole step, given the one where it starts; all (B, C, ...)."""
+        """Return the slope to follow over the whole step, given the one where it starts; all are (B, C, ...)."""
 
 
 class EulerSampler(SlopeSampler):
-    """Euler's method: [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified flow. First order, one evaluation
-    a step, deterministic. ``denoised`` is where the slope leads to at time 0."""
+    """Euler's method: [K] eq. 1 and 3 with sigma as the time, [L] eq. 1 for rectified flow.
+
+    First order, one evaluation per step, deterministic. ``denoised`` is where the slope leads to at time 0.
+    """
 
     def mean_slope(self, model: Model, state: State, inputs: EulerInputs, slope: Tensor) -> Tensor:
         return slope

@@ -11,8 +11,10 @@ from opendit.diffusion.trajectory import Model
 
 
 class HeunSampler(SlopeSampler):
-    """[K] Algorithm 1: the mean of the slopes at the step's start and where Euler's step leads to. Second order, two
-    evaluations a step; one in EDM's step to 0, where its slope is not defined. Deterministic."""
+    """[K] Algorithm 1: follow the mean of the slopes at the step's start and where Euler's step ends.
+
+    Second order, two evaluations per step, but one in EDM's step to 0, where the slope is not defined. Deterministic.
+    """
 
     def inputs(self, i: int) -> EulerInputs:
         end = self.points[i + 1] if self.trajectory.has_slope(i + 1) else None
@@ -27,11 +29,11 @@ class HeunSampler(SlopeSampler):
         begin, scale, length = self.trajectory.slope_weights(i), self.trajectory.input_scale(i), self.lengths[i]
         if begin is None:
             return None
-        euler = 1 + length * begin.x, length * begin.output  # of x and the first output
+        euler = 1 + length * begin.x, length * begin.output  # weights of x and the first output after Euler's step
         if not self.trajectory.has_slope(i + 1):
             return StepWeights(((scale,),), (euler,))
         end, rescale = self.trajectory.slope_weights(i + 1), self.trajectory.input_scale(i + 1)
-        assert end is not None  # a trajectory states all of its slopes or none
+        assert end is not None  # a trajectory states all of its slopes, or none
         after = (
             1 + length / 2 * (begin.x + end.x * euler[0]),
             length / 2 * (begin.output + end.x * euler[1]),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.objectives.base import Prepared
 from opendit.models import DiT, TextCondition, build_model
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.mesh import Mesh, init_mesh

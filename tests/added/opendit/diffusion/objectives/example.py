@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
-from opendit.diffusion.objectives.base import Objective
-from opendit.diffusion.prepared import Prepared
+from opendit.diffusion.objectives.base import Objective, Prepared
 from opendit.diffusion.trajectory import Trajectory, for_each_sample
 
 SETTINGS = DESCRIPTIONS["example"].settings
