@@ -1,1 +1,1 @@
-"""Parse and check what the user types: the flags of each program and recipes. Needs no torch."""
+"""The console command ``opendit`` and what it starts: the programs under one name. Needs no torch."""

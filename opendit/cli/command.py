@@ -1,5 +1,5 @@
 # pyright: standard
-"""The console command ``opendit``: the programs under one name, with their flags and their code.
+"""The console command ``opendit``: all programs under one name, with their own flags and code.
 
 opendit train --model DiT-S/2 --data_path FOLDER
 opendit sample --ckpt outputs/000-DiT-S-2 --class_labels 0 1
@@ -33,16 +33,18 @@ COMMANDS = {**SCRIPTS, **{name: about for name, (_, about) in MODULES.items()}}
 
 
 def usage() -> str:
+    """Return the text of ``opendit --help``."""
     lines = [f"  {name:<12}{about}" for name, about in COMMANDS.items()]
     return "\n".join(["usage: opendit COMMAND ...", "", *lines, "", "opendit COMMAND --help shows a command's flags."])
 
 
 def module_of(command: str) -> ModuleType:
+    """Import the module of a command."""
     return program(command) if command in SCRIPTS else importlib.import_module(MODULES[command][0])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns the exit code."""
+    """Run a command and return its exit code."""
     console.prepare_console()
     words = sys.argv[1:] if argv is None else argv
     command = words[0] if words else "--help"

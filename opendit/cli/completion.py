@@ -24,6 +24,7 @@ CONFIGS = {"train": TrainConfig, "sample": SampleConfig, "evaluate": EvaluateCon
 
 
 def build_parser() -> CommandLine:
+    """Build the parser of ``opendit completion``."""
     parser = CommandLine(name_of("python -m opendit.cli.completion"), __doc__ or "")
     parser.heading("Shell: which one's script is printed")
     parser.option("shell", one_of(SHELLS), "the shell", metavar="SHELL")
@@ -31,7 +32,7 @@ def build_parser() -> CommandLine:
 
 
 def parser_of(command: str) -> CommandLine:
-    """The parser of one of ``opendit``'s commands."""
+    """Return the parser of one of ``opendit``'s commands."""
     if command in CONFIGS:
         return build_from_flags(CONFIGS[command])
     if command == "preprocess":
@@ -40,7 +41,7 @@ def parser_of(command: str) -> CommandLine:
 
 
 def script(shell: str) -> str:
-    """The completion of all commands. Raises ImportError without shtab."""
+    """Return a shell's completion script for all commands. Raises ImportError without shtab."""
     import shtab
 
     whole = argparse.ArgumentParser("opendit", add_help=False)
@@ -66,6 +67,7 @@ def script(shell: str) -> str:
 
 
 def main(argv: list[str]) -> None:
+    """Print the script."""
     prepare_console()
     parser = build_parser()
     options, _ = parser.read(argv)

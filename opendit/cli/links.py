@@ -16,6 +16,7 @@ from opendit.parallel.hardware import HardwareModel, default_path, save
 
 
 def build_parser() -> CommandLine:
+    """Build the parser of ``opendit links``."""
     parser = CommandLine(name_of("python -m opendit.cli.links"), __doc__ or "")
     parser.heading("Measurement: what is measured, and where it is kept")
     parser.option("--out", Value(unit="file"), "where figures are kept (default: in the user's cache)")
@@ -28,11 +29,12 @@ def build_parser() -> CommandLine:
 
 
 def main(argv: list[str]) -> None:
+    """Measure, print the figures and save them."""
     prepare_console()
     parser = build_parser()
     options, _ = parser.read(argv)
     path = Path(options["out"]) if options["out"] else default_path()
-    from opendit.parallel.hardware import measure_hardware  # torch, which wrong flags need not wait for
+    from opendit.parallel.hardware import measure_hardware  # imports torch, so that wrong flags are reported without it
     from opendit.parallel.mesh import close_mesh, init_mesh
 
     try:
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> None:
 
 
 def table(found: HardwareModel) -> list[str]:
-    """The figures in words."""
+    """Describe the figures in words, a line for each kind."""
     forward, backward = found.attention_rates(128, 8192)
     gathers = ", ".join(f"{rate / 2**30:,.1f} among {ranks}" for ranks, rate in found.gather)
     return [

@@ -1,6 +1,6 @@
 # pyright: standard
-"""train.py, sample.py and preprocess.py as modules, wherever they lie: in the repository's root, or as the wheel has
-them (setup.py copies them to opendit/cli/scripts). And ``opendit.train``, which starts the first from Python."""
+"""Import train.py, sample.py and preprocess.py as modules, from the repository's root or from an installed wheel
+(setup.py copies them to opendit/cli/scripts); and ``opendit.train``, which starts the first from Python."""
 
 import importlib.util
 import sys
@@ -14,7 +14,7 @@ from opendit.config.train import TrainConfig
 
 
 def program(name: str) -> ModuleType:
-    """The module of ``name``.py, imported once. Raises ModuleNotFoundError if it is not beside the package."""
+    """Return the module of ``name``.py, imported once. Raises ModuleNotFoundError if it is not beside the package."""
     full = f"opendit.cli.scripts.{name}"
     if full in sys.modules:
         return sys.modules[full]
@@ -24,7 +24,7 @@ def program(name: str) -> ModuleType:
     if path is None:
         raise ModuleNotFoundError(f"{name}.py is neither {places[0]} nor {places[1]}: install OpenDiT again", name=name)
     spec = importlib.util.spec_from_file_location(full, path)
-    assert spec is not None and spec.loader is not None  # of a .py file there always are
+    assert spec is not None and spec.loader is not None  # always true for a .py file
     module = importlib.util.module_from_spec(spec)
     sys.modules[full] = module
     try:
@@ -36,20 +36,20 @@ def program(name: str) -> ModuleType:
 
 
 def train(config: TrainConfig) -> Path:
-    """Trains as train.py does with the flags of ``config``, in this process; returns the run's folder.
+    """Train as train.py does with the flags of ``config``, in this process, and return the run's folder.
 
         folder = opendit.train(opendit.TrainConfig(model="DiT-S/2", data_path="pictures", image_size=64, vae="none"))
         pipe = opendit.load(folder)
 
-    A field that has its default counts as not given, as a flag that is left out. Several processes: call it in a script
+    A field at its default counts as not given, like a flag that is left out. For several processes, call it in a script
     that torchrun starts.
 
     Raises:
-        ValueError: what can't work; the message names the flag and the fix.
-        Exception: whatever ended the run; its line has been printed, too.
+        ValueError: the configuration can't work; the message names the flag and the fix.
+        Exception: the error that ended the run; its line has been printed, too.
     """
     config = as_given(config)
-    config.resolve(config.world_size(), has_gpu=True)  # what needs neither torch nor a GPU
+    config.resolve(config.world_size(), has_gpu=True)  # checks that need neither torch nor a GPU
     try:
         return program("train").start(config)
     except SystemExit as stop:
@@ -59,8 +59,8 @@ def train(config: TrainConfig) -> Path:
 
 
 def as_given(config: TrainConfig) -> TrainConfig:
-    """The configuration that a command line of the fields that are not at their defaults has; of a recipe the rest is
-    the recipe's."""
+    """Return the configuration of a command line with exactly the fields that are not at their defaults; with a recipe,
+    all others are the recipe's."""
     if config.given:
         return config
     plain = TrainConfig()

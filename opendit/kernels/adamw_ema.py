@@ -1,16 +1,16 @@
 """One optimizer step in one pass over memory: AdamW on fp32 masters, their averages (EMA), the working weights.
 
-The step of ZeRO reads gradient, master, both moments and the averages once and writes them once: 36 bytes a parameter
-with one average and bf16 gradients and weights, where separate operations move twice as much. Before it one pass over
-the gradients sums their squares. What follows from the sum (norm, clipping, whether to skip) stays on the device, so
-that the host never waits: it enqueues the same work whether the step will be skipped or not.
+A ZeRO step reads gradient, master, both moments and the averages once and writes them once: 36 bytes per parameter with
+one average and bf16 gradients and weights. Separate operations move twice as much. Before it, one pass over the
+gradients sums their squares. What follows from the sum (norm, clipping, skipping the step) stays on the device, so that
+the host never waits: it enqueues the same work whether the step will be skipped or not.
 
     step = FusedStep(masters, exp_avgs, exp_avg_sqs, working)
     total = step.square_sum(gradients)                            # several ranks add up their totals here
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
-The kernels take all tensors at once (opendit/kernels/tensor_table.py).
+The kernels process all tensors in one launch (opendit/kernels/tensor_table.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
 
-# Elements a program takes, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
-# warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, as the registers overflow.
+# Elements per program, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
+# warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, because registers spill.
 BLOCK, WARPS = 2048, 2
 
 # ------------------------------------------------------------------------------------------ reference
@@ -50,9 +50,10 @@ def adamw_ema_reference(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """torch's AdamW on ``coefficient * gradient``, step number ``count``, then averages and working weights; in place.
+    """Apply torch's AdamW to ``coefficient * gradient`` as step number ``count``, then update averages and working
+    weights; in place.
 
-    A tensor without a gradient (None) keeps its master and moments; its averages move all the same.
+    A tensor without a gradient (None) keeps its master and moments; its averages are updated all the same.
     """
     used = [i for i, gradient in enumerate(gradients) if gradient is not None]
     adamw(
@@ -61,7 +62,7 @@ def adamw_ema_reference(
         [exp_avgs[i] for i in used],
         [exp_avg_sqs[i] for i in used],
         [],
-        [torch.full((), count - 1, device=masters[i].device) for i in used],  # it counts this step itself
+        [torch.full((), count - 1, device=masters[i].device) for i in used],  # adamw increments it
         fused=True,
         amsgrad=False,
         beta1=betas[0],
@@ -78,7 +79,7 @@ def adamw_ema_reference(
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Rows of the table of addresses; the averages follow. Address 0: no such tensor.
+# Rows of the table of addresses; those of the averages follow. Address 0 means that there is no such tensor.
 _constant = tl.constexpr if TRITON else int
 SIZE, GRADIENT, WORKING_COPY, MASTER, EXP_AVG, EXP_AVG_SQ, AVERAGE = map(_constant, range(7))
 
@@ -112,8 +113,8 @@ def _update_block(
     table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The step for one block. ``table`` begins at the block's tensor; ``rest`` is 1 - beta, ``shrink`` lr * decay: the
-    host takes these in double precision, as 1 - beta2 in fp32 would be off by 5e-5."""
+    """Step one block. ``table`` begins at the block's tensor; ``rest`` is 1 - beta, ``shrink`` lr * decay: the host
+    computes them in double precision, because 1 - beta2 in fp32 would be off by 5e-5."""
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)
@@ -149,8 +150,10 @@ def _update_kernel(
     table, blocks, scalars, tensors, first, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     BLOCK: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """AdamW, averages and working weights of block ``first`` + program; nothing at all if scalars[0] is 0. The moments
-    are ``shift``, the second ones ``stride`` more, bytes further on than the table says."""
+    """AdamW, averages and working weights of block ``first`` + program; does nothing if scalars[0] is 0.
+
+    The first moments lie ``shift`` bytes after the table's addresses, the second ones ``stride`` bytes further.
+    """
     block = first + tl.program_id(0)
     if tl.load(scalars) != 0.0:
         table += tl.load(blocks + 2 * block)
@@ -178,26 +181,27 @@ def _update_kernel(
 
 
 def constant_decays(decays: Sequence[float], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Decays for :meth:`FusedStep.attach` that don't change with the number of updates."""
+    """Return decays for :meth:`FusedStep.attach` that don't change with the number of updates."""
     values = torch.tensor(decays, dtype=torch.float64).to(device)
     return lambda updates: values
 
 
 class FusedStep:
-    """AdamW over all tensors of a rank, with what belongs to the same pass.
+    """AdamW over all tensors of a rank, with everything that fits into the same pass.
 
-    Uses the Triton kernels where they can run, else (on CPUs) torch, with the same results up to rounding.
+    It uses Triton kernels where they can run, else (on CPUs) torch, with the same results up to rounding.
 
     Args:
         masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. Moments
             and averages of masters on a GPU may lie in pinned host memory.
-        working: the masters' copies in the precision of the forward pass, rewritten by every step; or None.
-        count: 0-dim fp32 tensor on the masters' device: steps taken, skipped ones not counted; changed in place.
-        counted: of which gradients :meth:`square_sum` counts the squares, other ranks counting the others; None: all.
+        working: copies of the masters in the precision of the forward pass, rewritten by every step; or None.
+        count: 0-dim fp32 tensor on the masters' device: number of steps without skipped ones; changed in place.
+        counted: True for each gradient whose squares :meth:`square_sum` counts on this rank, when other ranks count the
+            rest; None: all.
 
     Attributes:
-        scalars: of the last :meth:`decide`, (4 + K,) fp32 on the device: whether the step is taken, the factor of the
-            gradients, two bias corrections, and 1 - decay of every average.
+        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1 if the step is taken, the factor of
+            the gradients, two bias corrections, and 1 - decay of every average.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices that don't fit.
@@ -235,22 +239,21 @@ class FusedStep:
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
         self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
-        self._block_counts = None  # of which blocks the squares count; None: all
+        self._block_counts = None  # 1 for each block whose squares count, else 0; None: all count
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)
             self._block_counts = of_tensors[self._blocks.blocks[:, 0].long()]
         self.access: InPlace | Staged = InPlace()
 
     def attach(self, averages: Sequence[Sequence[Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor) -> None:
-        """From now on every step that is not skipped also does average += (1 - decay) * (master - average).
+        """Make every later step that is not skipped also do average += (1 - decay) * (master - average).
 
         Args:
-            averages: for each average its tensors, fp32, of the masters' sizes and in their order. None, though there
-                are decays: the averages are moved apart from the step, see
-                :class:`opendit.kernels.averages.SeparateAverages`.
-            decays: from the number of updates so far (0-dim, on the device) to the decay of each average (K,) on the
-                device, in float64; it must not wait for the device.
-            updates: 0-dim tensor on the device that counts them; changed in place.
+            averages: for each average its tensors, fp32, with the masters' sizes and order. Empty although there are
+                decays: the averages are updated separately, see :class:`opendit.kernels.averages.SeparateAverages`.
+            decays: function from the number of updates so far (0-dim, on the device) to the decay of each average, (K,)
+                float64 on the device; it must not wait for the device.
+            updates: 0-dim tensor on the device that counts updates; changed in place.
         """
         self.averages = [check_tensors_fit(shards, "averages", self.masters) for shards in averages]
         self.decays, self.updates = decays, updates
@@ -260,8 +263,8 @@ class FusedStep:
         """Sum of all squared gradients, 0-dim float64 on the device; the same bits in every run.
 
         Args:
-            gradients: one for each master, of its size, all bf16, fp16 or fp32; None where there is none. They are
-                kept until :meth:`update`.
+            gradients: one for each master, of its size, all bf16, fp16 or fp32; None where there is none. They are kept
+                until :meth:`update`.
         """
         self._gradients = [None if g is None else g.detach().contiguous() for g in gradients]
         present = [g for g in self._gradients if g is not None]
@@ -293,16 +296,16 @@ class FusedStep:
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Decides on the device what the step will do, and counts it.
+        """Decide on the device what the step will do, and count it.
 
         Args:
             square_sum: of the gradients of all ranks.
-            scale: what the loss was multiplied by; a tensor of one element, or a number.
+            scale: factor that the loss was multiplied by; a tensor of one element, or a number.
             clip: bound of the norm of the unscaled gradients; 0 means none.
 
         Returns:
-            The norm of the unscaled gradients before clipping (0-dim float64; infinite if it is not finite) and
-            whether it is finite (0-dim bool). If it is not, :meth:`update` changes nothing.
+            The norm of the unscaled gradients before clipping (0-dim float64, infinity if it is not finite), and True
+            if it is finite (0-dim bool). If it is not, :meth:`update` changes nothing.
         """
         scale = scale.double().view(()) if isinstance(scale, Tensor) else scale
         norm = square_sum.sqrt() / scale
@@ -330,9 +333,9 @@ class FusedStep:
 
     @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
-        """Steps tensors ``start`` to ``stop`` with the gradients of :meth:`square_sum`, as :meth:`decide` decided.
+        """Step tensors ``start`` to ``stop`` with the gradients of :meth:`square_sum`, as :meth:`decide` decided.
 
-        Several calls may cover the tensors part by part, the last tensor in the last of them.
+        Several calls may cover the tensors part by part; the last call must include the last tensor.
         """
         stop = len(self.masters) if stop is None else stop
         if self.kernels:
@@ -342,7 +345,7 @@ class FusedStep:
         else:
             self._update_with_torch(slice(start, stop), lr, weight_decay)
         if stop == len(self.masters):
-            self._gradients = []  # their memory is free for the next step's
+            self._gradients = []  # frees their memory for the next step
 
     def _launch(self, lr: float, weight_decay: float, first: int, last: int, shift: int, stride: int) -> None:
         beta1, beta2 = self.betas
@@ -368,7 +371,7 @@ class FusedStep:
         )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """From now on the moments, which are views of ``rows``, travel by :class:`Staged` copies."""
+        """Move the moments, which are views of ``rows``, by :class:`Staged` copies from now on."""
         self.access = Staged(rows, self.state, self._blocks, self.device, **options)
 
     def _update_with_torch(self, part: slice, lr: float, weight_decay: float) -> None:

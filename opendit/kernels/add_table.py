@@ -1,14 +1,14 @@
 """Positions: y = x + table, x (B, N, D) in half precision, table (N, D) fp32 and without a gradient.
 
-Added in fp32 and rounded to x's dtype once. Forward reads x once and writes y once, a number of the table serving
-several samples from a register; torch's kernel for operands of two dtypes took 400 us for 65,536 x 1152 on an H200,
-four times what the bytes need. Backward is nothing at all: dx = dy.
+The sum is computed in fp32 and rounded to x's dtype once. Forward reads x once and writes y once; a value of the table
+is kept in a register for several samples. torch's kernel for operands of two dtypes took 400 us for 65,536 x 1152 on an
+H200, four times what the bytes need. Backward needs no kernel: dx = dy.
 """
 
 import torch
 from torch import Tensor
 
-from opendit.kernels.checks import check_tensors
+from opendit.kernels.common import check_tensors
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 
@@ -16,13 +16,13 @@ from opendit.kernels.operators import operator
 
 
 def add_table_reference(x: Tensor, table: Tensor) -> Tensor:
-    """x + table in torch, in the wider of the inputs' precisions, in x's dtype."""
+    """Compute x + table in torch, in the wider of the inputs' precisions, and return it in x's dtype."""
     return (x + table).to(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-BLOCK, SAMPLES = 2048, 8  # numbers of the table that a program takes, and samples it adds them to
+BLOCK, SAMPLES = 2048, 8  # values of the table per program, and samples that it adds them to
 
 
 @triton.jit(do_not_specialize=("samples",))
@@ -67,7 +67,7 @@ _forward_op = operator(
 
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
-    """x + table by a Triton kernel, differentiable in x only.
+    """Compute x + table with a Triton kernel, differentiable in x only.
 
     Args:
         x: (B, N, D) bf16, fp16 or fp32.

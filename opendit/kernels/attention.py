@@ -1,5 +1,5 @@
-"""Choose the attention kernel: the one that was asked for, or torch's fastest for this dtype, head size and card, with
-the reason.
+"""Choose the attention kernel: the requested one, or torch's fastest for this dtype, head size and card, with the
+reason.
 
 Every kernel but ``math`` works in tiles and never builds the N x N matrix of scores in memory.
 """
@@ -30,13 +30,14 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-# By head size: the fewest tokens with which it was measured to be faster than cuDNN on Hopper, and how much.
+# Head size -> the fewest tokens for which it was measured to be faster than cuDNN on Hopper, and by which factor.
 FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
 @functools.cache
 def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
-    """(function of q, k, v (B, N, H, d), its package): the newest FlashAttention installed, 4, 3, 2; or None."""
+    """Return (function of q, k, v (B, N, H, d), name of its package) for the newest FlashAttention installed: 4, 3 or
+    2; or None."""
     for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
             return importlib.import_module(package).flash_attn_func, package
@@ -47,13 +48,16 @@ def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
 
 def _installed() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str]:
     found = flash_attn()
-    assert found is not None, "asked for where there is a package"
+    assert found is not None, "only called where a package is installed"
     return found
 
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
-    """Attention (B, H, N, d) by the package, of heads that are filled up to ``head_size`` with zeros, by FlashAttention
-    4 in its backward pass alone. Deterministic where torch is told to be."""
+    """Compute attention of q, k, v (B, H, N, d) with the package, with heads padded by zeros to ``head_size``;
+    FlashAttention 4 needs the padding in its backward pass only.
+
+    Deterministic where torch is told to be.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if head_size != q.shape[-1] and _installed()[1] == CUTE and flash_attention_4.backward_pass() is not None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -65,16 +69,16 @@ def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor
 def _call_package(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
     deterministic = torch.are_deterministic_algorithms_enabled()
     output = _installed()[0](q, k, v, softmax_scale=d**-0.5, deterministic=deterministic)
-    return output[0] if isinstance(output, tuple) else output  # some give the log-sum-exp, too
+    return output[0] if isinstance(output, tuple) else output  # some also return the log-sum-exp
 
 
 def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """The size to which :func:`package_attention` must fill heads of ``head_dim`` up so that it is right here:
-    ``head_dim`` or the next multiple of 32; None: neither is.
+    """Return the head size that :func:`package_attention` must pad heads of ``head_dim`` to for correct results here:
+    ``head_dim`` or the next multiple of 32; None if neither is correct.
 
-    Not every version is: flash-attn-4 4.0.0b36 on Hopper rounds head sizes up to a multiple of 16 in its kernel and to
-    one of 32 around it, and where these differ its dq is wrong (H200, head size 72: relative error 1.1; right at 64 and
-    128). So it is tried on a few tokens, once, when a run chooses its kernels.
+    Some versions are wrong: flash-attn-4 4.0.0b36 on Hopper rounds head sizes up to a multiple of 16 in its kernel and
+    to one of 32 around it, and where these differ, its dq is wrong (H200, head size 72: relative error 1.1; correct at
+    64 and 128). So it is tested on a few tokens, once, when a run chooses its kernels.
     """
     return _tried_head_size(torch.device(device).type, dtype, head_dim, _installed())
 
@@ -95,7 +99,7 @@ def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool
     try:
         out = package_attention(*made, head_size=size)
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # of its compiler, its assertions: whatever it is, the package is of no use here
+    except Exception:  # its compiler's, its assertions': in any case the package can't be used here
         return False
     q, k, v = exact
     out = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1) @ v
@@ -106,9 +110,9 @@ def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool
 class LocalAttention:
     """softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
 
-    ``backend`` is one of torch's cudnn, flash, efficient, math, or flash_attn for the package of that name, or auto for
-    torch's own choice at each call; :func:`resolve_attention` turns auto into the measured best. torch.compile traces
-    through it, and gets torch's flash in place of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn.
+    ``backend`` is one of torch's cudnn, flash, efficient and math, or flash_attn for the package of that name, or auto
+    for torch's own choice at each call; :func:`resolve_attention` turns auto into the measured best. torch.compile
+    traces through it and gets torch's flash instead of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn.
     """
 
     def __init__(self, backend: str = "auto"):
@@ -124,7 +128,7 @@ class LocalAttention:
             backend = "flash"
         if backend == PACKAGE:
             size = right_head_size(q.device, q.dtype, q.shape[-1])
-            assert size is not None, "usable, which is asked first, says so"
+            assert size is not None, "checked by usable"
             return package_attention(q, k, v, size)
         with sdpa_kernel(BACKENDS[backend]):
             return F.scaled_dot_product_attention(q, k, v)
@@ -136,15 +140,15 @@ class LocalAttention:
 def resolve_attention(
     requested: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, length: int, *, tiled: bool = False
 ) -> tuple[str, str]:
-    """(backend for :class:`LocalAttention`, why).
+    """Return (backend for :class:`LocalAttention`, reason).
 
     Args:
         requested: auto, or one of the kernels (``--attention``).
         device, dtype, head_dim, length: of q, k and v (B, H, length, head_dim).
-        tiled: never build the N x N matrix (``--enable_flashattn``): math is out of the question.
+        tiled: never build the N x N matrix (``--enable_flashattn``), which excludes math.
 
     Raises:
-        ValueError: the backend that was asked for can't do it, or none can that ``tiled`` allows.
+        ValueError: the requested backend can't run, or no backend that ``tiled`` allows can.
     """
     device = torch.device(device)
     shape = f"{str(dtype).removeprefix('torch.')}, head size {head_dim}, {length} tokens"
@@ -177,13 +181,13 @@ def resolve_attention(
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return the name of the installed package and the head size that it needs, for a note."""
+    """Describe the installed package and the head size that it needs, for a note."""
     size = right_head_size(device, dtype, head_dim)
     return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
 
 def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
-    """Backends with a reason each, the fastest first; ``card``: a compute capability.
+    """Return backends with a reason each, the fastest first; ``card``: a compute capability.
 
     Measured on an H200, bf16, TFLOP/s forward/backward (benchmarks/bench_attention.py; results.csv has all):
 
@@ -197,7 +201,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
     128, 8,192         355/314   614/538             670/605                    667/585
     128, 74,240        346/316   607/551             681/601                    625/612
 
-    Cards after Hopper get its order, but for FlashAttention 4, which was not measured there.
+    Cards after Hopper get the same order without FlashAttention 4, which was not measured there.
     """
     order = torch_preferences(card, dtype)
     shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
@@ -218,8 +222,10 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 
 
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
-    """Return True if a backend can run, forward and backward, on such q, k, v. torch is asked without running it;
-    flash_attn is tried, for the shapes that its documentation allows."""
+    """Return True if a backend can run, forward and backward, on such q, k, v.
+
+    torch is asked without running it; flash_attn is tested, on the shapes that its documentation allows.
+    """
     if backend == "math":
         return True
     if backend == PACKAGE:

@@ -1,9 +1,9 @@
-"""average += (1 - decay) * (master - average) of many tensors, apart from the optimizer's step.
+"""Update averages apart from the optimizer's step: average += (1 - decay) * (master - average) of many tensors.
 
-The step needs no average, so averages that lie in host memory are moved beside the forward and backward passes that
-follow, by few programs: the link to the host is slow enough to be filled by them, and the GPU's multiprocessors are
-left to those passes. Results have the bits of :class:`opendit.kernels.adamw_ema.FusedStep`, which moves averages in its
-own pass where they lie on the device.
+The step does not need the averages. So averages in host memory are updated during the forward and backward passes that
+follow, by a few programs: these saturate the slow link to the host and leave the GPU's multiprocessors to those passes.
+Results have the bits of :class:`opendit.kernels.adamw_ema.FusedStep`, which updates averages on the device in its own
+pass.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit
 
-# Elements a program takes at a time, and its warps; programs in all.
+# Elements that a program processes at a time, its warps, and the number of programs.
 BLOCK, WARPS, PROGRAMS = 2048, 4, 32
 
 # ------------------------------------------------------------------------------------------ reference
@@ -49,8 +49,11 @@ def _averages_block(
 def _averages_kernel(
     table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
 ):  # fmt: skip
-    """Blocks ``first`` to before ``last``, taken in turn by the programs; nothing at all if scalars[0] is 0. Rows of
-    the table: size, master, averages, which are ``shift`` + their number * ``stride`` bytes further on."""
+    """Blocks ``first`` to before ``last``, distributed over the programs; does nothing if scalars[0] is 0.
+
+    Rows of the table: size, master, averages. Average k lies ``shift`` + k * ``stride`` bytes after the table's
+    address.
+    """
     if tl.load(scalars) != 0.0:
         for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
             row = table + tl.load(blocks + 2 * block)
@@ -72,12 +75,12 @@ def _averages_kernel(
 
 
 class SeparateAverages:
-    """Averages of ``masters`` that no step moves.
+    """Averages of ``masters`` that the optimizer's step does not update.
 
     Args:
         masters: fp32, contiguous.
-        averages: for each average its tensors, fp32, of the masters' sizes and in their order; on the masters' device,
-            or in pinned host memory.
+        averages: for each average its tensors, fp32, with the masters' sizes and order, on the masters' device or in
+            pinned host memory.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices that don't fit.
@@ -96,11 +99,11 @@ class SeparateAverages:
 
     @torch.no_grad()
     def move(self, scalars: Tensor) -> None:
-        """Moves all averages towards the masters if the step was taken, on the current stream.
+        """Move all averages towards the masters if the step was taken, on the current stream.
 
         Args:
-            scalars: of the step, see :class:`opendit.kernels.adamw_ema.FusedStep`. They and the masters must stay as
-                they are until this is done.
+            scalars: of the step, see :class:`opendit.kernels.adamw_ema.FusedStep`. They and the masters must not change
+                until this is done.
         """
         if not self.kernels:
             finite, _, _, _, *weights = scalars.tolist()
@@ -127,5 +130,5 @@ class SeparateAverages:
         )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """From now on the averages, which are views of ``rows``, travel by :class:`Staged` copies."""
+        """Move the averages, which are views of ``rows``, by :class:`Staged` copies from now on."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

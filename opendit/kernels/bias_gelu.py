@@ -1,7 +1,8 @@
 """The MLP's activation with the bias of the layer before it: y = GELU(x + bias), tanh form.
 
 x (..., D), bias (D,). Computed in fp32, I/O in bf16, fp16 or fp32; y has x's dtype. The layer before runs without its
-bias, and backward makes the bias's gradient in the pass that it needs anyway: reads x and dy once, writes dx once.
+bias. Backward computes the bias's gradient in the pass that it needs anyway, which reads x and dy once and writes dx
+once.
 
     dx = GELU'(x + bias) * dy,  dbias = sum over rows of dx
 """
@@ -11,19 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common, fp8
-from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import Launch
+from opendit.kernels.common import Launch, check_tensors
 from opendit.kernels.fp8 import Float8
-from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
-from opendit.kernels.tiles import column_block, gelu_sigmoid, load_columns, store_column_sums
+from opendit.kernels.tiles import (
+    column_block,
+    float8_factor,
+    float8_range,
+    gelu_sigmoid,
+    load_columns,
+    store_column_sums,
+)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU(x + bias) in torch, in the inputs' precision."""
+    """Compute GELU(x + bias) in torch, in the inputs' precision."""
     return F.gelu(x + bias, approximate="tanh")
 
 
@@ -31,7 +37,7 @@ def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
 
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=32, tiles=16, warps=4, stages=3)
-FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)  # fewer programs: each begins with reading what the scale is made of
+FORWARD_FLOAT8 = Launch(rows=32, tiles=4, warps=4)  # fewer programs, because each first reads all partial maxima
 
 
 @triton.jit(do_not_specialize=("rows",))
@@ -108,14 +114,14 @@ def _forward_fake(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
-    """GELU(x + bias) of x (..., D) in e4m3."""
+    """Compute GELU(x + bias) of x (..., D) in e4m3."""
     y = Float8.empty(x.shape, fp8.E4M3, x.device)
     _launch_forward(x, bias, y, fp8.amax(x, bias=bias))
     return y
 
 
 def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, partial: Tensor | None = None) -> Tensor:
-    """Writes dx, returns the bias's gradient."""
+    """Write dx and return the bias's gradient."""
     cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
     total = cut.new_total()
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
@@ -135,7 +141,7 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]
 
 
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Float8, Tensor]:
-    """(dx in e5m2, dbias). The scale is from dy: |GELU'| <= 1.13, well inside the margin."""
+    """Return (dx in e5m2, dbias). The scale comes from dy: |GELU'| <= 1.13, well inside the margin."""
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
     return dx, _launch_backward(dy, x, bias, dx, fp8.amax(dy))
 
@@ -157,7 +163,7 @@ _forward_op = operator(
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """GELU(x + bias), tanh form, by Triton kernels, differentiable in both.
+    """Compute GELU(x + bias), tanh form, with Triton kernels, differentiable in both.
 
     Args:
         x: (..., D) bf16, fp16 or fp32.

@@ -1,7 +1,8 @@
-"""The features of each card: the one place that asks a GPU for its compute capability, and a table to decide by it.
+"""Features of each card: the only place that asks a GPU for its compute capability, and a table of what needs which
+one.
 
-Whatever needs a newer card than the oldest one supported has a line in :data:`FEATURES`; who wants to use it asks
-:func:`missing`, which says why not in the words of the note or the error. docs/launching.md has the table by card.
+Whatever needs a newer card than the oldest supported one has a row in :data:`FEATURES`. :func:`missing` says why a
+feature can't be used, in the words of the note or the error. docs/launching.md has the table by card.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ GENERATIONS = {(7, 0): "Volta", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper
 class Feature:
     """The compute capabilities that a feature works with.
 
-    needs: the beginning of the message where it doesn't. oldest, newest: the range; None: without an upper bound.
+    needs: start of the message for other cards. oldest, newest: the range; None: no upper bound.
     """
 
     needs: str
@@ -28,32 +29,32 @@ class Feature:
 FEATURES = {
     "kernels": Feature("kernels need", (8, 0)),
     "float8": Feature("FP8 needs", (9, 0)),
-    # torch runs it from Ampere on; it is measured, and taken, on Hopper.
+    # torch runs it from Ampere on, but it was measured, and is used, from Hopper on.
     "cudnn": Feature("cuDNN's attention is taken with", (9, 0)),
-    # Tiles that take 128 KiB of shared memory, of which Ada has 99; measured on Hopper alone.
+    # Its tiles need 128 KiB of shared memory, and Ada has 99; measured on Hopper only.
     "short_attention": Feature("attention to few and short samples is taken with", (9, 0), (9, 0)),
     "flash_attn": Feature("flash_attn needs", (8, 0)),
     "flash_attn_3": Feature("FlashAttention 3 and 4 need", (9, 0)),
 }
-# Bytes of shared memory that a block of threads may have, by compute capability.
+# Compute capability -> most bytes of shared memory per block of threads.
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 
 _pretended: list[tuple[int, int]] = []
 
 
 def compute_capability(device: torch.device | str | None = None) -> tuple[int, int]:
-    """(9, 0) of Hopper. device: a CUDA GPU; None: the current one."""
+    """Return e.g. (9, 0) for Hopper. device: a CUDA GPU; None: the current one."""
     return _pretended[-1] if _pretended else torch.cuda.get_device_capability(device)
 
 
 def pretending() -> bool:
-    """Return True inside of :func:`pretended`, where the GPU counts and not Triton's interpreter."""
+    """Return True inside :func:`pretended`, where the GPU counts and not Triton's interpreter."""
     return bool(_pretended)
 
 
 @contextlib.contextmanager
 def pretended(capability: tuple[int, int]) -> Iterator[None]:
-    """Inside, every GPU has this compute capability (tests only)."""
+    """Make every GPU have this compute capability (tests only)."""
     _pretended.append(capability)
     try:
         yield
@@ -62,7 +63,7 @@ def pretended(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def missing(feature: str, device: torch.device | str | None = None) -> str | None:
-    """Why the GPU can't do this of :data:`FEATURES`, or why it is not taken there; None: it can."""
+    """Return why the GPU can't use this feature of :data:`FEATURES`, or why it should not; None if it can."""
     known, found = FEATURES[feature], compute_capability(device)
     if found >= known.oldest and (known.newest is None or found <= known.newest):
         return None

@@ -1,15 +1,15 @@
-"""Code that the fused operations share: availability, launch shapes, tiles of a row, per-sample sums, registration.
+"""Code that the fused operations share: availability, launch shapes, row chunks, per-sample sums.
 
-How the kernels cut their work. A program takes a *chunk* of consecutive rows (tokens) and walks over it in tiles of a
-few rows. In the (B, N, D) form a chunk never crosses a sample. In the packed form, x (rows, D) with
-``sample_of_row`` (rows,) non-decreasing, program p takes rows [p * chunk, (p + 1) * chunk) and walks over the
-samples inside it one by one. (x may have a 1 in front there, as a pack has in a model.)
+How the kernels divide their work. A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In
+the (B, N, D) form a chunk never crosses a sample. In the packed form, x (rows, D) with ``sample_of_row`` (rows,)
+non-decreasing, program p processes rows [p * chunk, (p + 1) * chunk) and walks over the samples inside it one by one.
+(x may be (1, rows, D) there, as a pack is in a model.)
 
-How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in
-row order, and writes one fp32 partial sum to a slot of its own; ``finish_sums`` adds a sample's slots, in slot order.
-A bias's gradient is a sum over all samples: ``finish_total`` adds every slot.
-No atomics: two runs give the same bits. The slot is p in the (B, N, D) form and p + sample in the packed one: from one
-pair to the next, p or sample grows, so no two pairs share a slot and rows / chunk + B slots are enough.
+How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in row
+order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
+gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
+bits. The slot is p in the (B, N, D) form and p + sample in the packed one: from one pair to the next, p or sample
+grows, so no two pairs share a slot, and rows / chunk + B slots are enough.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def interpreting() -> bool:
 
 
 def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return (True if this package's Triton kernels run on ``device`` with activations of ``dtype``, the reason)."""
+    """Return True if this package's Triton kernels run on ``device`` with activations of ``dtype``, and the reason."""
     device = torch.device(device)
     if not TRITON:
         return False, "triton is not installed"
@@ -52,22 +52,24 @@ def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[b
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least ``n``, and 1."""
+    """Return the least power of two that is at least ``n`` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def block_width(width: int) -> int:
-    """Columns of a program where nothing is summed along a row: 128, which divides every DiT's widths and leaves 16
-    bytes in half precision for each of 16 lanes."""
+    """Return the columns of a program where nothing is summed along a row.
+
+    128 divides every DiT's widths, and leaves 16 bytes in half precision for each of 16 lanes.
+    """
     return min(128, next_power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """Widths of the main and the tail block that cover a row: powers of two, tail 0 when one block does.
+    """Return the widths of the main and the tail block that cover a row: powers of two, tail 0 when one block does.
 
-    Triton's blocks are powers of two. 1152 in one block would be 2048, with 44 % of the lanes and registers idle;
-    1024 + 128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision) and masked if longer
-    than what is left.
+    Triton's blocks are powers of two. 1152 in one block would be 2048, with 44 % of the lanes and registers idle; 1024
+    + 128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision), and masked if it is longer
+    than the rest of the row.
     """
     whole = next_power_of_2(width)
     main = whole // 2
@@ -80,21 +82,21 @@ def split_width(width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch shape of a kernel, with its options for the compiler. ``rows`` and ``tiles`` are powers of two."""
+    """The launch shape of a kernel and its compiler options. ``rows`` and ``tiles`` are powers of two."""
 
-    rows: int  # rows a tile
-    tiles: int  # tiles a program
+    rows: int  # per tile
+    tiles: int  # per program
     warps: int
     stages: int = 1  # tiles in flight: above 1 they are copied to shared memory ahead of use
-    hold: bool = True  # modulation stays in registers; otherwise each tile takes it from the L1 cache again
-    registers: int | None = None  # most registers a thread; None leaves it to the assembler
+    hold: bool = True  # keep modulation in registers; otherwise each tile reads it from the L1 cache again
+    registers: int | None = None  # most registers per thread; None leaves it to the assembler
 
     @property
     def chunk(self) -> int:
         return self.rows * self.tiles
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of a kernel call that follow from this shape."""
+        """Return the keyword arguments of a kernel call that follow from this shape."""
         options = {
             "ROWS": self.rows,
             "CHUNK": self.chunk,
@@ -105,7 +107,7 @@ class Launch:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# Kernel arguments that change with the batch: a compilation of their own for 1 or multiples of 16 would gain nothing.
+# Kernel arguments that change with the batch: specialised compilations for 1 or multiples of 16 would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
 # About 8 programs for each of an H100's or H200's 132 multiprocessors: with fewer, some would idle; with more, backward
@@ -116,16 +118,16 @@ _forced: dict[str, Launch] = {}
 
 
 def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
-    """Up to three rows of so many tensors in flight, as long as those ahead of use fit into 24 KiB of shared memory.
+    """Return the number of rows in flight: up to three, as long as those ahead of use fit into 24 KiB of shared memory.
 
-    Copies ahead of use hide the memory's latency at no cost in registers, which the per-sample sums need.
+    Prefetching hides the memory's latency at no cost in registers, which the per-sample sums need.
     """
     return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
 
 
 @contextlib.contextmanager
 def forced_launch(**launches: Launch) -> Iterator[None]:
-    """Overrides the launch shape of the named kernels (tests and sweeps only)."""
+    """Override the launch shape of the named kernels (tests and sweeps only)."""
     before = dict(_forced)
     _forced.update(launches)
     try:
@@ -136,9 +138,10 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 
 
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
-    """``default``, with fewer rows a program where ``rows`` in all would not fill the GPU or a sample is shorter.
+    """Return ``default``, with fewer rows per program where ``rows`` in all would not fill the GPU or a sample is
+    shorter.
 
-    ``columns`` is the number of programs side by side in a row. Shapes alone decide, so the order of every sum is the
+    ``columns``: number of programs side by side in a row. Only shapes decide, so that the order of every sum is the
     same in each run.
     """
     if kernel in _forced:
@@ -154,15 +157,15 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 
 @triton.jit
 def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
-    """The first of ``rows`` rows, in the order of their samples, that is of ``sample`` or a later one, or ``rows``.
+    """Return the first of ``rows`` rows, sorted by sample, that belongs to ``sample`` or a later one, or ``rows``.
 
-    Programs look at WAYS places at a time: two or three reads from memory, one after the other, where halving takes 16.
+    A program looks at WAYS positions at a time: two or three dependent reads from memory, where bisection takes 16.
     """
     low = 0
     width = rows
     while width > 0:
         step = (width + WAYS - 1) // WAYS
-        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # of each part of so many rows
+        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each part of ``step`` rows
         before = tl.load(sample_ptr + last, mask=last < low + width, other=2147483647) < sample
         found = low + step * tl.sum(before.to(tl.int32), axis=0)
         width = tl.minimum(step - 1, low + width - found)
@@ -208,11 +211,11 @@ def _finish_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one call and how a kernel cuts them, for either form."""
+    """The rows of one call and how a kernel divides them, for either form."""
 
     x: Tensor  # (rows, D), contiguous
     samples: int
-    length: int  # rows of a sample; in the packed form, of all
+    length: int  # rows of a sample; in the packed form, all rows
     sample_of_row: Tensor | None
     launch: Launch
 
@@ -235,9 +238,10 @@ class Rows:
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """(outputs (B, D) in the dtypes of ``like``, where the kernel writes its sums: fp32 slots, or the outputs).
+        """Return outputs (B, D) in the dtypes of ``like``, and the memory where the kernel writes its sums: fp32 slots,
+        or the outputs.
 
-        Where one program sees all of a sample's rows, its sums are the result and no second stage is needed.
+        Where one program sees all rows of a sample, its sums are the result, and no second stage is needed.
         """
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
@@ -248,7 +252,7 @@ class Rows:
         return outputs, list(partial.unbind(0))
 
     def finish_sums(self, outputs: list[Tensor], partial: list[Tensor]) -> None:
-        """The second stage: sums each sample's slots into ``outputs``."""
+        """Run the second stage: sum each sample's slots into ``outputs``."""
         if partial is outputs:
             return
         if not self.packed:
@@ -258,7 +262,7 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """fp32 slots for one more sum, over all samples; the packed form's slots that nobody owns have to be zero."""
+        """Allocate fp32 slots for one more sum, over all samples; unused slots of the packed form must be zero."""
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -268,7 +272,7 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Sums fp32 slots into ``outputs``; ``sample_of_row`` (rows,) asks for packed slots."""
+    """Sum fp32 slots into ``outputs``; ``sample_of_row`` (rows,) means packed slots."""
     (slots, width), count = partial.shape, len(outputs)
     # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
@@ -282,31 +286,31 @@ def _finish(
 
 
 def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """(D,): the sum of slots (S, D) fp32, in slot order."""
+    """Return the sum (D,) of slots (S, D) fp32, in slot order."""
     total = torch.empty(slots.shape[1], dtype=dtype, device=slots.device)
     _finish(slots, [total], 1, slots.shape[0])
     return total
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Memory for a bias's gradient; of no size where there is no bias (an operator always returns a tensor)."""
+    """Allocate a bias's gradient; of size 0 where there is no bias (an operator always returns a tensor)."""
     return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
-    """The gradient of ``bias`` from its slots; see :func:`like_bias`."""
+    """Return the gradient of ``bias`` from its slots; see :func:`like_bias`."""
     return like_bias(bias, other) if bias is None else finish_total(cast(Tensor, total), bias.dtype)
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel's pointer argument; ``other`` where the kernel won't look at it."""
+    """Return a kernel's pointer argument; ``other`` where the kernel won't read it."""
     return other if tensor is None else tensor
 
 
 def cut_rows(
     kernel: str, default: Launch, x: Tensor, samples: int, sample_of_row: Tensor | None, columns: int = 1
 ) -> Rows:
-    """The rows of x, (B, N, D) or packed (rows, D), cut for the named kernel."""
+    """Divide the rows of x, (B, N, D) or packed (rows, D), for the named kernel."""
     length = x.shape[-2]
     rows = x.contiguous().view(-1, x.shape[-1])
     if sample_of_row is not None:
@@ -316,9 +320,9 @@ def cut_rows(
 
 
 def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str, Any]]:
-    """All rows of x (..., D) as those of one sample, in blocks of columns, for a kernel that is an activation function.
+    """Divide x (..., D), as rows of one sample, into blocks of columns, for a kernel that is an activation function.
 
-    Returns the rows and what the kernel is launched with.
+    Returns the rows and the kernel's launch arguments.
     """
     width = x.shape[-1]
     block = block_width(width)
@@ -331,8 +335,8 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
 
 
 def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
-    """Memory for mean and rstd of x's rows, fp32: of no size what there is none of, the mean without ``center``
-    (RMSNorm), both without ``normalize``."""
+    """Allocate fp32 mean and rstd of x's rows; of size 0 if not needed: the mean without ``center`` (RMSNorm), both
+    without ``normalize``."""
     rows = x.numel() // x.shape[-1]
     counts = rows if normalize and center else 0, rows if normalize else 0
     mean, rstd = (torch.empty(count, dtype=torch.float32, device=x.device) for count in counts)
@@ -340,10 +344,62 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Modulation vectors (B, D) with unit column stride; chunks of a (B, 6 D) tensor pass without a copy."""
+    """Return modulation vectors (B, D) with unit column stride; chunks of a (B, 6 D) tensor pass without a copy."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 
 def rows_of_samples(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
-    """Modulation (B, D) so that it broadcasts against x: (B, 1, D), or (rows, D) in the packed form."""
+    """Shape modulation (B, D) to broadcast against x: (B, 1, D), or (rows, D) in the packed form."""
     return vector.unsqueeze(1) if sample_of_row is None else vector[sample_of_row]
+
+
+# ------------------------------------------------------------------------------------------------- checks of arguments
+
+
+def check_inputs(
+    x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], bias: Tensor | None = None,
+    **vectors: Tensor,
+) -> None:  # fmt: skip
+    """Raise ValueError unless x is (B, N, D), or (rows, D) or (1, rows, D) with sample_of_row (rows,); vectors are (B,
+    D); and bias is (D,)."""
+    if sample_of_row is None:
+        if x.dim() != 3:
+            raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")
+    elif not _fits_rows(x, sample_of_row) or sample_of_row.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"the packed form takes x (rows, D) and sample_of_row (rows,) int32 or int64, not {tuple(x.shape)} and "
+            f"{tuple(sample_of_row.shape)} {sample_of_row.dtype}"
+        )
+    width = x.shape[-1]
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise ValueError(f"the width D must be {MIN_WIDTH} to {MAX_WIDTH}, not {width}")
+    for name, other in same_shape.items():
+        if other.shape != x.shape:
+            raise ValueError(f"{name} must have x's shape {tuple(x.shape)}, not {tuple(other.shape)}")
+    first = next(iter(vectors.values()))
+    for name, vector in vectors.items():
+        expected = (first.shape[0] if sample_of_row is not None else x.shape[0], width)
+        if vector.shape != expected:
+            raise ValueError(f"{name} must be (B, D) = {expected}, not {tuple(vector.shape)}")
+    if "shift" in vectors and vectors["shift"].dtype != vectors["scale"].dtype:
+        raise ValueError(f"shift and scale differ in dtype: {vectors['shift'].dtype}, {vectors['scale'].dtype}")
+    if bias is not None:
+        if bias.shape != (width,):
+            raise ValueError(f"bias must be (D,) = ({width},), not {tuple(bias.shape)}")
+        vectors = {**vectors, "bias": bias}
+    check_tensors(x=x, **same_shape, **vectors)
+
+
+def _fits_rows(x: Tensor, sample_of_row: Tensor) -> bool:
+    rows = tuple(sample_of_row.shape)
+    return tuple(x.shape[:-1]) in (rows, (1, *rows))
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors have a dtype that kernels support and are on the first one's device."""
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} must be bf16, fp16 or fp32, not {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, {first} on {device}")

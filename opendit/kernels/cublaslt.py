@@ -1,12 +1,13 @@
-"""x W^T by the fastest of cuBLAS's kernels for it that round alike.
+"""Compute x W^T with the fastest of cuBLAS's kernels among those that round equally.
 
-torch takes the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
-fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, 62.6 us by the seventh proposal against 70.7. Here all
-proposals for a shape are timed once, on random numbers, and the fastest of those is kept whose results are bit for bit
-those of torch's call: which one it is changes no number. What can't be asked for (no cuBLASLt, another dtype, operands
-that are not aligned, a call under torch.compile or within a recording) is torch's.
+torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
+fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with
+the first. Here all proposals for a shape are timed once, on random numbers, and the fastest of those is kept whose
+results equal torch's bit for bit; so the choice changes no number. torch's call is used where this is impossible:
+without cuBLASLt, for other dtypes, for operands that are not aligned, under torch.compile or within a CUDA graph
+capture.
 
-cuBLASLt is called through ctypes: the library is the one that torch has loaded, and the few entry points and constants
+cuBLASLt is called through ctypes. The library is the one that torch has loaded, and the few entry points and constants
 below are its public C interface, the same in CUDA 12 and 13.
 """
 
@@ -27,11 +28,11 @@ FP32, COMPUTE_32F = 0, 68  # cudaDataType_t, cublasComputeType_t
 TRANSA, EPILOGUE, BIAS_POINTER = 3, 7, 8  # cublasLtMatmulDescAttributes_t
 EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias, GELU): default, BIAS, GELU_BIAS
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-ALIGNMENT = 256  # bytes; what cuBLASLt's proposals count on
+ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it
 PROPOSALS = 16
-COLD, MOST_COPIES = 192 << 20, 16  # bytes of weights that are walked over, so that they come from memory as in a model
+COLD, MOST_COPIES = 192 << 20, 16  # bytes of weights to cycle through, so that they are not cached, as in a model
 TRIALS = 5
-GAIN = 0.98  # of torch's time, that a proposal must stay below
+GAIN = 0.98  # a proposal must take less than this share of torch's time
 
 
 class Proposal(ctypes.Structure):
@@ -47,7 +48,7 @@ class Proposal(ctypes.Structure):
 
 
 class Library:
-    """cuBLASLt as torch has loaded it. Raises OSError where it is not found, RuntimeError if it refuses."""
+    """cuBLASLt as loaded by torch. Raises OSError where it is not found, RuntimeError if a call fails."""
 
     def __init__(self):
         torch.cuda.current_blas_handle()  # loads it
@@ -65,7 +66,7 @@ class Library:
             raise RuntimeError(f"{name} returned status {status}")
 
     def made(self, name: str, *args: Any) -> ctypes.c_void_p:
-        """An object of the library, made by ``name(&object, ...)``."""
+        """Create an object of the library with ``name(&object, ...)``."""
         made = ctypes.c_void_p()
         self.call(name, ctypes.byref(made), *args)
         return made
@@ -77,7 +78,7 @@ class Library:
 
 @cache
 def loaded(device: torch.device) -> Library:
-    """The library, whose handle is a device's."""
+    """Load the library, whose handle belongs to a device."""
     with torch.cuda.device(device):
         return Library()
 
@@ -124,12 +125,12 @@ class Product:
         self._library.set("MatmulDesc", self._description, attribute, value)
 
     def __call__(self, proposal: Proposal, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(rows, columns). Raises RuntimeError if cuBLASLt refuses the proposal."""
+        """Compute the product (rows, columns). Raises RuntimeError if cuBLASLt rejects the proposal."""
         y = torch.empty(self._shape.rows, self._shape.columns, dtype=x.dtype, device=x.device)
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
         w_place, x_place, y_place = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y))
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        with self._lock:  # the place of the bias stands in the description, which threads share
+        with self._lock:  # the description, which threads share, holds the pointer to the bias
             if bias is not None:
                 self._set(BIAS_POINTER, ctypes.c_uint64(bias.data_ptr()))
             self._library.call(
@@ -144,14 +145,19 @@ Multiply = Callable[..., Tensor]  # of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:
-    """The number of the proposal to take, of the times of torch's call and then of the proposals, and of which of those
-    round as it does; None: torch's call."""
+    """Return the number of the proposal to use, or None for torch's call.
+
+    times: of torch's call, then of the proposals. equal: True for each proposal that gives torch's bits.
+    """
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
 
 
 class Measured(NamedTuple):
-    """microseconds: of torch's call, then of the proposals. equal: which of those give torch's bits."""
+    """Timings of a product.
+
+    microseconds: of torch's call, then of the proposals. equal: True for each proposal that gives torch's bits.
+    """
 
     microseconds: list[float]
     equal: list[bool]
@@ -159,7 +165,7 @@ class Measured(NamedTuple):
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
-    """Times torch's call and the product's proposals, which take turns, on random numbers; a median each."""
+    """Time torch's call and the product's proposals, interleaved, on random numbers; return a median for each."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -173,7 +179,7 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
     for proposal in product.proposals:
         try:
             got = product(proposal, x, weights[0], bias)
-        except RuntimeError:  # some are refused only when they are launched
+        except RuntimeError:  # some are rejected only when they are launched
             continue
         proposals.append(proposal)
         equal.append(torch.equal(got, want))
@@ -184,7 +190,7 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
         for call, found in zip(calls, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(4):
-                busy @ busy  # while it runs, the host gets ahead
+                busy @ busy  # keeps the GPU busy while the host enqueues the calls
             start.record()
             for weight in weights:
                 call(x, weight, bias)
@@ -195,11 +201,11 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
 
 
 class FastestProducts:
-    """Products by what was found for their shapes, which is kept for as long as this is.
+    """Products by the fastest algorithm found for their shapes, which is cached in this object.
 
     Attributes:
-        found: of every shape that was asked for, the product and the proposal that it takes; None: torch's call.
-        failed: whether the library could not be used, so that everything else is torch's.
+        found: for every shape seen, the product and its proposal; None: torch's call.
+        failed: the library could not be used, so all further products are torch's.
     """
 
     def __init__(self):
@@ -207,14 +213,14 @@ class FastestProducts:
         self.failed = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
-        """``torchs(x, weight, bias)`` (..., out), bit for bit; without gradients."""
+        """Return ``torchs(x, weight, bias)`` (..., out), bit for bit; without gradients."""
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):
             return torchs(x, weight, bias)
         rows = x.numel() // x.shape[-1]
         shape = ProductShape(rows, weight.shape[0], weight.shape[1], x.dtype, bias is not None, gelu, x.device)
         if shape not in self.found:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
+            if torch.cuda.is_current_stream_capturing():  # nothing can be timed during a capture
                 return torchs(x, weight, bias)
             self.found[shape] = self.search(shape, torchs)
         found = self.found[shape]
@@ -230,7 +236,7 @@ class FastestProducts:
         try:
             product = Product(loaded(shape.device), shape)
             found = measured(product, shape, torchs)
-        except (OSError, AttributeError, RuntimeError):  # a library of another kind, or memory that is full
+        except (OSError, AttributeError, RuntimeError):  # an incompatible library, or no memory left
             self.failed = True
             return None
         number = fastest(found.microseconds, found.equal)
@@ -238,7 +244,7 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Return True if cuBLASLt can read x, weight and bias as they lie in memory."""
+    """Return True if cuBLASLt can read x, weight and bias with their memory layout."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False
@@ -255,10 +261,10 @@ _products = FastestProducts()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``'s results (..., out) of x (..., in), weight (out, in), bias (out,); without gradients."""
+    """Return ``F.linear``'s result (..., out) for x (..., in), weight (out, in), bias (out,); without gradients."""
     return _products(x, weight, bias, F.linear)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """``torchs(x, weight, bias)``, which is GELU(x W^T + bias) in tanh form by cuBLAS's own last step."""
+    """Return ``torchs(x, weight, bias)``, which is GELU(x W^T + bias) in tanh form by cuBLAS's epilogue."""
     return _products(x, weight, bias, torchs, gelu=True)

@@ -1,8 +1,8 @@
 """Embed patches in one kernel, without gradients: y = patches(s x) W^T + bias + positions.
 
-x (B, C, ..., H, W) fp32 is a sampler's; s (B,) is what it is multiplied by for the network (1, or EDM's c_in). Patches
-are cut out of x as they are read, rounded to W's dtype as the network's input is; sums are fp32, rounded once. Both
-halves of a guided batch begin with the same tokens: made once, written for each.
+x (B, C, ..., H, W) fp32 is a sampler's state, and s (B,) the factor of x in the network's input (1, or EDM's c_in).
+Patches are gathered from x as they are read and rounded to W's dtype, as the network's input is; sums are fp32, rounded
+once. Both halves of a guided batch start with the same tokens, which are computed once and written twice.
 """
 
 import math
@@ -19,14 +19,14 @@ from opendit.kernels.language import tl, triton
 
 
 def as_clip(sides: tuple[int, ...]) -> tuple[int, int, int]:
-    """(t, h, w) of a picture's (h, w), or of a clip's."""
+    """Return (t, h, w) of a picture's (h, w) or a clip's sides."""
     return cast("tuple[int, int, int]", (1,) * (3 - len(sides)) + tuple(sides))
 
 
 def embed_patches_reference(
     x: Tensor, weight: Tensor, bias: Tensor, positions: Tensor | None, scale: Tensor | None = None, copies: int = 1
 ) -> Tensor:
-    """(copies * B, N, D) in weight's dtype, in torch, with fp32 sums at least."""
+    """Compute (copies * B, N, D) in weight's dtype with torch, with sums in fp32 at least."""
     if scale is not None:
         x = x * scale.view(-1, *(1,) * (x.dim() - 1))
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -38,7 +38,7 @@ def embed_patches_reference(
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-ROWS, BLOCK = 16, 128  # tokens and columns of a program
+ROWS, BLOCK = 16, 128  # tokens and columns per program
 
 
 @triton.jit(do_not_specialize=("samples", "tokens", "T", "H", "W", "stride"))
@@ -87,14 +87,15 @@ def _embed_patches_kernel(
 def embed_patches(
     x: Tensor, weight: Tensor, bias: Tensor, positions: Tensor | None, scale: Tensor | None = None, copies: int = 1
 ) -> Tensor:
-    """(copies * B, N, D) in weight's dtype: the B samples' tokens, ``copies`` times one after the other.
+    """Return (copies * B, N, D) in weight's dtype: the B samples' tokens, repeated ``copies`` times.
 
     Args:
         x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous; the patch divides its sides.
         weight: (D, C, *patch) of the convolution, bf16, fp16 or fp32.
         bias: (D,).
-        positions: (1, N, D) or (N, D), any of these dtypes; None where none are added here.
-        scale: (B,) fp32, what each sample of x is multiplied by; None: nothing.
+        positions: (1, N, D) or (N, D), any of these dtypes; None to add none here.
+        scale: (B,) fp32, the factor of each sample of x; None: 1.
+        copies: how often the tokens are written.
     """
     D, C, *patch = weight.shape
     patch, sides = as_clip(tuple(patch)), as_clip(tuple(x.shape[2:]))

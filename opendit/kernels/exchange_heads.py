@@ -1,14 +1,15 @@
-"""Tokens by rank to heads by rank and back, straight between GPUs: no packing, no collective, one pass over the links.
+"""Exchange tokens by rank for heads by rank and back, directly between GPUs: no packing, no collective, one pass over
+the links.
 
 The ranks of a group hold their tokens in memory that the others can address: *rows* (B, n, S, H, d), S = 3 for q, k and
-v of a projection's output, 1 for the attention output, with all heads. *Heads* are S tensors (B, h, N, d) of this
-rank, with h of the heads, H / P or fewer, and all N tokens, n of them of each rank:
+v of a projection's output, 1 for the attention output, with all heads. *Heads* are S tensors (B, h, N, d) of this rank,
+with h of the heads, H / P or fewer, and all N tokens, n of them from each rank:
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
-``push`` false: heads are filled from the rows of all ranks; true: the rows of all ranks are filled from heads, but for
-those past N, which are padding. :func:`send_rows` fills the heads of all ranks from the rows of one, S = 1. Whoever
-calls this sees to it that the others are ready (opendit.parallel.sequence.peer_memory).
+With ``push`` false, heads are filled from the rows of all ranks; with true, the rows of all ranks are filled from
+heads, except for rows past N, which are padding. :func:`send_rows` fills the heads of all ranks from the rows of one, S
+= 1. The caller must ensure that the other ranks are ready (opendit.parallel.sequence.peer_memory).
 """
 
 import torch
@@ -41,7 +42,7 @@ def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK, WARPS = 256, 4  # units of 16 bytes of a program: 2 loads of a thread are under way at a time
+BLOCK, WARPS = 256, 4  # units of 16 bytes per program: 2 loads of each thread in flight
 
 
 @triton.jit(do_not_specialize=("offset", "start", "ranks", "samples", "tokens", "length", "first"))
@@ -51,8 +52,10 @@ def _exchange_heads_kernel(
     VISITED: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, PUSH: tl.constexpr,
 ):  # fmt: skip
-    """One program moves BLOCK units between this rank and one other. Neighbours in the grid talk to different ranks, so
-    that all links are busy at all times. Strides and sizes count in UNITs, which are 16 bytes where that is possible.
+    """Move BLOCK units per program between this rank and one other.
+
+    Neighbours in the grid access different ranks, so that all links are busy at all times. Strides and sizes count
+    UNITs, which are 16 bytes where possible.
     """
     program = tl.program_id(0)
     peer = (start + program % VISITED) % ranks
@@ -92,16 +95,17 @@ def exchange_heads(
     own: bool = False,
     offset: int = 0,
 ) -> None:
-    """Fills ``heads`` from all ranks' rows, or with ``push`` all ranks' rows from heads, by one Triton kernel.
+    """Fill ``heads`` from all ranks' rows, or with ``push`` all ranks' rows from heads, with one Triton kernel.
 
     Args:
         heads: 1 or 3 tensors (B, h, N, d) of one layout with unit stride in d.
-        addresses: (P,) int64 on the device, where each rank's contiguous rows are.
-        shape: (B, n, S, H, d) of a rank's rows, of the dtype of heads.
-        rank: this one, where the order of the others begins.
-        first: the first of the heads among all H.
-        own: only what goes between this rank's rows and its heads.
-        offset: bytes from the addresses to the rows; a multiple of 16 where d is one of 16 bytes.
+        addresses: (P,) int64 on the device: addresses of each rank's contiguous rows.
+        shape: (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
+        rank: this one; the order of the others starts there.
+        first: index of the first of the heads among all H.
+        push: write instead of read, see above.
+        own: move only what goes between this rank's rows and its heads.
+        offset: bytes from the addresses to the rows; a multiple of 16 where d is a multiple of 16 bytes.
 
     Raises:
         ValueError: shapes or layouts don't fit.
@@ -130,7 +134,7 @@ def _send_rows_kernel(
     rows_ptr, table_ptr, rank, ranks, samples, tokens, length,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program moves BLOCK units of this rank's rows to one other. A row is ``ranks`` times WIDTH units."""
+    """Move BLOCK units of this rank's rows per program to one other rank. A row is ``ranks`` times WIDTH units."""
     peer = (rank + 1 + tl.program_id(0) % ranks) % ranks
     unit = (tl.program_id(0) // ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = unit // WIDTH, unit % WIDTH
@@ -145,11 +149,11 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Fills the heads of all ranks, each its own, for the tokens of this one, by one Triton kernel.
+    """Fill the heads of all ranks, each with its own, for the tokens of this one, with one Triton kernel.
 
     Args:
-        rows: (B, n, H, d), contiguous, H divisible by the ranks.
-        addresses: (P,) int64 on the device, where each rank's contiguous heads (B, N, h, d) of rows' dtype are.
+        rows: (B, n, H, d), contiguous, H divisible by the number of ranks.
+        addresses: (P,) int64 on the device: addresses of each rank's contiguous heads (B, N, h, d), of rows' dtype.
         rank: this one.
         length: N; tokens past it are padding and are left out.
 
@@ -169,6 +173,6 @@ def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
 
 
 def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:
-    """``parts`` tensors (B, h, N, d) whose tokens lie one after the other, as a projection's output has them."""
+    """Allocate ``parts`` tensors (B, h, N, d) whose tokens are contiguous, as in a projection's output."""
     make = {"dtype": like.dtype, "device": like.device}
     return tuple(torch.empty_strided((B, h, N, d), (N * h * d, d, h * d, 1), **make) for _ in range(parts))

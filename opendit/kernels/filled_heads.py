@@ -1,4 +1,4 @@
-"""Heads filled up with zeros to a size that an attention kernel takes, or is right at: zeros change nothing."""
+"""Pad heads with zeros to a size that an attention kernel supports, or is correct at. The zeros change nothing."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from opendit.kernels.language import tl, triton
 
 
 def resize_heads_reference(x: Tensor, size: int) -> Tensor:
-    """x (..., H, d) with heads of ``size`` numbers: cut, or filled up with zeros; in memory as its shape says."""
+    """Return contiguous x (..., H, d) with heads of ``size`` values: cut, or padded with zeros."""
     return F.pad(x, (0, size - x.shape[-1])) if size > x.shape[-1] else x[..., :size].contiguous()
 
 
@@ -27,7 +27,7 @@ def _resize_heads_kernel(
     x_ptr, out_ptr, heads, total, token_stride,
     HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``total`` rows of D numbers, ``heads`` a token, to rows of SIZE."""
+    """Copy ``total`` rows of D values, ``heads`` per token, to rows of SIZE."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     live = (row < total)[:, None]
@@ -37,10 +37,10 @@ def _resize_heads_kernel(
 
 
 def resize_heads(x: Tensor, size: int) -> Tensor:
-    """Compute :func:`resize_heads_reference` by a Triton kernel, without gradient.
+    """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient.
 
-    F.pad writes zeros to all of the result first, and torch copies rows that are part of wider ones number by number:
-    the kernel reads and writes everything once.
+    F.pad first writes zeros to the whole result, and torch copies rows that are part of wider ones value by value; the
+    kernel reads and writes everything once.
     """
     heads, d = x.shape[-2:]
     by_token = x.reshape(-1, heads, d)
@@ -58,7 +58,8 @@ def resize_heads(x: Tensor, size: int) -> Tensor:
 
 
 def with_heads_of(x: Tensor, size: int) -> Tensor:
-    """x (..., H, d) as (..., H, size): cut, or filled up with zeros; by the kernel where it runs; without gradient."""
+    """Return x (..., H, d) as (..., H, size), cut or padded with zeros, with the kernel where it runs; without
+    gradient."""
     return (resize_heads if kernels_available(x.device, x.dtype)[0] else resize_heads_reference)(x, size)
 
 
@@ -78,8 +79,8 @@ def with_filled_heads(
 ) -> Tensor:
     """Call ``attend`` with q, k, v (..., H, d) padded by zeros to (..., H, head_size); return (..., H, d).
 
-    The tensors that ``attend`` saves for its backward pass are kept without the zeros, which are added again there:
-    otherwise q, k and v would be kept twice.
+    The tensors that ``attend`` saves for its backward pass are stored without the zeros, which are added again there:
+    otherwise q, k and v would be stored twice.
     """
     d = q.shape[-1]
     if head_size == d:
@@ -89,7 +90,7 @@ def with_filled_heads(
 
     def keep(saved: Tensor) -> tuple[Tensor, bool]:
         for own, wide in zip(parts, filled, strict=True):
-            if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # another object of the same memory
+            if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # the same memory
                 return own.detach(), True
         wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # the output
         return (with_heads_of(saved, d) if wide else saved), wide
@@ -100,6 +101,6 @@ def with_filled_heads(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
-    for held in (filled, parts):  # autograd keeps the functions above, and by them what they refer to
+    for held in (filled, parts):  # autograd keeps the closures above alive, and with them these lists
         held.clear()
     return _Resize.apply(output, d)

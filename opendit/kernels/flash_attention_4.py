@@ -1,9 +1,9 @@
-"""FlashAttention 4 (package flash-attn-4) with heads that are filled up with zeros for its backward pass alone.
+"""FlashAttention 4 (package flash-attn-4) with heads padded by zeros in its backward pass only.
 
-Where its forward pass is right at a head size and its backward pass is not, only the latter gets wider heads. The
-package's own autograd function can't do that, for it keeps what it was given; so its forward pass runs without autograd
-here, and its backward pass is called by its name in the package, which is not a public one. Whether the result is right
-is tried before a run uses it (``attention.right_head_size``, ``varlen.resolve_varlen``).
+At some head sizes its forward pass is correct and its backward pass is not, so only the latter gets wider heads. The
+package's own autograd function can't do that, because it saves what it was given. So its forward pass runs without
+autograd here, and its backward pass is called by its name in the package, which is not public. Before a run uses it,
+the result is tested (``attention.right_head_size``, ``varlen.resolve_varlen``).
 """
 
 import functools
@@ -21,7 +21,7 @@ BACKWARD = "_flash_attn_bwd"
 
 
 class SegmentLengths(NamedTuple):
-    """The lengths of samples in a pack: offsets (samples + 1,) int32, and the largest length."""
+    """Lengths of the samples in a pack: offsets (samples + 1,) int32, and the largest length."""
 
     offsets: Tensor
     longest: int
@@ -29,7 +29,7 @@ class SegmentLengths(NamedTuple):
 
 @functools.cache
 def backward_pass() -> Callable[..., Any] | None:
-    """The package's backward pass; None where the package is not installed or has no such function any more."""
+    """Return the package's backward pass; None where the package is not installed or no longer has this function."""
     try:
         return getattr(importlib.import_module(f"{CUTE}.interface"), BACKWARD)
     except (ImportError, OSError, AttributeError):
@@ -50,13 +50,14 @@ def attend(
     Args:
         q, k, v: (B, N, H, d) bf16 or fp16, or (N, H, d) with ``lengths``.
         head_size: at least d.
-        deterministic: the same gradients, bit for bit, in every run.
+        lengths: of the samples in a pack.
+        deterministic: compute the same gradients, bit for bit, in every run.
 
     Returns:
-        Of the shape and dtype of q.
+        The shape and dtype of q.
 
     Raises:
-        AssertionError: the package has no backward pass that can be called so; :func:`backward_pass` tells.
+        AssertionError: the package has no such backward pass; see :func:`backward_pass`.
     """
     return _FilledBackward.apply(q, k, v, head_size, lengths, deterministic)
 

@@ -1,17 +1,18 @@
 """Tensors in float8 for ``torch._scaled_mm``: their scales, the cast, the transposed copy, the product.
 
-Formats as in Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2 for
-gradients. A tensor has one scale, a power of two. The scaling has no state: it is *current*, from the tensor itself.
+Formats are those of Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2
+for gradients. A tensor has one scale, a power of two. The scaling is stateless: it is *current*, computed from the
+tensor itself.
 
 - Weights: from their largest absolute value (amax).
 - LayerNorm + modulate: from a bound, |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above
   the amax costs no precision, only range at the lower end, and e4m3 has 18 binades.
 - Everything else: from the amax of a sample spread evenly over the tensor's tokens and columns, times a margin: 2^3 in
-  e4m3, 2^6 in e5m2. What lies above even so is cut to the format's largest number. The sample is some 4 million
-  numbers, whatever the size, so its pass is short beside the one that casts.
+  e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number. The sample is some 4 million values,
+  whatever the tensor's size, so that its pass is short compared with the cast.
 
-The kernel that makes a tensor needs its scale first; that is why the amax of exactly this tensor can't come for free,
-and why other recipes take the one of earlier steps (delayed scaling), which is state to keep, to save and to load.
+The kernel that computes a tensor needs its scale first; so the amax of exactly this tensor can't come for free. Other
+recipes use the amax of earlier steps (delayed scaling), which is state to keep, save and load.
 """
 
 import functools
@@ -24,30 +25,30 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.common import block_width, next_power_of_2, or_unused
-from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.language import tl, triton
-from opendit.kernels.tiles import column_block
+from opendit.kernels.tiles import column_block, float8_factor, float8_range
 from opendit.kernels.transpose import tiles_of, transpose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-# log2 of where the largest known absolute value goes: below the limit, and a sample's by the margin below it.
+# log2 of the target of the largest known absolute value: below the limit, and for a sample by the margin below that.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
-SAMPLE = 1 << 22  # numbers looked at, at least, where a sample is enough
-PARTIALS = 256  # programs of the amax kernel; each leaves one number, and every program of a cast reads them all
-LINES = 16  # runs of numbers a tile of the amax kernel
+SAMPLE = 1 << 22  # least number of values looked at, where a sample is enough
+PARTIALS = 256  # programs of the amax kernel; each writes one number, and every program of a cast reads them all
+LINES = 16  # runs of values per tile of the amax kernel
 
 
 @dataclass(frozen=True)
 class Float8:
-    """``data * descale``: data (..., D) in float8, contiguous; descale fp32, (1,), or (rows, 1) with a scale a row."""
+    """``data * descale``: data (..., D) in float8, contiguous; descale fp32, (1,), or (rows, 1) with one scale per
+    row."""
 
     data: Tensor
     descale: Tensor
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, by_row: bool = False) -> "Float8":
-        """Memory for a kernel to fill. by_row: with a scale a row."""
+        """Allocate memory for a kernel to fill. by_row: with one scale per row."""
         scales = (math.prod(shape[:-1]), 1) if by_row else (1,)
         return cls(
             torch.empty(shape, dtype=dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
@@ -59,7 +60,7 @@ class Float8:
 
     @functools.cached_property
     def descale_of_columns(self) -> Tensor:
-        """(1, N) fp32 of a weight (N, K): what a product wants whose other factor has a scale a row."""
+        """(1, N) fp32 for a weight (N, K): the form that a product needs if its other factor has one scale per row."""
         return self.descale.expand(1, len(self.data)).contiguous()
 
 
@@ -68,7 +69,7 @@ def kernel_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the pointers (y, partial, descale) and options of a kernel that writes a tensor or a Float8.
 
-    partial: of :func:`amax`; None with a scale a row, which the kernel knows. target: EXACT, SAMPLED or
+    partial: of :func:`amax`; None with one scale per row, which the kernel computes. target: EXACT, SAMPLED or
     SAMPLED_GRADIENT.
     """
     if isinstance(y, Tensor):
@@ -82,12 +83,12 @@ def kernel_arguments(
 
 
 def float8_factor_reference(amax: Tensor, target: int) -> Tensor:
-    """The power of two that brings amax to [2^target, 2^(target + 1))."""
+    """Return the power of two that brings amax to [2^target, 2^(target + 1))."""
     return torch.exp2(target - torch.floor(torch.log2(amax.double()))).float()
 
 
 def float8_reference(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * factor in float8, cut to its range; NaN where it is not finite."""
+    """Return x * factor in float8, clamped to its range; NaN where it is not finite."""
     scaled = x.float() * factor
     return torch.where(scaled.isfinite(), scaled.clamp(-LIMIT[dtype], LIMIT[dtype]), torch.nan).to(dtype)
 
@@ -101,7 +102,7 @@ def _amax_kernel(
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Every ``step``-th run of BLOCK numbers of up to three matrices; the runs of a row follow one another."""
+    """Look at every ``step``-th run of BLOCK values of up to three matrices; the runs of a row are consecutive."""
     largest = tl.zeros((LINES, BLOCK), dtype=tl.float32)
     for line in range(tl.program_id(0) * LINES, lines, PARTIALS * LINES):
         run = (line + tl.arange(0, LINES)) * step
@@ -146,8 +147,11 @@ CAST = {"ROWS": 16, "num_warps": 4}
 
 
 def sample_step(runs: int, blocks: int) -> int:
-    """Every how many runs one is looked at: SAMPLE numbers at least; prime to the runs of a row, or whole columns
-    would never be."""
+    """Return the step between the runs that are sampled.
+
+    It leaves SAMPLE values at least, and is coprime to the runs of a row, because some columns would never be sampled
+    otherwise.
+    """
     step = max(1, runs * 128 // SAMPLE)
     while math.gcd(step, blocks) > 1:
         step -= 1
@@ -155,10 +159,14 @@ def sample_step(runs: int, blocks: int) -> int:
 
 
 def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
-    """(up to PARTIALS,) fp32 whose largest is that of one to three tensors (..., D) of one shape, for float8_factor.
+    """Return (up to PARTIALS,) fp32 whose maximum is that of one to three tensors (..., D) of one shape, for
+    float8_factor.
 
-    bias: (D,): of GELU(x + bias), not of x. exact: of all numbers, not of a sample.
-    normalized: the tensors are a modulation's shift and scale (B, D), and it is a bound of what they make of LN(x).
+    Args:
+        bias: (D,); the maximum is that of GELU(x + bias) instead of x.
+        exact: look at all values instead of a sample.
+        normalized: the tensors are a modulation's shift and scale (B, D), and the result is a bound of LN(x) modulated
+            by them.
     """
     matrices = [t.flatten(0, -2) for t in tensors]
     if len({m.stride() for m in matrices}) > 1:
@@ -179,8 +187,8 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
 
 
 def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor | None = None) -> Float8:
-    """x (..., D) bf16, fp16 or fp32 in float8; see :func:`amax` for ``exact``. scaled_as: what x is a part of, whose
-    scale it gets."""
+    """Cast x (..., D) bf16, fp16 or fp32 to float8; see :func:`amax` for ``exact``. scaled_as: a tensor that contains x
+    and determines the scale."""
     x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
     target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
     pointers, options = kernel_arguments(y, amax(x if scaled_as is None else scaled_as, exact=exact), target)
@@ -190,9 +198,9 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor |
 
 
 def transposed(x: Tensor) -> Tensor:
-    """(D, T up to a multiple of 16, zeros at the end) of float8 (..., D), T rows in all.
+    """Return (D, T rounded up to a multiple of 16, padded with zeros) of float8 (..., D) with T rows in all.
 
-    A pass of its own: written in both orders by the kernels that make it, a tensor took longer (docs/kernels.md).
+    It is a separate pass: kernels that write a tensor in both orders took longer (docs/kernels.md).
     """
     return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
@@ -201,11 +209,13 @@ def product(
     a: Tensor, b: Tensor, descales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None,
     fast: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """a (M, K) times b (N, K) transposed, both float8 with K and N multiples of 16, as (M, N) of ``dtype``; + bias.
+    """Multiply a (M, K) by the transpose of b (N, K), both float8 with K and N multiples of 16; add bias; return (M, N)
+    of ``dtype``.
 
-    descales: fp32, (1,) both, or (M, 1) and (1, N).
-    fast: the sums stay in the tensor cores, which keep some 14 bits of them, over the whole of K.
-    out: (M, N) of ``dtype``, contiguous, to write to.
+    Args:
+        descales: fp32, both (1,), or (M, 1) and (1, N).
+        fast: keep the sums in the tensor cores, with some 14 bits, over the whole of K.
+        out: (M, N) of ``dtype``, contiguous, to write to.
     """
     options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))
     options |= {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **({} if out is None else {"out": out})}

@@ -1,8 +1,8 @@
-"""The block's linear layers in float8 where there is no backward pass: every row of an activation has its own scale.
+"""The block's linear layers in float8 without a backward pass: every row of an activation has its own scale.
 
-Beside fp8_linear.py, which is training's: no pass looks for a scale (fp8_rows.py; LayerNorm + modulate writes rows by a
-bound of its sample), nothing is kept, and a sample does not depend on the others in its batch. An activation that
-nobody has written in float8 on the way, attention's output, is cast where its product gains more than the cast takes.
+Unlike in fp8_linear.py, which is for training, no pass looks for a scale (fp8_rows.py; LayerNorm + modulate scales rows
+by a bound of the sample), nothing is saved, and a sample does not depend on the others in its batch. An activation that
+no kernel has written in float8, attention's output, is cast where its product gains more than the cast takes.
 """
 
 import functools
@@ -23,16 +23,16 @@ from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.split_heads import head_views
 from opendit.models.layers import Projection
 
-# A product whose output has fewer tiles of 128 x 128 leaves the scales of rows to the next kernel. cuBLAS (13) has
-# one tile for products that multiply by them, and can't fill the GPU so. On an H200, fc2 of DiT-XL/2: 512 rows 15.0 us
-# with them and 8.6 without, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
+# A product whose output has fewer tiles of 128 x 128 than this leaves the scales of rows to the next kernel. cuBLAS
+# (13) has a single tile size for products that apply them, with which it can't fill the GPU. On an H200, fc2 of
+# DiT-XL/2: 512 rows 15.0 us with them and 8.6 without, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
 TILES = 1024
-CAST_FROM = 8192  # rows from which an activation is cast for its product; below, the product stays in the input's dtype
+CAST_FROM = 8192  # least number of rows for which an activation is cast; below it the product is in the input's dtype
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """An activation (B, N, D) in float8 on its way to a linear layer whose output has this dtype."""
+    """An activation (B, N, D) in float8 as the input of a linear layer whose output has this dtype."""
 
     data: Float8
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class QuantizedRows:
 
 
 def _in_float8(x: Tensor | QuantizedRows | Modulated) -> Tensor | QuantizedRows:
-    """x for a product: as it is, if that is to be in its own dtype."""
+    """Cast x for a product, or return it unchanged if the product is to be in its own dtype."""
     if isinstance(x, Modulated):
         made, _, _ = adaln.layernorm_modulate_float8(x.x, x.shift, x.scale, EPS, by_row=True)
         return QuantizedRows(made, x.x.dtype)
@@ -65,10 +65,10 @@ def _product(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor
 
 
 def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(y (..., out), scale (rows, 1) or None): x W^T is y with its rows multiplied by the scale."""
+    """Return y (..., out) and scale (rows, 1) or None: x W^T is y with its rows multiplied by the scale."""
     x = _in_float8(x)
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
-    # (In fp16 such rows might overflow.)
+    # In fp16 rows without their scale could overflow.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
         return _product(x, weight), None
     check_widths(weight)
@@ -85,25 +85,25 @@ def _one(device: torch.device) -> Tensor:
 def linear_heads(
     x: Tensor | QuantizedRows | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d) of x (B, N, D), views of one projection."""
+    """Return q, k, v (B, H, N, d) of x (B, N, D), views of one projection."""
     return head_views(_product(x, linear.weight, linear.bias), num_heads)
 
 
 def linear_gelu(x: Tensor | QuantizedRows | Modulated, linear: Projection) -> QuantizedRows:
-    """GELU(linear(x)), tanh form, for the next linear layer."""
+    """Compute GELU(linear(x)), tanh form, for the next linear layer."""
     u, scale = _unscaled_product(x, linear.weight)
     return QuantizedRows(rows_in_float8(u, linear.bias, scale), u.dtype)
 
 
 def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection) -> Tensor:
-    """x + gate * linear(z)."""
+    """Compute x + gate * linear(z)."""
     return gate_residual(x, gate, _product(z, linear.weight), linear.bias)
 
 
 def linear_gate_residual_layernorm_modulate(
     x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, QuantizedRows]:
-    """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
+    """Compute h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
     branch, branch_scale = _unscaled_product(z, linear.weight)
     h, y, _, _ = joined.gate_residual_layernorm_modulate_float8(
         x, gate, branch, shift, scale, linear.bias, EPS, by_row=True, branch_scale=branch_scale

@@ -2,13 +2,13 @@
 
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
-Scales and formats: kernels/fp8.py. The tensor cores want the summed dimension contiguous in both factors, so backward
-needs W, dy and x transposed. Weights are cast from the ones at hand in every forward pass, so that there is nothing to
-keep, whichever weights they are; but for those that sampling keeps or FSDP2 has gathered in float8 (fp8_weight.py).
-Everything else of a block stays as it is.
+Scales and formats: kernels/fp8.py. The tensor cores need the summed dimension contiguous in both factors, so backward
+needs W, dy and x transposed. Weights are cast from their current values in every forward pass, so that there is no
+state; exceptions are the weights that sampling keeps, and those that FSDP2 has gathered in float8 (fp8_weight.py). The
+rest of a block is unchanged.
 
-An activation that only a linear layer reads is written in float8 by the kernel that makes it, and in no other form.
-To autograd it is a stand-in, a tensor of its shape and dtype without memory, which carries the gradient
+An activation that only a linear layer reads is written in float8 by the kernel that computes it, and in no other form.
+Autograd sees a stand-in, a tensor of its shape and dtype without memory, which carries the gradient
 (:class:`Quantized`).
 """
 
@@ -36,7 +36,7 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return (True if blocks can run in float8 on ``device`` with activations of ``dtype``, the reason)."""
+    """Return True if blocks can run in float8 on ``device`` with activations of ``dtype``, and the reason."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why
@@ -51,9 +51,9 @@ def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, st
 
 @dataclass(frozen=True)
 class Quantized:
-    """An activation (B, N, D) on its way to a linear layer.
+    """An activation (B, N, D) as the input of a linear layer.
 
-    stand_in: what autograd sees; its elements have no memory of their own and are not to be read. data: its values.
+    stand_in: what autograd sees; its elements have no memory of their own and must not be read. data: the values.
     """
 
     stand_in: Tensor
@@ -66,9 +66,9 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Modulated:
-    """LN(x) * (1 + scale) + shift that is still to be made: in float8 for a linear layer of a block.
+    """LN(x) * (1 + scale) + shift, not computed yet: a linear layer of a block computes it in float8.
 
-    Any function of torch (the final layer's linear) gets it in x's dtype, by the ordinary kernel.
+    Any torch function (the final layer's linear) gets it in x's dtype, from the ordinary kernel.
     """
 
     x: Tensor
@@ -91,7 +91,7 @@ class Modulated:
 
 
 def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
-    """x (B, N, D) in float8, made of what it is, or as it is."""
+    """Return x (B, N, D) in float8, computed from its parts or cast."""
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):
@@ -100,7 +100,7 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
 
 
 def check_widths(weight: Tensor) -> None:
-    """Raises ValueError for a weight (out, in) that the tensor cores don't take in float8."""
+    """Raise ValueError for a weight (out, in) whose sizes the tensor cores don't support in float8."""
     if weight.shape[0] % 16 or weight.shape[1] % 16:
         raise ValueError(
             f"--fp8: a weight of {tuple(weight.shape)} has a width that is no multiple of 16; leave it out"
@@ -115,7 +115,7 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
-    """(x W^T + bias (..., out) of ``dtype``; what :func:`_backward_products` wants saved)."""
+    """Return x W^T + bias (..., out) of ``dtype``, and what :func:`_backward_products` needs."""
     check_widths(weight)
     w = weight_in_float8(weight)
     rows = x.data.flatten(0, -2)
@@ -125,9 +125,9 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
 
 
 def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """(dx of x's shape, dW (out, in)).
+    """Return dx in x's shape, and dW (out, in).
 
-    dW sums over the tokens, many more numbers than the others: it moves its sums to fp32 on the way.
+    dW sums over the tokens, many more values than the other sums: it moves partial sums to fp32 on the way.
     """
     (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
     dx = fp8.product(dy.data.flatten(0, -2), fp8.transposed(w), (dy.descale, w_descale), dtype)
@@ -216,19 +216,19 @@ class _LinearGateResidualLayerNormModulate(Function):
 
 
 # ------------------------------------------------------------------------------------------------------------ BlockOps
-# They take the projection over: they read its weight.
+# These functions replace the projection: they read its weight instead of calling it.
 
 
 def linear_heads(
     x: Tensor | Quantized | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
+    """Return q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
     x = quantized(x)
     return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
 
 
 def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quantized:
-    """GELU(linear(x)), tanh form, for the next linear layer."""
+    """Compute GELU(linear(x)), tanh form, for the next linear layer."""
     x = quantized(x)
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
 
@@ -236,7 +236,7 @@ def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quanti
 def linear_gate_residual(
     x: Tensor, gate: Tensor, z: Tensor | Quantized | Modulated, linear: Projection, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """x + gate * linear(z)."""
+    """Compute x + gate * linear(z)."""
     z = quantized(z)
     return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias, sample_of_row)
 
@@ -250,7 +250,7 @@ def linear_gate_residual_layernorm_modulate(
     scale: Tensor,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Quantized]:
-    """h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
+    """Compute h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
     z = quantized(z)
     h, stand_in, data = _LinearGateResidualLayerNormModulate.apply(
         x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale, sample_of_row

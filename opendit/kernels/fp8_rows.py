@@ -1,8 +1,8 @@
-"""Rows in e4m3, each with a scale of its own, in one pass: y = x, or y = GELU(x + bias), tanh form; without gradients.
+"""Cast rows to e4m3, each with its own scale, in one pass: y = x, or y = GELU(x + bias), tanh form; without gradients.
 
-x (..., D), bias (D,); computed in fp32. A program holds a whole row, so it knows the row's largest absolute value when
-it rounds: a row is read once, and no pass looks for a scale first. What is made of a token depends on this token alone:
-a sample is the same whatever else is in its batch.
+x (..., D), bias (D,); computed in fp32. A program holds a whole row and so knows its largest absolute value before it
+rounds: a row is read once, and no pass looks for a scale first. The result for a token depends on this token only, so
+that a sample is the same whatever else is in its batch.
 """
 
 import torch
@@ -11,15 +11,14 @@ from torch import Tensor
 from opendit.kernels import fp8
 from opendit.kernels.common import or_unused, split_width
 from opendit.kernels.fp8 import E4M3, Float8
-from opendit.kernels.fp8_tiles import largest_of, power_of_2
 from opendit.kernels.language import tl, triton
-from opendit.kernels.tiles import gelu_coarse, load_tiles, load_vectors, store_tiles
+from opendit.kernels.tiles import gelu_coarse, largest_of, load_tiles, load_vectors, power_of_2, store_tiles
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def rows_in_float8_reference(y: Tensor) -> Float8:
-    """y (..., D) in e4m3, in torch; finite numbers."""
+    """Cast y (..., D), finite numbers, to e4m3 in torch."""
     rows = y.float().flatten(0, -2)
     factor = fp8.float8_factor_reference(rows.abs().amax(1, keepdim=True), fp8.EXACT)
     return Float8(fp8.float8_reference(rows, factor, E4M3).view(y.shape), 1 / factor)
@@ -49,7 +48,7 @@ def _rows_kernel(
             yt = gelu_coarse(yt + bias_t, APPROXIMATE)
         largest = largest_of(y, yt, TAIL)
         factor, descale = power_of_2(largest, TARGET)
-        # (No number has to be cut to the range. One that is not finite spoils its row, and is not the largest number.)
+        # No value needs clamping. One that is not finite makes its row NaN, and does not count as the largest value.
         tl.store(descale_ptr + row, tl.where(largest < float("inf"), descale, float("nan")))
         store_tiles(y_ptr, y * factor, yt * factor, row, live, D, MAIN, TAIL, 1)
 
@@ -58,18 +57,23 @@ def _rows_kernel(
 
 
 def default_warps(width: int, rows: int) -> int:
-    """72 numbers a thread for widths from 2,304 on; a quarter of that where few rows leave the GPU half empty (measured
-    on an H200 for GELU's 4,608 columns: 512 rows 4.7 us by 4 warps and 3.9 by 8; 32,768 rows 118 by 4 and 112 by 2)."""
+    """Return warps for 72 values per thread at widths from 2,304 on, or a quarter of that where few rows leave the GPU
+    half empty.
+
+    Measured on an H200 for GELU's 4,608 columns: 512 rows took 4.7 us with 4 warps and 3.9 with 8; 32,768 rows 118 with
+    4 and 112 with 2.
+    """
     return min(16, max(1, split_width(width)[0] // (512 if rows <= 1024 else 2048)))
 
 
 def rows_in_float8(
     x: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, warps: int | None = None, chunk: int = 1
 ) -> Float8:
-    """x (..., D) bf16, fp16 or fp32 in e4m3 with a scale a row; with ``bias`` (D,), GELU(x + bias).
+    """Cast x (..., D) bf16, fp16 or fp32 to e4m3 with one scale per row; with ``bias`` (D,), GELU(x + bias).
 
-    scale: (rows, 1) fp32 that the rows of x are multiplied by first.
-    warps, chunk: of a program, and rows that it takes one after the other.
+    Args:
+        scale: (rows, 1) fp32, by which the rows of x are multiplied first.
+        warps, chunk: of a program, and the rows that it processes one after the other.
     """
     x, y = x.contiguous(), Float8.empty(x.shape, E4M3, x.device, by_row=True)
     rows, width = y.descale.shape[0], x.shape[-1]

@@ -1,13 +1,12 @@
-"""The shards of many weights in float8, each with the scale of its whole weight: in two passes over all of them.
+"""Cast the shards of many weights to float8, each with the scale of its whole weight, in two passes over all of them.
 
     quantizer = ShardQuantizer(shards, bytes_, torch.bfloat16)
     amax = quantizer.amax()          # several ranks take the maximum of theirs here
     quantizer.quantize(amax)
 
-What is written is, bit for bit, what :func:`opendit.kernels.fp8.cast` makes of the whole weight when its shards have
-been rounded to the precision of the forward pass and gathered: the largest absolute value of rounded numbers is known
-from the shards, and the scale is a power of two. The kernels take all shards at once
-(opendit/kernels/tensor_table.py).
+The result is, bit for bit, that of :func:`opendit.kernels.fp8.cast` for the whole weight, rounded to the precision of
+the forward pass and gathered: the largest absolute value of rounded numbers is known from the shards, and the scale is
+a power of two. The kernels process all shards in one launch (opendit/kernels/tensor_table.py).
 """
 
 from collections.abc import Sequence
@@ -16,24 +15,24 @@ import torch
 from torch import Tensor
 
 from opendit.kernels.fp8 import E4M3, EXACT, LIMIT, float8_factor_reference, float8_reference
-from opendit.kernels.fp8_tiles import float8_range
 from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import addresses_of, at, block_table, send, triton_dtype
+from opendit.kernels.tiles import float8_range
 
-BLOCK, WARPS = 4096, 4  # elements a program takes, and its warps (not tuned: a rank passes over its shards once a step)
+BLOCK, WARPS = 4096, 4  # elements per program, and its warps (not tuned: there is one pass over the shards per step)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def amax_reference(shards: Sequence[Tensor], rounded: torch.dtype) -> Tensor:
-    """(shards,) fp32, the largest absolute value of each shard rounded to ``rounded``, of its numbers (not NaN);
-    0 of a shard without any."""
+    """Return (shards,) fp32, the largest absolute value of each shard rounded to ``rounded``, ignoring NaN; 0 for an
+    empty shard."""
     numbers = (shard.to(rounded).float().abs().flatten() for shard in shards)
     return torch.stack([torch.cat([n.new_zeros(1), n[~n.isnan()]]).amax() for n in numbers])
 
 
 def quantize_reference(shards: Sequence[Tensor], amax: Tensor, rounded: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """(every shard in e4m3; descales (shards,)) with scales from ``amax`` (shards,), all above 0."""
+    """Return every shard in e4m3, and descales (shards,), with scales from ``amax`` (shards,), all above 0."""
     factors = float8_factor_reference(amax, EXACT)
     return [float8_reference(s.to(rounded), f, E4M3) for s, f in zip(shards, factors, strict=True)], 1 / factors
 
@@ -52,7 +51,7 @@ def _rounded(address, offsets, mask, ROUNDED: tl.constexpr, ALIGNED: tl.constexp
 @triton.jit
 def _amax_block(address, offsets, mask, largest, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr):
     value = tl.max(tl.abs(_rounded(address, offsets, mask, ROUNDED, ALIGNED)), axis=0)
-    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))  # numbers that are not negative have their bits' order
+    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))  # the bits of non-negative floats are ordered as they are
 
 
 @triton.jit(do_not_specialize=("tensors",))
@@ -102,16 +101,16 @@ def _shard_quantize_kernel(
 
 
 class ShardQuantizer:
-    """Writes a rank's shards in float8.
+    """Casts a rank's shards to float8.
 
     Args:
-        shards: fp32, contiguous; those of this rank, empty ones among them, in the same order on all ranks.
-        targets: uint8, contiguous, of at least the shards' sizes: their beginnings are written.
-        rounded: the precision of the forward pass, to which numbers are rounded first.
+        shards: fp32, contiguous; this rank's, including empty ones, in the same order on all ranks.
+        targets: uint8, contiguous, at least of the shards' sizes; only their beginnings are written.
+        rounded: precision of the forward pass, to which values are rounded first.
 
     Attributes:
-        descales: (shards,) fp32, by which products with the weights are to be multiplied; written by :meth:`quantize`.
-            Each begins 16 bytes after the one before: cuBLAS wants the addresses of what it reads aligned so.
+        descales: (shards,) fp32, the factors for products with the weights; written by :meth:`quantize`. Each begins 16
+            bytes after the one before, because cuBLAS requires aligned addresses.
     """
 
     def __init__(self, shards: Sequence[Tensor], targets: Sequence[Tensor], rounded: torch.dtype):
@@ -124,14 +123,14 @@ class ShardQuantizer:
 
     @torch.no_grad()
     def amax(self) -> Tensor:
-        """(shards,) fp32: the largest absolute value of each, 0 of one without numbers."""
+        """Return (shards,) fp32: the largest absolute value of each, 0 for an empty one."""
         amax = torch.zeros(len(self.descales), dtype=torch.float32, device=self.descales.device)
         self._launch(_shard_amax_kernel, amax.view(torch.int32))
         return amax
 
     @torch.no_grad()
     def quantize(self, amax: Tensor) -> None:
-        """amax: (shards,) fp32, of the whole weights."""
+        """Write the shards. amax: (shards,) fp32, of the whole weights."""
         exponent = (amax.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_(min=EXACT + 1)
         self.descales.view(torch.int32).copy_((exponent - EXACT) << 23)
         self._launch(_shard_quantize_kernel, ((254 + EXACT - exponent) << 23).view(torch.float32), LIMIT=LIMIT[E4M3])

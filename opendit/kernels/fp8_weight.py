@@ -1,4 +1,4 @@
-"""Weights in float8: cast for a product, kept for many, or there in no other form."""
+"""Weights in float8: cast for one product, cached for many, or stored in no other form."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from opendit.models.layers import Projection
 class Float8Weight(Tensor):
     """A weight (out, in) of which only ``float8`` is in memory.
 
-    To autograd, and to whoever asks for its shape, device or dtype, it is a tensor of ``dtype``; so is its gradient.
-    Operations that know of it (:func:`weight_in_float8`) take its ``float8``; any other use raises RuntimeError.
+    Autograd, and any code that asks for its shape, device or dtype, sees a tensor of ``dtype``, and so is its gradient.
+    Operations that support it (:func:`weight_in_float8`) use its ``float8``; any other use raises RuntimeError.
     """
 
     float8: Float8
-    # So that it does not count as a tensor that watches torch's calls, as Gemini's do.
+    # Not overridden, so that it does not count as a tensor that intercepts torch's calls, as Gemini's do.
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
@@ -41,9 +41,9 @@ class Float8Weight(Tensor):
         if function == aten.detach.default or (
             function == aten.as_strided.default
             and (tuple(args[1]), tuple(args[2])) == (tuple(weight.shape), weight.stride())
-        ):  # what makes a parameter of it
+        ):  # what nn.Parameter calls
             return cls(weight.float8, weight.dtype)
-        if function == aten.zeros_like.default:  # a gradient that nothing has made
+        if function == aten.zeros_like.default:  # a missing gradient
             return torch.zeros(weight.shape, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
         raise RuntimeError(f"{function} got a weight of shape {tuple(weight.shape)} that is there in float8 only")
 
@@ -53,7 +53,7 @@ class Float8Weight(Tensor):
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """A weight in float8, and which values of the weight that is."""
+    """A weight in float8, and the version of the weight that it was cast from."""
 
     float8: Float8
     address: int
@@ -61,36 +61,37 @@ class KeptWeight:
 
 
 def keep_weights(model: nn.Module) -> int:
-    """Casts the weights of all projections whose products are in float8 once, for as long as they stay what they are:
-    sampling calls a model a hundred times with the same ones. A weight that is changed or moved is cast anew in every
-    product again. Returns the bytes that this takes."""
+    """Cast the weights of all projections whose products are in float8 once, and cache them until the weights change.
+
+    Sampling calls a model a hundred times with the same weights. A weight that is changed or moved is cast again in
+    every product. Returns the bytes that this takes.
+    """
     taken = 0
     for layer in model.modules():
         weight: Any = getattr(layer, "weight", None)
         if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
-            _ = (
-                cast.descale_of_columns
-            )  # made here: within a recording of a CUDA graph it would be there in replays only
+            _ = cast.descale_of_columns  # computed here: in a CUDA graph capture it would only exist in replays
             weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
     return taken
 
 
 def weight_in_float8(weight: Tensor, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
-    """weight (out, in) in e4m3, with a scale from its largest absolute value: as it is there, or cast.
+    """Return weight (out, in) in e4m3, with a scale from its largest absolute value: the stored one, or a cast.
 
-    take: gives the rows that are wanted, contiguous, of all rows of a tensor; the scale is the whole weight's even so.
+    take: function that selects rows, contiguous, from all rows of a tensor; the scale is still that of the whole
+    weight.
     """
     whole = _there(weight)
     if whole is None:
         return fp8.cast(weight if take is None else take(weight), E4M3, exact=True, scaled_as=weight)
-    # (As bytes: not everything that takes rows knows float8.)
+    # As bytes, because not every selection of rows supports float8.
     return whole if take is None else Float8(take(whole.data.view(torch.uint8)).view(E4M3), whole.descale)
 
 
 def _there(weight: Tensor) -> Float8 | None:
-    """The weight in float8 if it need not be cast."""
+    """Return the weight in float8 if it need not be cast."""
     if isinstance(weight, Float8Weight):
         return weight.float8
     kept = getattr(weight, "kept_float8", None)

@@ -1,9 +1,9 @@
 """adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
 x, branch (B, N, D) with gate (B, D); or packed, x, branch (rows, D) with sample_of_row (rows,), see kernels/common.py.
-bias (D,), if any, is that of the branch's last linear layer: added here it costs nothing, and its gradient needs no
-pass of its own. Products and sums in fp32, I/O in bf16, fp16 or fp32; out has x's dtype. Backward reads branch and
-dout once and writes dbranch once; dx is dout itself:
+bias (D,), if any, is that of the branch's last linear layer: adding it here costs nothing, and its gradient needs no
+separate pass. Products and sums in fp32, I/O in bf16, fp16 or fp32; out has x's dtype. Backward reads branch and dout
+once and writes dbranch once; dx is dout itself:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.checks import check_inputs
-from opendit.kernels.common import SIZES, Launch, block_width, rows_of_samples, unit_columns
+from opendit.kernels.common import SIZES, Launch, block_width, check_inputs, rows_of_samples, unit_columns
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
@@ -31,7 +30,7 @@ from opendit.kernels.tiles import (
 def gate_residual_reference(
     x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None = None, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """x + gate * (branch + bias) in torch, in the inputs' precision."""
+    """Compute x + gate * (branch + bias) in torch, in the inputs' precision."""
     return x + rows_of_samples(gate, sample_of_row) * (branch if bias is None else branch + bias)
 
 
@@ -46,7 +45,7 @@ def _forward_rows(
     x_ptr, gate_ptr, branch_ptr, bias_ptr, out_ptr, column, first, stop,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop, all of one sample."""
+    """Process rows first .. stop, all of one sample."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
@@ -65,7 +64,7 @@ def _gate_residual_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    column = (tl.program_id(0) % BLOCKS) * BLOCK  # neighbours share rows, so that whole lines of DRAM are in use
+    column = (tl.program_id(0) % BLOCKS) * BLOCK  # neighbours share rows, so that DRAM is read in complete lines
     program = tl.program_id(0) // BLOCKS
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
@@ -86,9 +85,9 @@ def _backward_rows(
     dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, column, first, stop,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop, all of one sample: their dbranch and, to one slot each, their sums for gate and bias."""
+    """Write dbranch of rows first .. stop, all of one sample, and, to one slot each, their sums for gate and bias."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
-    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # rows meet once, at the end: warps hold different rows
+    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over rows at the end: warps hold different rows
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -207,7 +206,7 @@ _forward_op = operator(
 def gate_residual(
     x: Tensor, gate: Tensor, branch: Tensor, bias: Tensor | None = None, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """x + gate * (branch + bias) by Triton kernels, differentiable in x, gate, branch and bias.
+    """Compute x + gate * (branch + bias) with Triton kernels, differentiable in x, gate, branch and bias.
 
     Args:
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.

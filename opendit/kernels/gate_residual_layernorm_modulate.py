@@ -1,33 +1,53 @@
-"""The end of one branch joined with the start of the next.
+"""The end of one branch fused with the start of the next.
 
     h = x + gate * (branch + bias),  y = LN(h) * (1 + scale) + shift
 
 Returns (h, y). x, branch (B, N, D) with gate, shift, scale (B, D); or packed, x, branch (rows, D) with sample_of_row
 (rows,), see kernels/common.py; bias (D,) or None, see gate_residual.py. h is not read back from memory for its
-LayerNorm: four tensors of activations move instead of five in the forward pass, and six instead of eight in the
-backward pass, which, given dh and dy, is
+LayerNorm: the forward pass moves four activation tensors instead of five, and the backward pass six instead of eight.
+Given dh and dy, it computes
 
     dx = dh + LN_backward(dy),  dbranch = gate * dx
     dgate = sum_N (branch + bias) * dx,  dbias = sum_B gate * sum_N dx
     dshift = sum_N dy,  dscale = sum_N dy * hhat,  hhat = (h - mean) * rstd
 
-The same kernels without the centring (CENTER) are RMSNorm's, see rmsnorm_modulate.py.
+Without the centring (CENTER) the same kernels compute RMSNorm, see rmsnorm_modulate.py.
 """
 
 import torch
 from torch import Tensor
 
 from opendit.kernels import common, fp8, gate_residual, layernorm_modulate
-from opendit.kernels.checks import check_inputs
-from opendit.kernels.common import split_width, unit_columns
-from opendit.kernels.fp8 import Float8
-from opendit.kernels.gate_residual_layernorm_kernels import (
-    backward_launch,
-    forward_launch,
-    gate_residual_layernorm_modulate_backward_kernel,
-    gate_residual_layernorm_modulate_forward_kernel,
+from opendit.kernels.common import (
+    SIZES,
+    Launch,
+    check_inputs,
+    next_power_of_2,
+    pipeline_stages,
+    split_width,
+    unit_columns,
 )
+from opendit.kernels.fp8 import Float8
+from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
+from opendit.kernels.tiles import (
+    chunk_of_program,
+    float8_factor,
+    float8_range,
+    load_rows,
+    load_tiles,
+    load_vectors,
+    modulated_factor,
+    next_segment,
+    normalize_backward,
+    normalize_rows,
+    normalize_rows_again,
+    of_sample,
+    store_rows,
+    store_tiles,
+    store_vectors,
+    zero_vectors,
+)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -42,9 +62,227 @@ def gate_residual_layernorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + gate * (branch + bias), LN of it * (1 + scale) + shift) in torch, in the inputs' precision."""
+    """Compute x + gate * (branch + bias), and LN of it * (1 + scale) + shift, in torch, in the inputs' precision."""
     h = gate_residual.gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, layernorm_modulate.layernorm_modulate_reference(h, shift, scale, eps, sample_of_row)
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+def forward_launch(width: int, element_size: int, row_scales: bool = False) -> Launch:
+    """Return two warps for 1024 + 128 columns: gate, shift and scale stay in registers beside two rows.
+
+    row_scales: y is float8 with one scale per row, for which a program reads all of shift and scale before its first
+    row. So it processes more rows, with one warp, which needs no barrier to sum a row and has room for 1,024 + 128
+    columns as long as there are no per-sample sums. (With two warps and 8 rows, 55 such calls were 14 % of a step of 64
+    pictures by DiT-XL/2: H200, benchmarks/bench_sampling.py --profile.)
+    """
+    main = split_width(width)[0]
+    rows = max(1, 512 // main)
+    stages = pipeline_stages(rows * width, 2, element_size)
+    if row_scales and main <= 1024:
+        return Launch(rows=rows, tiles=32, warps=1, stages=stages)
+    return Launch(rows=rows, tiles=8, warps=max(1, main // 512), stages=stages)
+
+
+def backward_launch(width: int, element_size: int) -> Launch:
+    """Return a launch with at most 20 columns per thread, which keep four fp32 sums each.
+
+    That is two warps for 1,152 columns: 253 us, where four take 279 (65,536 rows, H200).
+    """
+    main = split_width(width)[0]
+    rows = max(1, 512 // main)
+    stages = pipeline_stages(rows * width, 4, element_size)
+    return Launch(rows=rows, tiles=64, warps=min(next_power_of_2(-(-width // 640)), 16), stages=stages)
+
+
+@triton.jit
+def _load_branch(
+    branch_ptr, branch_scale_ptr, bias_ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Load rows of branch, multiplied by one number each if SCALED, and add bias.
+
+    The bias comes from the L1 cache for each tile, because no registers are left to hold it.
+    """
+    branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
+    if SCALED:
+        number = load_rows(branch_scale_ptr, row, live, ROWS)
+        branch *= number
+        branch_t *= number
+    if HAS_BIAS:
+        bias, bias_t = load_vectors(bias_ptr, D, MAIN, TAIL)
+        branch += bias
+        branch_t += bias_t
+    return branch, branch_t
+
+
+@triton.jit
+def _forward_rows(
+    x_ptr, gate_ptr, branch_ptr, branch_scale_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, descale_ptr, mean_ptr,
+    rstd_ptr, first, stop, eps, factor,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED_BRANCH: tl.constexpr, FLOAT8: tl.constexpr,
+    PARTIALS: tl.constexpr, TARGET: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Process rows first .. stop, all of one sample."""
+    SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
+    if HOLD:
+        gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+    if HOLD or SCALED_ROWS:
+        shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
+        scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+    if SCALED_ROWS:
+        factor, descale = modulated_factor(shift, shift_t, scale, scale_t, D, TAIL, TARGET)
+    for start in tl.range(first, stop, ROWS, num_stages=STAGES):
+        live = start + tl.arange(0, ROWS) < stop
+        row = tl.cast(start, tl.int64)
+        x, xt = load_tiles(x_ptr, row, live, D, MAIN, TAIL, ROWS)
+        branch, branch_t = _load_branch(
+            branch_ptr, branch_scale_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, SCALED_BRANCH
+        )  # fmt: skip
+        if not HOLD:
+            gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+            shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
+            scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+        # The LayerNorm sees h as it is stored, so that backward recomputes the same hhat from it.
+        h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
+        ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
+        store_tiles(h_ptr, h, ht, row, live, D, MAIN, TAIL, ROWS)
+        h, ht = normalize_rows(h, ht, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
+        y = h * (1.0 + scale) + shift
+        yt = ht * (1.0 + scale_t) + shift_t
+        if SCALED_ROWS:  # in range because of the bound; what is not finite is already NaN
+            y *= factor
+            yt *= factor
+            store_rows(descale_ptr, descale, row, live, ROWS)
+        elif FLOAT8:
+            y = float8_range(y, factor, LIMIT)
+            yt = float8_range(yt, factor, LIMIT)
+        store_tiles(y_ptr, y, yt, row, live, D, MAIN, TAIL, ROWS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def gate_residual_layernorm_modulate_forward_kernel(
+    x_ptr, gate_ptr, branch_ptr, branch_scale_ptr, bias_ptr, shift_ptr, scale_ptr, h_ptr, y_ptr, partial_ptr,
+    descale_ptr, mean_ptr, rstd_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride, shift_stride,
+    scale_stride, eps,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, CENTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SCALED_BRANCH: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr, TARGET: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    factor = 1.0
+    if FLOAT8 and PARTIALS > 0:
+        factor = float8_factor(partial_ptr, descale_ptr, PARTIALS, TARGET)
+    sample, first, stop = chunk_of_program(tl.program_id(0), rows, length, chunks_per_sample, CHUNK, PACKED)
+    if PACKED:
+        while first < stop:
+            sample, end = next_segment(sample_ptr, first, stop, CHUNK)
+            _forward_rows(
+                x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, branch_scale_ptr, bias_ptr,
+                of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
+                h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, end, eps, factor, D, MAIN, TAIL, ROWS, STAGES,
+                HOLD, CENTER, HAS_BIAS, SCALED_BRANCH, FLOAT8, PARTIALS, TARGET, LIMIT,
+            )  # fmt: skip
+            first = end
+    else:
+        _forward_rows(
+            x_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, branch_scale_ptr, bias_ptr,
+            of_sample(shift_ptr, sample, shift_stride), of_sample(scale_ptr, sample, scale_stride),
+            h_ptr, y_ptr, descale_ptr, mean_ptr, rstd_ptr, first, stop, eps, factor, D, MAIN, TAIL, ROWS, STAGES, HOLD,
+            CENTER, HAS_BIAS, SCALED_BRANCH, FLOAT8, PARTIALS, TARGET, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_rows(
+    dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
+    dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, first, stop,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write dx and dbranch of rows first .. stop, all of one sample, and, to one slot each, their sums."""
+    if HOLD:
+        gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+        scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+    dgate, dgate_t = zero_vectors(MAIN, TAIL)
+    dshift, dshift_t = zero_vectors(MAIN, TAIL)
+    dscale, dscale_t = zero_vectors(MAIN, TAIL)
+    if HAS_BIAS:
+        total, total_t = zero_vectors(MAIN, TAIL)
+    for start in tl.range(first, stop, ROWS, num_stages=STAGES):
+        live = start + tl.arange(0, ROWS) < stop
+        row = tl.cast(start, tl.int64)
+        h, ht = load_tiles(h_ptr, row, live, D, MAIN, TAIL, ROWS)
+        dy, dyt = load_tiles(dy_ptr, row, live, D, MAIN, TAIL, ROWS)
+        branch, branch_t = _load_branch(
+            branch_ptr, branch_ptr, bias_ptr, row, live, D, MAIN, TAIL, ROWS, HAS_BIAS, False
+        )  # fmt: skip
+        if HAS_DH:
+            dh, dht = load_tiles(dh_ptr, row, live, D, MAIN, TAIL, ROWS)
+        if not HOLD:
+            gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+            scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
+        h, ht, rstd = normalize_rows_again(h, ht, mean_ptr, rstd_ptr, row, live, ROWS, CENTER)
+        dx, dxt = normalize_backward(dy, dyt, h, ht, 1.0 + scale, 1.0 + scale_t, rstd, D, TAIL, ROWS, CENTER)
+        if HAS_DH:
+            dx += dh
+            dxt += dht
+        store_tiles(dx_ptr, dx, dxt, row, live, D, MAIN, TAIL, ROWS)
+        store_tiles(dbranch_ptr, gate * dx, gate_t * dxt, row, live, D, MAIN, TAIL, ROWS)
+        dgate += tl.sum(branch * dx, axis=0)
+        if HAS_BIAS:
+            total += tl.sum(dx, axis=0)
+            if TAIL > 0:
+                total_t += tl.sum(dxt, axis=0)
+        dshift += tl.sum(dy, axis=0)
+        dscale += tl.sum(dy * h, axis=0)
+        if TAIL > 0:
+            dgate_t += tl.sum(branch_t * dxt, axis=0)
+            dshift_t += tl.sum(dyt, axis=0)
+            dscale_t += tl.sum(dyt * ht, axis=0)
+    store_vectors(dgate_ptr, dgate, dgate_t, D, MAIN, TAIL)
+    store_vectors(dshift_ptr, dshift, dshift_t, D, MAIN, TAIL)
+    store_vectors(dscale_ptr, dscale, dscale_t, D, MAIN, TAIL)
+    if HAS_BIAS:
+        gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
+        total = tl.sum(gate, axis=0) * total  # reduces gate from one row to (MAIN,)
+        if TAIL > 0:
+            total_t = tl.sum(gate_t, axis=0) * total_t
+        store_vectors(dbias_ptr, total, total_t, D, MAIN, TAIL)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def gate_residual_layernorm_modulate_backward_kernel(
+    dh_ptr, dy_ptr, h_ptr, gate_ptr, branch_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
+    dgate_ptr, dshift_ptr, dscale_ptr, dbias_ptr, sample_ptr, rows, length, chunks_per_sample, gate_stride,
+    scale_stride,
+    D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
+    if PACKED:
+        while first < stop:
+            sample, end = next_segment(sample_ptr, first, stop, CHUNK)
+            slot = program + sample
+            _backward_rows(
+                dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
+                of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
+                of_sample(dgate_ptr, slot, D), of_sample(dshift_ptr, slot, D), of_sample(dscale_ptr, slot, D),
+                of_sample(dbias_ptr, slot, D), first, end, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER, HAS_DH, HAS_BIAS,
+            )  # fmt: skip
+            first = end
+    else:
+        _backward_rows(
+            dh_ptr, dy_ptr, h_ptr, of_sample(gate_ptr, sample, gate_stride), branch_ptr, bias_ptr,
+            of_sample(scale_ptr, sample, scale_stride), mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr,
+            of_sample(dgate_ptr, program, D), of_sample(dshift_ptr, program, D), of_sample(dscale_ptr, program, D),
+            of_sample(dbias_ptr, program, D), first, stop, D, MAIN, TAIL, ROWS, STAGES, HOLD, CENTER, HAS_DH, HAS_BIAS,
+        )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------- operator
@@ -87,8 +325,10 @@ def gate_residual_layernorm_modulate_float8(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None, eps: float = 1e-6,
     by_row: bool = False, branch_scale: Tensor | None = None, sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
-    """(h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32). by_row: y with a scale a row.
-    branch_scale: (B * N, 1) fp32 that the branch's rows are multiplied by first."""
+    """Return h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32.
+
+    by_row: y has one scale per row. branch_scale: (B * N, 1) fp32, by which the branch's rows are multiplied first.
+    """
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = common.new_statistics(x)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
@@ -147,7 +387,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, _, scale, bias, sample_of_row, _, _ = inputs
     h, _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # an output that the loss does not see costs no zeros and no reading of them
+    ctx.set_materialize_grads(False)  # no zeros are written and read for an output without a gradient
     ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
 
 
@@ -193,7 +433,8 @@ def gate_residual_layernorm_modulate(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h = x + gate * (branch + bias) and y = LN(h) * (1 + scale) + shift by Triton kernels, differentiable in all six.
+    """Compute h = x + gate * (branch + bias) and y = LN(h) * (1 + scale) + shift with Triton kernels, differentiable in
+    all six.
 
     Args:
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.

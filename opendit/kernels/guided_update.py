@@ -3,10 +3,10 @@
     o = u + g (c - u) of the guided channels, c of the others (c, u: the halves' predictions)
     new_j = sum_i a[b, j, i] old_i + a[b, j, n] o + a[b, j, n + 1] noise
 
-for a sampler whose update is linear in what it has: its state, earlier predictions, this one, noise. A sample has
-coefficients a and a guidance g of its own. With a learned variance (Nichol, Dhariwal 2021, eq. 15) the noise's
-coefficient in new_0 is exp(p + q v), v being the prediction's other channels. All in fp32, element by element: a sample
-does not depend on the others in its batch, and what is written may lie where something was read.
+It fits samplers whose update is linear in the state, earlier predictions, this prediction, and noise. Every sample has
+its own coefficients a and guidance g. With a learned variance (Nichol, Dhariwal 2021, eq. 15) the noise's coefficient
+in new_0 is exp(p + q v), where v is the prediction's other channels. All is fp32 and element-wise: a sample does not
+depend on the others in its batch, and outputs may overwrite inputs.
 """
 
 import math
@@ -18,13 +18,13 @@ from opendit.kernels.common import or_unused
 from opendit.kernels.embed_patches import as_clip
 from opendit.kernels.language import tl, triton
 
-MOST_OLD, MOST_NEW = 3, 2  # tensors that the kernel has pointers for
+MOST_OLD, MOST_NEW = 3, 2  # the kernel's pointers
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def unpatchify_reference(tokens: Tensor, channels: int, patch: tuple[int, ...], sides: tuple[int, ...]) -> Tensor:
-    """(B, channels, *sides) of tokens (B, N, prod(patch) * channels)."""
+    """Return (B, channels, *sides) from tokens (B, N, prod(patch) * channels)."""
     grid = [side // p for side, p in zip(sides, patch, strict=True)]
     axes = len(sides)
     x = tokens.view(len(tokens), *grid, *patch, channels)
@@ -37,7 +37,7 @@ def guided_update_reference(
     guidance: Tensor | None = None, channels: int | None = None, noise: Tensor | None = None,
     noise_rows: Tensor | None = None, variance: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """:func:`guided_update` in torch."""
+    """Compute :func:`guided_update` in torch."""
     B, C, *sides = old[0].shape
     output = unpatchify_reference(tokens, tokens.shape[-1] // math.prod(patch), patch, tuple(sides)).to(old[0].dtype)
 
@@ -64,7 +64,7 @@ def guided_update_reference(
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK = 256  # numbers of a sample that a program takes
+BLOCK = 256  # values of a sample per program
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _sum(
     coefficients_ptr, FIRST: tl.constexpr, old0, old1, old2, prediction, noise, factor,
     OLD: tl.constexpr, NOISE: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    """One line of the sample's coefficients, times the terms, in their order."""
+    """Sum one row of the sample's coefficients times the terms, in their order."""
     total = tl.load(coefficients_ptr + FIRST) * old0
     if OLD > 1:
         total += tl.load(coefficients_ptr + FIRST + 1) * old1
@@ -99,7 +99,7 @@ def _guided_update_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < size
     c, t, h, w = place // (T * H * W), place // (H * W) % T, place // W % H, place % W
-    # Where the number lies among the tokens' values: (token, frame, row and column in the patch, channel).
+    # Position of the value among the tokens': (token, frame, row and column in the patch, channel).
     token = (t // PT * (H // PH) + h // PH) * (W // PW) + w // PW
     inside = ((t % PT * PH + h % PH) * PW + w % PW) * OUT + c
     row = tl.cast(sample, tl.int64) * tokens * (PT * PH * PW * OUT)
@@ -144,18 +144,19 @@ def guided_update(
     guidance: Tensor | None = None, channels: int | None = None, noise: Tensor | None = None,
     noise_rows: Tensor | None = None, variance: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes ``new``.
+    """Compute the update and write ``new``.
 
     Args:
-        tokens: (B or 2 B, N, prod(patch) * outputs), bf16, fp16 or fp32, contiguous: the network's last linear layer's,
-            of which the first C outputs are the prediction and the next C, if there are any, v. With ``guidance`` of
-            the conditional half, then the other.
+        tokens: (B or 2 B, N, prod(patch) * outputs), bf16, fp16 or fp32, contiguous: output of the network's last
+            linear layer. Its first C outputs are the prediction, and the next C, if there are any, v. With
+            ``guidance``, those of the conditional half, then the other.
         old: one to three tensors (B, C, ...) fp32, contiguous.
-        new: one or two such, to write to; they may be some of ``old``.
+        new: one or two such tensors to write to; they may be among ``old``.
         coefficients: (B, len(new), terms) fp32, a sample's contiguous; terms: old, prediction, noise if any.
         patch: (h, w) or (t, h, w).
-        guidance: (B,) fp32. channels: that are guided, the first ones; None: all.
-        noise: (B, C, ...) fp32, or more rows of it, of which ``noise_rows`` (B,) int64 says the samples'.
+        guidance: (B,) fp32.
+        channels: number of guided channels, from the first; None: all.
+        noise: (B, C, ...) fp32, or more rows, of which ``noise_rows`` (B,) int64 selects the samples'.
         variance: (B, 2) fp32, a sample's contiguous: p and q of the noise's coefficient in the first of ``new``.
     """
     B, C, *sides = old[0].shape

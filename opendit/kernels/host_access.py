@@ -1,7 +1,7 @@
-"""Give kernels access to state in host memory: in place, or through a ring buffer of device memory.
+"""Give kernels access to state in host memory: in place, or through a ring buffer in device memory.
 
-A kernel adds ``shift + row * stride`` bytes to the addresses of the state's row ``row``: none where it reads and writes
-the host's memory itself, otherwise the way from there to the ring buffer.
+A kernel adds ``shift + row * stride`` bytes to the addresses of the state's row ``row``: 0 where it accesses the host's
+memory directly, otherwise the distance to the ring buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,33 +12,34 @@ from torch import Tensor
 
 from opendit.kernels.tensor_table import BlockTable
 
-Launch = Callable[[int, int, int, int], None]  # for the blocks from a first to before a last one, with shift and stride
+Launch = Callable[[int, int, int, int], None]  # (first block, end of blocks, shift, stride)
 
 
 class InPlace:
-    """Over the link, by the kernel's own loads and stores; also of state that lies on the device."""
+    """Access over the link with the kernel's own loads and stores; also for state on the device."""
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """Launches a kernel for these blocks on the current stream."""
+        """Launch a kernel for these blocks on the current stream."""
         launch(first, last, 0, 0)
 
     def finish(self) -> None:
-        """The host waits for what :meth:`run` does beside the current stream."""
+        """Make the host wait for the work of :meth:`run` on other streams."""
 
 
 class Staged:
-    """Through a ring buffer: while a part is computed, the next ones come and the last one goes back, on streams of
-    their own.
+    """Access through a ring buffer: while a part is computed, the next ones are copied in and the last one back, on
+    separate streams.
 
     Args:
         rows: the state, (rows, elements) fp32 in host memory, pinned if the kernel's device is a GPU.
-        tensors: of every row, views of it; each begins at a multiple of the block's elements, one after the other.
-        table: how the kernel cuts them into blocks.
+        tensors: for every row, its views, in order; each begins at a multiple of the block's elements.
+        table: how the kernel divides them into blocks.
         device: the kernel's.
-        part: blocks of a part. depth: parts in the ring buffer.
+        part: blocks per part.
+        depth: parts in the ring buffer.
 
     Raises:
-        ValueError: a tensor that does not lie where its first block is.
+        ValueError: a tensor does not begin where its first block does.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the ring buffer, on the kernel's device."""
+        """Return the bytes of the ring buffer on the kernel's device."""
         return self._ring.nbytes
 
     def run(self, launch: Launch, first: int, last: int) -> None:
@@ -69,9 +70,7 @@ class Staged:
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list[Any] = []
         if self._coming is not None and self._going is not None:
-            self._coming.wait_stream(
-                self._going
-            )  # what is read now, and the ring buffer, as the last run has left them
+            self._coming.wait_stream(self._going)  # the state and the ring buffer must be as the last run left them
             self._coming.wait_stream(torch.cuda.current_stream(self._ring.device))
         for number, begin in enumerate(range(first, last, self._part)):
             end, slot = min(begin + self._part, last), self._ring[number % len(self._ring)]
@@ -87,12 +86,12 @@ class Staged:
             gone.append(self._copy(self._going, computed, here, there))
 
     def finish(self) -> None:
-        """The host waits until the last part is back."""
+        """Make the host wait until the last part is copied back."""
         if self._going is not None:
             self._going.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream | None, after: "torch.Event | None", source: Tensor, target: Tensor):
-        """Row by row, as only what is contiguous is copied without the host; the event at the end."""
+        """Copy row by row, because only contiguous copies run without the host; record the event at the end."""
         if stream is None:
             target.copy_(source)
             return None

@@ -1,12 +1,11 @@
-"""Triton, where it is installed; as checkers of types and machines without it see it."""
+"""Triton, where it is installed, and as type checkers and machines without it see it."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-TRITON: bool  # whether it is installed
+TRITON: bool  # True if it is installed
 if TYPE_CHECKING:
-    # Triton reads kernels' source in a language that is Python by its grammar alone, in which checkers find errors that
-    # are none; and it is called as kernel[grid](...), with arguments that no kernel has (num_warps). So to them all of
-    # it is Any.
+    # Triton's language shares only its grammar with Python, so type checkers would report false errors in kernels, and
+    # in calls kernel[grid](...) with arguments that no kernel declares (num_warps). To them, all of it is Any.
     class _Language(type[Any]):
         def __getattr__(cls, name: str) -> Any: ...
 
@@ -22,7 +21,7 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # CPU-only or macOS torch: the references still work, kernels_available says why kernels don't
+    except ImportError:  # CPU-only or macOS torch: references work, and kernels_available explains why kernels don't
 
         class _MissingTriton:
             constexpr = object

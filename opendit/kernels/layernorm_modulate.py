@@ -1,15 +1,15 @@
 """adaLN: y = LN(x) * (1 + scale) + shift, LN over D without affine part; and the modulation alone, without LN.
 
 x (B, N, D) with shift, scale (B, D); or packed, x (rows, D) with sample_of_row (rows,), see kernels/common.py.
-Statistics and sums in fp32, I/O in bf16, fp16 or fp32; y has x's dtype. Forward reads x once and writes y once,
-keeping mean and rstd (fp32, one a row); backward reads x and dy once, writes dx once and recomputes the normalised x:
+Statistics and sums in fp32, I/O in bf16, fp16 or fp32; y has x's dtype. Forward reads x once and writes y once, and
+saves mean and rstd (fp32, one per row). Backward reads x and dy once, writes dx once and recomputes the normalised x:
 
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
     dshift = sum_N dy,  dscale = sum_N dy * xhat
 
-The same kernels without the centring (CENTER) are RMSNorm's, see rmsnorm_modulate.py: no mean is taken or kept, and
-dx has no mean_D(g).
+Without the centring (CENTER) the same kernels compute RMSNorm, see rmsnorm_modulate.py: no mean is computed or saved,
+and dx lacks mean_D(g).
 """
 
 from typing import Any
@@ -19,16 +19,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common, fp8
-from opendit.kernels.checks import check_inputs
-from opendit.kernels.common import SIZES, Launch, pipeline_stages, rows_of_samples, split_width, unit_columns
+from opendit.kernels.common import (
+    SIZES,
+    Launch,
+    check_inputs,
+    pipeline_stages,
+    rows_of_samples,
+    split_width,
+    unit_columns,
+)
 from opendit.kernels.fp8 import Float8
-from opendit.kernels.fp8_tiles import float8_factor, float8_range, modulated_factor
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import (
     chunk_of_program,
+    float8_factor,
+    float8_range,
     load_tiles,
     load_vectors,
+    modulated_factor,
     next_segment,
     normalize_backward,
     normalize_rows,
@@ -44,21 +53,21 @@ from opendit.kernels.tiles import (
 
 
 def modulate_reference(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """x * (1 + scale) + shift in torch, in the inputs' precision."""
+    """Compute x * (1 + scale) + shift in torch, in the inputs' precision."""
     return x * (1 + rows_of_samples(scale, sample_of_row)) + rows_of_samples(shift, sample_of_row)
 
 
 def layernorm_modulate_reference(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """LN(x) * (1 + scale) + shift in torch, in the inputs' precision."""
+    """Compute LN(x) * (1 + scale) + shift in torch, in the inputs' precision."""
     return modulate_reference(F.layer_norm(x, x.shape[-1:], eps=eps), shift, scale, sample_of_row)
 
 
 def residual_layernorm_modulate_reference(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, and LN(x) * (1 + scale) + shift, in torch."""
+    """Return x, and LN(x) * (1 + scale) + shift, computed in torch."""
     return x, layernorm_modulate_reference(x, shift, scale, eps, sample_of_row)
 
 
@@ -66,21 +75,22 @@ def residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int) -> Launch:
-    """One warp for up to 2,047 columns: 36 numbers a lane at D = 1152, and the row's sums need no barrier.
+    """Return one warp for up to 2,047 columns: 36 values per lane at D = 1152, and the row's sums need no barrier.
 
-    Shift and scale come from the L1 cache for each row: 96 registers a thread instead of 128, so a quarter more rows
-    at once on each multiprocessor.
+    Shift and scale come from the L1 cache for each row: 96 registers per thread instead of 128, so that each
+    multiprocessor processes a quarter more rows at once.
     """
     main = split_width(width)[0]
     return Launch(rows=max(1, 1024 // main), tiles=8, warps=max(1, main // 1024), hold=False)
 
 
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
-    """Two warps for 1024 + 128 columns: the sums add two fp32 a column to what stays in registers.
+    """Return two warps for 1024 + 128 columns: the sums keep two more fp32 values per column in registers.
 
-    More warps were slower (measured: eight, by 3 to 4 times): the row's own sums then wait for them all. Of the packed
-    form the compiler takes 20 registers more, and fewer programs are there at once: it does as well with 128 for 18
-    columns a thread (H200, 65,536 x 1,152: 160 us without that bound, 136 with it, 131 of samples of equal length).
+    More warps were slower (measured: eight, by 3 to 4 times), because the row's own sums then wait for all of them. In
+    the packed form the compiler uses 20 more registers, and fewer programs run at once; limited to 128 for 18 columns
+    per thread it is as fast (H200, 65,536 x 1,152: 160 us without the limit, 136 with it, 131 for samples of equal
+    length).
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -97,7 +107,7 @@ def _forward_rows(
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, FLOAT8: tl.constexpr, PARTIALS: tl.constexpr,
     TARGET: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop, all of one sample."""
+    """Process rows first .. stop, all of one sample."""
     SCALED_ROWS: tl.constexpr = FLOAT8 and PARTIALS == 0
     if HOLD or SCALED_ROWS:
         shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
@@ -115,7 +125,7 @@ def _forward_rows(
             x, xt = normalize_rows(x, xt, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
-        if SCALED_ROWS:  # within the range by its bound; what is not finite is NaN already
+        if SCALED_ROWS:  # in range because of the bound; what is not finite is already NaN
             y *= factor
             yt *= factor
             store_rows(descale_ptr, descale, row, live, ROWS)
@@ -160,7 +170,7 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop, all of one sample: their dx and, to one slot, their sums for shift and scale."""
+    """Write dx of rows first .. stop, all of one sample, and, to one slot, their sums for shift and scale."""
     if HOLD:
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
     dshift, dshift_t = zero_vectors(MAIN, TAIL)
@@ -227,7 +237,7 @@ def _launch_forward(
     x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float,
     y: Tensor | Float8, mean: Tensor, rstd: Tensor, partial: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Normalises by the statistics that there is memory for: both, rstd alone, none."""
+    """Normalise with the statistics that memory was allocated for: both, rstd only, or none."""
     shift, scale = unit_columns(shift, scale)
     cut = common.cut_rows("layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row)
     main, tail = split_width(x.shape[-1])
@@ -251,7 +261,8 @@ def layernorm_modulate_float8(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, by_row: bool = False,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
-    """LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3; mean and rstd (B * N,) fp32. by_row: with a scale a row."""
+    """Return LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3, and mean and rstd (B * N,) fp32. by_row: with one
+    scale per row."""
     mean, rstd = common.new_statistics(x)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
     partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
@@ -297,7 +308,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # mean and rstd have no gradient: no zeros for them
+    ctx.set_materialize_grads(False)  # no zeros for mean and rstd, which have no gradient
     ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
 
 
@@ -328,7 +339,7 @@ layernorm_modulate_forward = operator(
 def layernorm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """LN(x) * (1 + scale) + shift by Triton kernels, differentiable in x, shift and scale.
+    """Compute LN(x) * (1 + scale) + shift with Triton kernels, differentiable in x, shift and scale.
 
     Args:
         x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
@@ -337,13 +348,17 @@ def layernorm_modulate(
 
     Returns:
         x's shape and dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices don't fit.
     """
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, True)[0]
 
 
 class ResidualNormModulate(torch.autograd.Function):
-    """(x, normalised and modulated x). Not an operator of the library like the others, because it returns its input."""
+    """Return (x, normalised and modulated x). Not an operator of the library like the others, because it returns its
+    input."""
 
     @staticmethod
     def forward(
@@ -364,13 +379,16 @@ class ResidualNormModulate(torch.autograd.Function):
 def residual_layernorm_modulate(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x, LN(x) * (1 + scale) + shift), for what goes on with x too: the backward pass adds both gradients of x in the
-    same pass over memory, where autograd would take one more, of three tensors. Arguments as above."""
+    """Return (x, LN(x) * (1 + scale) + shift), for a caller that also uses x.
+
+    The backward pass adds both gradients of x in the same pass over memory, where autograd would make another pass over
+    three tensors. Arguments as above.
+    """
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """x * (1 + scale) + shift by the same kernels without the normalisation; arguments as above."""
+    """Compute x * (1 + scale) + shift with the same kernels, without the normalisation; arguments as above."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

@@ -1,8 +1,8 @@
-"""x W^T whose weight gradient is made by the faster of two equal matrix products.
+"""x W^T with the faster of two equivalent matrix products for its weight gradient.
 
-dW (out, in) is dy^T x, or the transpose of x^T dy. For a layer that narrows, cuBLAS takes the second way faster: on an
-H200, 32,768 rows in bf16, 4608 to 1152, 490 us against 598 (10 MB are transposed after it). Where the layer
-widens the first way is the faster one, 478 us against 582; with in = out they are equal.
+dW (out, in) is dy^T x, or the transpose of x^T dy. For a layer that narrows, cuBLAS is faster at the second: on an
+H200, 32,768 rows in bf16, 4608 to 1152, 490 us against 598 (then 10 MB are transposed). For a layer that widens the
+first is faster, 478 us against 582; with in = out they are equal.
 """
 
 import torch
@@ -32,14 +32,14 @@ class _Narrowing(torch.autograd.Function):
 
 def _turned(x: Tensor) -> Tensor:
     usable, _ = kernels_available(x.device, x.dtype)
-    if not usable or x.shape[0] % 16 or torch.compiler.is_compiling():  # the kernel pads rows to sixteens
+    if not usable or x.shape[0] % 16 or torch.compiler.is_compiling():  # the kernel pads rows to multiples of 16
         return x.t().contiguous()
     return transpose(x)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T without a bias: x (..., in), weight (out, in) to (..., out); ``F.linear``'s results."""
-    # Gemini's parameters watch torch's own calls, and autocast casts inside of them.
+    """x W^T without a bias: x (..., in), weight (out, in) to (..., out); results equal ``F.linear``'s."""
+    # Gemini's parameters intercept torch's own calls, and autocast casts inside them.
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
         return F.linear(x, weight)
     return _Narrowing.apply(x, weight)

@@ -1,7 +1,7 @@
-"""GELU(x W^T + bias), tanh form, where there is no backward pass: in the product's own last step.
+"""GELU(x W^T + bias), tanh form, without a backward pass: computed in the product's epilogue.
 
-Training keeps the product, so that its activation is a pass of its own (bias_gelu.py). Where nothing is kept, cuBLAS
-applies bias and GELU to the sums in fp32 before it writes them: a hidden layer is written once and not read.
+Training needs the product itself, so its activation is a separate pass (bias_gelu.py). Where nothing is saved, cuBLAS
+applies bias and GELU to the fp32 sums before it writes them: a hidden layer is written once and not read.
 """
 
 import torch
@@ -12,13 +12,14 @@ from opendit.models.layers import TORCH_OPS, Projection
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """(..., out) of x (..., in); without gradients. Off a GPU, and for a layer without bias, torch's expression."""
+    """Return (..., out) for x (..., in); without gradients. Off a GPU, and for a layer without bias, torch's
+    expression."""
     if linear.bias is None or not x.is_cuda:
         return TORCH_OPS.linear_gelu(x, linear)
     return cublaslt.linear_gelu(x, linear.weight, linear.bias, product_and_gelu)
 
 
 def product_and_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU(x W^T + bias) (..., out) by torch: x (..., in), weight (out, in), bias (out,)."""
+    """Compute GELU(x W^T + bias) (..., out) with torch: x (..., in), weight (out, in), bias (out,)."""
     y = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], -1)

@@ -1,11 +1,11 @@
-"""The registry: for every operation of a block the kernels that can take the place of its torch reference.
+"""The registry of kernels: for every operation of a block, the kernels that can replace its torch reference.
 
-Operations and references are the fields of :class:`opendit.models.layers.BlockOps`; a kernel is a line of
-:data:`KERNELS`. :func:`chosen` gives a block those that a run's switches turn on; what they are (float8 or not, whether
-they take the projection over, what they keep) stands in that line, and whoever wants to know asks ``BlockOps.kernel``.
-To add a kernel: its file, its test, its benchmark, and a line here.
+Operations and references are the fields of :class:`opendit.models.layers.BlockOps`; a kernel is a row of
+:data:`KERNELS`. :func:`chosen` gives a block those that a run's switches turn on. A row also states the kernel's
+properties (float8 or not, whether it replaces the projection, what it keeps for the backward pass), which
+``BlockOps.kernel`` looks up. To add a kernel: its file, its test, its benchmark, and a row here.
 
-What all of them need of device, dtype and widths: :func:`opendit.kernels.common.kernels_available`, and of float8
+What all of them require of device, dtype and widths: :func:`opendit.kernels.common.kernels_available`, and for float8
 :func:`opendit.kernels.fp8_linear.float8_available`.
 """
 
@@ -37,8 +37,8 @@ def _linear_heads(
     x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = F.linear
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
-    # The matrix product adds a bias for nothing; only its gradient moves to the kernel. Not so for a parameter that
-    # watches torch's calls: Gemini fetches it for one call and may free it before the next, so detach() gives no hold.
+    # The matrix product adds a bias for free; only its gradient moves to the kernel. Not so for a parameter that
+    # intercepts torch's calls: Gemini fetches it for one call and may free it before the next, despite the detach().
     if bias is None or torch.overrides.has_torch_function((bias,)):
         return split_heads(linear(x), num_heads)
     return split_heads(linear.product(x, bias.detach(), multiply), num_heads, bias)
@@ -120,8 +120,8 @@ def _modulate_after_rmsnorm(
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
 
-# Of an operation's lines the last that the switches allow is taken. ``keeps``: activations for the backward pass, by
-# the names of the arguments, u a projection's product and y the result.
+# The last row of an operation that the switches allow is used. ``keeps``: activations for the backward pass, by the
+# names of the arguments; u is a projection's product, y the result.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
@@ -153,7 +153,7 @@ KERNELS = (
     ),
     Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),
     Kernel("add_table", add_table, {MODULATE}),
-    # In float8 every input of a projection is kept as a byte, and its weight too.
+    # In float8 every input of a projection is saved in one byte per value, and so is its weight.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("linear_heads", fp8_linear.linear_heads, {FLOAT8}, keeps=("x",), float8=True, takes_projection=True),
     Kernel("linear_gelu", fp8_linear.linear_gelu, {FLOAT8}, keeps=("x", "u"), float8=True, takes_projection=True),
@@ -182,7 +182,9 @@ KERNELS = (
 
 
 def chosen(switches: Collection[str], others: Collection[Kernel] = ()) -> BlockOps:
-    """The operations of a block with these switches on, the torch reference where no kernel is; ``others``: kernels
-    that are in no table, tried before all (a package's that is installed or not)."""
+    """Return a block's operations with these switches on; torch's reference where there is no kernel.
+
+    ``others``: kernels outside the table; those of the table take precedence.
+    """
     found = {kernel.operation: kernel for kernel in (*others, *KERNELS) if kernel.switches <= set(switches)}
     return BlockOps(**{name: kernel.function for name, kernel in found.items()}, kernels=tuple(found.values()))

@@ -1,4 +1,4 @@
-"""Python functions that run kernels, as operators of torch: for eager mode, torch.compile and autograd."""
+"""Register Python functions that run kernels as torch operators, for eager mode, torch.compile and autograd."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +18,13 @@ def operator(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """A function of tensors that runs kernels: eager, in torch.compile (opaque, shapes from ``fake``), with autograd.
+    """Return a function of tensors that runs kernels: in eager mode, in torch.compile (opaque, shapes from ``fake``),
+    with autograd.
 
-    It is registered as ``torch.ops.opendit.NAME``, which compilers, dispatch modes and tensors that watch torch's calls
-    (Gemini's) get. Plain calls go straight to the implementation: the dispatcher's way through Python costs the host
-    more than such a kernel takes for a small batch. The implementation serves every device: Triton's interpreter
-    takes CPU tensors.
+    It is registered as ``torch.ops.opendit.NAME``, which compilers, dispatch modes and tensors that intercept torch's
+    calls (Gemini's) get. Plain calls go straight to the implementation, because the dispatcher's way through Python
+    costs the host more than such a kernel takes for a small batch. The implementation serves every device, since
+    Triton's interpreter works on CPU tensors.
     """
     name = schema.partition("(")[0]
 
@@ -55,7 +56,7 @@ def _differentiable(
 ) -> Callable[..., Any]:
     class Operator(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *args):  # (with a setup_context of its own, apply would look at the signature in every call)
+        def forward(ctx, *args):  # (with a separate setup_context, apply would inspect the signature in every call)
             output = implementation(*args)
             setup_context(ctx, args, output)
             return output

@@ -1,7 +1,9 @@
-"""The bits of opendit/diffusion/random.py, whose ten rounds of Philox are some 120 operations of torch, by one kernel.
+"""The random bits of opendit/diffusion/random.py with one kernel; in torch, ten rounds of Philox are some 120
+operations.
 
 Word k of counter (block, index, step, stream) under the key ``seed`` is number 4 block + k of a sample. Reference:
-``opendit.diffusion.random.random_bits`` for a device without kernels. Integers only: the same bits everywhere.
+``opendit.diffusion.random.random_bits`` for a device without kernels. There are integers only, so that the bits are the
+same everywhere.
 """
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from opendit.kernels.language import tl, triton
 
-BLOCK = 256  # counters of a program
+BLOCK = 256  # counters per program
 
 
 @triton.jit(do_not_specialize=("seed", "step", "stream", "count"))
@@ -25,7 +27,7 @@ def _philox_kernel(index_ptr, bits_ptr, seed, step, stream, count, BLOCK: tl.con
 
 
 def philox_bits(seed: int, step: int, index: Tensor, stream: int, count: int) -> Tensor:
-    """Uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``."""
+    """Return uniform 32-bit integers, (B, count) int64, for samples ``index`` (B,) int64 of step ``step``."""
     bits = torch.empty(len(index), count, dtype=torch.int64, device=index.device)
     grid = (len(index), -(-count // (4 * BLOCK)))
     with torch.cuda.device_of(index):  # Triton launches on the current device

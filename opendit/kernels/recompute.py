@@ -1,23 +1,23 @@
-"""Rematerialization policies: activations of a block that are recomputed in the backward pass instead of being kept for
-it (``--recompute``).
+"""Rematerialization policies: activations of a block that are recomputed in the backward pass instead of being saved
+for it (``--recompute``).
 
-A block keeps, in tensors of tokens x D, with the fused kernels: its input 1, the first LayerNorm's output 1 (for qkv's
+With the fused kernels a block saves, in tensors of tokens x D: its input 1, the first LayerNorm's output 1 (for qkv's
 weight gradient), q, k, v 3, the attention's output 1, its projection 1 (for the gate's gradient), the residual stream
 between the branches 1, the second LayerNorm's output 1 (fc1), fc1's output 4 (GELU), GELU's output 4 (fc2), fc2's
 output 1: 18 in all.
 
-    norms   not the LayerNorms' outputs: 16. A pass over memory each recomputes them.
-    cheap   nor GELU's, likewise: 12.
-    mlp     nor fc1's output, which takes its product again, a ninth of all of a block's products: 8.
+    norms   without the LayerNorms' outputs: 16. One pass over memory each recomputes them.
+    cheap   also without GELU's output, likewise: 12.
+    mlp     also without fc1's output, which repeats its product, a ninth of a block's products: 8.
     half    mlp in every other block, cheap in the others: 10 on average.
 
-Without the fused LayerNorm + modulate, the normalised input of the modulation is one more tensor at each of the two
-(20 in all), and not kept either.
+Without the fused LayerNorm + modulate, the modulation's normalised input is one more tensor at each of the two (20 in
+all), which is not saved either.
 
-In place of such a tensor autograd keeps a :class:`Recomputed`. The same functions on the same inputs make the same
-bits, but for one: a LayerNorm's output, where the forward pass makes it together with the residual stream
-(gate_residual_layernorm_modulate), backward makes from that stream by the LayerNorm's own kernel. They normalise alike,
-but a GPU may add a row up in another order, so that a number in half precision now and then rounds to its neighbour.
+Instead of such a tensor, autograd saves a :class:`Recomputed`. The same functions of the same inputs give the same
+bits, with one exception: a LayerNorm's output that the forward pass computes together with the residual stream
+(gate_residual_layernorm_modulate) is recomputed from that stream by the LayerNorm's own kernel. Both compute the same,
+but a GPU may sum a row in another order, so that now and then a value in half precision rounds to its neighbour.
 """
 
 import functools
@@ -39,11 +39,11 @@ from opendit.models.layers import BlockOps, Projection
 class Recomputed:
     """A tensor that is recomputed by ``make(*inputs)``, without gradients, under the autocast that is on now.
 
-    Inputs are tensors, which are kept, or recomputed themselves. Every use is announced by ``share`` and met by
-    ``take``: the tensor is made for the first and let go with the last of them, so that several uses cost one ``make``;
-    another backward pass through the same graph makes it once more.
+    Inputs are tensors, which are saved, or Recomputed themselves. Every use is announced by ``share`` and ended by
+    ``take``: the tensor is computed for the first use and freed with the last, so that several uses cost one ``make``.
+    Another backward pass through the same graph computes it once more.
 
-    result: the tensor while it is made and not yet let go; else None.
+    result: the tensor between its first and its last use; else None.
     """
 
     def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recomputed"):
@@ -54,12 +54,12 @@ class Recomputed:
         self.result: Tensor | None = None
 
     def share(self) -> "Recomputed":
-        """Announces one more use; returns itself."""
+        """Announce one more use; return self."""
         self._uses += 1
         return self
 
     def take(self) -> Tensor:
-        """The tensor, made for the first of the announced uses and let go with the last."""
+        """Return the tensor: computed for the first of the announced uses, freed with the last."""
         if self.result is None:
             inputs = [i.take() if isinstance(i, Recomputed) else i for i in self._inputs]
             enabled, dtype = self._autocast
@@ -74,18 +74,19 @@ class Recomputed:
 
 
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """``tensor``, which make(*inputs) has made, and how it can be recomputed; inputs that can be are."""
+    """Record on ``tensor``, which make(*inputs) has computed, how to recompute it; inputs are recomputed, too, if they
+    can be."""
     if torch.is_grad_enabled():
-        made: Any = tensor  # which has no such attribute by its class
+        made: Any = tensor  # for the type checker: Tensor has no such attribute
         made.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
     return tensor
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Inside, autograd keeps how to recompute ``tensor``, if that is known, wherever it would keep ``tensor``.
+    """Inside, make autograd save how to recompute ``tensor``, if that is known, wherever it would save ``tensor``.
 
-    It is known again by its place in memory, and so are views of it: what autograd hands to these hooks is a new tensor
-    each time, with nothing else in common with the one that was given. That costs the host a comparison.
+    The tensor and its views are recognised by their memory address, because autograd hands a new tensor object to these
+    hooks each time. That costs the host one comparison.
     """
     recomputed = getattr(tensor, "recomputed", None)
     if recomputed is None:
@@ -93,7 +94,7 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
     place = tensor.data_ptr(), tensor.numel()
 
     def pack(kept: Tensor):
-        # (A matrix product keeps a view of its input, (tokens, D).)
+        # (A matrix product saves a view of its input, (tokens, D).)
         return (recomputed.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
 
     def unpack(packed) -> Tensor:
@@ -103,7 +104,7 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _as_a_linear_sees(x: Tensor) -> Tensor:
-    """``x`` in autocast's dtype. A linear layer would make this copy by itself, and keep it: it could not be
+    """Convert ``x`` to autocast's dtype. A linear layer would make and save this copy itself, and it could not be
     recomputed."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
@@ -112,10 +113,11 @@ def _as_a_linear_sees(x: Tensor) -> Tensor:
 
 
 def recomputing(ops: BlockOps, level: str) -> BlockOps:
-    """``ops`` (torch's or the kernels' of opendit.kernels.select, not FP8's), keeping less for the backward pass.
+    """Wrap ``ops`` (torch's or the kernels' of opendit.kernels.select, not FP8's) so that they save less for the
+    backward pass.
 
-    Gradients are the same, for the LayerNorm's rounding see above. Weights must not change between forward and
-    backward, nor be freed. Not for torch.compile, which has no such hooks.
+    Gradients are the same but for the LayerNorm's rounding, see above. Weights must not change or be freed between
+    forward and backward. Not for torch.compile, which has no such hooks.
 
     Args:
         level: none, norms, cheap or mlp.
@@ -126,7 +128,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     joined = ops.linear_gate_residual_layernorm_modulate
     kernel, gelu_kernel = ops.kernel("layernorm_modulate"), ops.kernel("linear_gelu")
     fused = kernel is not None and kernel.keeps == ("x",)
-    # The fused kernel keeps nothing but its input; torch's expressions keep what lies between norm and modulation.
+    # The fused kernel saves only its input; torch's expressions also save what lies between norm and modulation.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
     activation = gelu_kernel and gelu_kernel.after_product  # adds the bias, too
 
@@ -184,8 +186,8 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
 
 def recompute_in(model: DiT, level: str) -> None:
-    """Has the blocks and the final layer of ``model`` (any of the models with BlockOps) recompute what ``level`` says:
-    none, norms, cheap, half or mlp. After ``model.use``, which sets the operations that this wraps."""
+    """Make the blocks and the final layer of ``model`` (any model with BlockOps) recompute what ``level`` says: none,
+    norms, cheap, half or mlp. Call it after ``model.use``, which sets the operations that this wraps."""
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"
         block.ops = recomputing(block.ops, alternating if level == "half" else level)

@@ -1,4 +1,4 @@
-"""Work recorded as a CUDA graph. Only this file touches what torch keeps to itself for that."""
+"""Record work as a CUDA graph. Only this file uses torch's private names for that."""
 
 import contextlib
 import weakref
@@ -8,23 +8,23 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 _ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-_FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch must go on finding, see _clear_up
+_FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch still refers to, see _clear_up
 
 
 T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """The interface of recorders: :class:`GraphRecorder`, or a wrapper around one."""
+    """Interface of recorders: :class:`GraphRecorder`, or a wrapper around one."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]: ...
 
 
 class GraphRecorder:
-    """Records on a side stream of its own, into one pool of memory that all its recordings share.
+    """Records on its own side stream, into one memory pool that all its recordings share.
 
-    Autograd goes back to the stream of a weight's first use, and what is recorded must not touch the default one: so
-    what runs between recordings belongs on the side stream, too.
+    Autograd runs on the stream where a weight was first used, and a recording must not touch the default one. So work
+    between recordings belongs on the side stream, too.
     """
 
     def __init__(self):
@@ -45,19 +45,19 @@ class GraphRecorder:
 
 
 def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[T, Callable[[], None]]:
-    """Records what ``work`` enqueues without running it: (its result's memory, a function that runs it).
+    """Record what ``work`` enqueues without running it. Return its result's memory, and a function that runs it.
 
-    Raises RuntimeError if something in it can't be recorded; the pool is good for no other recording then.
+    Raises RuntimeError if something in it can't be recorded; the pool can't be used for other recordings then.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
-        # thread_local: other threads, which pin batches and watch communicators, may go on calling CUDA.
+        # thread_local: other threads, which pin batches and watch communicators, may call CUDA meanwhile.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         with torch.cuda.stream(torch.cuda.current_stream()), recording:
             try:
                 result = work()
             except RuntimeError as error:
-                failure = error  # of a recording that failed halfway the end fails, too, and says less
+                failure = error  # the end of a failed recording fails, too, with a less useful message
                 raise
     except RuntimeError as error:
         _clear_up(graph, pool)
@@ -67,18 +67,22 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
 
 
 def end_recordings() -> None:
-    """Frees what this process has recorded, which can't be replayed any more. A NCCL communicator can only be closed
-    when nothing recorded uses it: until then its end waits."""
+    """Free everything this process has recorded, which can't be replayed any more.
+
+    A NCCL communicator waits to be closed until no recording uses it.
+    """
     for graph in tuple(_ALIVE):
         graph.reset()
     _ALIVE.clear()
 
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
-    """After a recording whose end failed, torch takes it to go on: freed memory that another stream has used would not
-    be used again, and no random numbers could be drawn."""
-    _FAILED.append(graph)  # the allocator of pinned memory goes on asking it whether a stream belongs to it
-    with contextlib.suppress(RuntimeError):  # its end did not fail
+    """Clear the state that torch keeps after a failed capture, which it regards as still running.
+
+    Otherwise freed memory that another stream has used would never be reused, and no random numbers could be drawn.
+    """
+    _FAILED.append(graph)  # the allocator of pinned memory still asks it which streams belong to it
+    with contextlib.suppress(RuntimeError):  # raised if its end did not fail
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())

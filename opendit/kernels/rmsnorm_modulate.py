@@ -1,6 +1,6 @@
-"""RMSNorm in LayerNorm's place: y = RMSNorm(x) * (1 + scale) + shift with RMSNorm(x) = x / rms(x) * weight.
+"""RMSNorm instead of LayerNorm: y = RMSNorm(x) * (1 + scale) + shift with RMSNorm(x) = x / rms(x) * weight.
 
-The weight (D,) joins the scale (B, D), so that there is no kernel but LayerNorm's, without its centring:
+The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can be used, without their centring:
 
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opendit.kernels.checks import check_inputs, check_tensors
+from opendit.kernels.common import check_inputs, check_tensors
 from opendit.kernels.gate_residual import gate_residual_reference
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_forward
 from opendit.kernels.layernorm_modulate import ResidualNormModulate, layernorm_modulate_forward, modulate_reference
@@ -24,14 +24,14 @@ from opendit.kernels.layernorm_modulate import ResidualNormModulate, layernorm_m
 def rmsnorm_modulate_reference(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """RMSNorm(x) * (1 + scale) + shift in torch, in the inputs' precision."""
+    """Compute RMSNorm(x) * (1 + scale) + shift in torch, in the inputs' precision."""
     return modulate_reference(F.rms_norm(x, x.shape[-1:], weight, eps), shift, scale, sample_of_row)
 
 
 def residual_rmsnorm_modulate_reference(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x, and RMSNorm(x) * (1 + scale) + shift, in torch."""
+    """Return x, and RMSNorm(x) * (1 + scale) + shift, computed in torch."""
     return x, rmsnorm_modulate_reference(x, weight, shift, scale, eps, sample_of_row)
 
 
@@ -46,7 +46,8 @@ def gate_residual_rmsnorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + gate * (branch + bias), RMSNorm of it * (1 + scale) + shift) in torch, in the inputs' precision."""
+    """Compute x + gate * (branch + bias), and RMSNorm of it * (1 + scale) + shift, in torch, in the inputs'
+    precision."""
     h = gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, rmsnorm_modulate_reference(h, weight, shift, scale, eps, sample_of_row)
 
@@ -55,9 +56,11 @@ def gate_residual_rmsnorm_modulate_reference(
 
 
 def _modulation(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """shift and scale' (B, D) in fp32: rounded to half precision, scale' would have an error of its own for every
-    column, and the weight's gradient those of its parts. The weight only passes through torch's operations, which
-    Gemini has to see."""
+    """Return shift and scale' (B, D) in fp32.
+
+    In half precision, scale' would be rounded again for every column, and the weight's gradient would be a sum of
+    rounded parts. The weight only passes through torch's operations, because Gemini must see its uses.
+    """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be (D,) = {tuple(x.shape[-1:])}, not {tuple(weight.shape)}")
     check_tensors(x=x, weight=weight, shift=shift, scale=scale)
@@ -68,7 +71,7 @@ def _modulation(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tupl
 def rmsnorm_modulate(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """RMSNorm(x) * (1 + scale) + shift by Triton kernels, differentiable in x, weight, shift and scale.
+    """Compute RMSNorm(x) * (1 + scale) + shift with Triton kernels, differentiable in x, weight, shift and scale.
 
     Args:
         x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
@@ -90,7 +93,8 @@ def rmsnorm_modulate(
 def residual_rmsnorm_modulate(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(x, RMSNorm(x) * (1 + scale) + shift), both gradients of x added in one pass over memory; arguments as above."""
+    """Return (x, RMSNorm(x) * (1 + scale) + shift), whose gradients for x are added in one pass over memory; arguments
+    as above."""
     shift, scale = _modulation(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, False)
@@ -107,10 +111,10 @@ def gate_residual_rmsnorm_modulate(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h = x + gate * (branch + bias) and y = RMSNorm(h) * (1 + scale) + shift by Triton kernels.
+    """Compute h = x + gate * (branch + bias) and y = RMSNorm(h) * (1 + scale) + shift with Triton kernels.
 
-    Differentiable in all seven. Arguments as above, and those of gate_residual_layernorm_modulate. Returns (h, y),
-    both of x's shape and dtype; y is normalised from h as rounded to that dtype. Raises ValueError: as above.
+    Differentiable in all seven. Arguments as above, and those of gate_residual_layernorm_modulate. Returns (h, y), both
+    of x's shape and dtype; y is normalised from h as rounded to that dtype. Raises ValueError as above.
     """
     shift, scale = _modulation(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)

@@ -1,4 +1,4 @@
-"""Choose a run's kernels from its flags and hardware, with one line each that says why."""
+"""Choose a run's kernels from its flags and hardware, with one line each that gives the reason."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class KernelSwitches:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The arguments of ``model.use``, and one line each that says why."""
+    """The arguments of ``model.use``, with one line each that gives the reason."""
 
     ops: BlockOps
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ops_note: str
     attention_note: str
-    varlen: VarlenAttention | None = None  # of packs: the kernel for neighbours of unequal length
+    varlen: VarlenAttention | None = None  # for packs: the kernel for samples of unequal length
 
 
 def select_kernels(
@@ -52,13 +52,15 @@ def select_kernels(
     shared: bool = False,
     packs: bool = False,
 ) -> KernelChoice:
-    """The operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens a sample.
+    """Return the operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens per
+    sample.
 
-    inference: nothing will ask for gradients, so that operations which keep nothing for them may be taken.
-    shared: ranks share a sample's tokens, and have to agree on the scales of FP8.
-    packs: samples of unequal size will lie in one sequence.
+    Args:
+        inference: no gradients will be needed, so operations that save nothing for them can be used.
+        shared: ranks share a sample's tokens and must agree on the scales of FP8.
+        packs: samples of unequal size will be in one sequence.
 
-    A kernel that was asked for and can't be used is replaced by its torch reference; the note says why.
+    A requested kernel that can't be used is replaced by its torch reference; the note gives the reason.
 
     Raises:
         ValueError: the attention kernel that ``--attention`` names does not run here.
@@ -125,12 +127,12 @@ def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
 
 
 def _after(norm, modulation):
-    """adaLN from a separate LayerNorm and modulation."""
+    """Compute adaLN from a separate LayerNorm and modulation."""
     return lambda x, *modulated_by: modulation(norm(x), *modulated_by)
 
 
 def _apex_layer_norm():
-    """apex's LayerNorm without weights over the last dimension, or None when apex is not installed."""
+    """Return apex's LayerNorm without weights over the last dimension, or None if apex is not installed."""
     try:
         from apex.normalization.fused_layer_norm import (  # pyright: ignore[reportMissingImports]  # by hand alone
             fused_layer_norm,

@@ -1,8 +1,8 @@
-"""softmax(q k^T / sqrt(d)) v of short sequences, without gradients, for heads whose size is no power of two.
+"""softmax(q k^T / sqrt(d)) v of short sequences, without gradients, for heads whose size is not a power of two.
 
-Kernels for training fill a head of 72 up to 128 and multiply the zeros, too. Here it is two blocks, 64 + 16, whose
-products add up, so a head of 72 costs what one of 80 does. Scores, sums and the softmax are fp32; probabilities are
-rounded to the inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
+Training kernels pad a head of 72 to 128 and multiply the zeros, too. Here it is two blocks, 64 + 16, whose products are
+added, so that a head of 72 costs as much as one of 80. Scores, sums and the softmax are fp32; probabilities are rounded
+to the inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
 """
 
 import math
@@ -16,12 +16,12 @@ from opendit.kernels.common import kernels_available, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.models.layers import Attend
 
-LONGEST = 1024  # tokens; above, kernels with more tiles in flight are made for it
+LONGEST = 1024  # tokens; longer sequences are for kernels with more tiles in flight
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Queries of a program, keys of a tile, tiles in flight, and warps."""
+    """Queries per program, keys per tile, tiles in flight, and warps."""
 
     rows: int
     keys: int
@@ -29,31 +29,32 @@ class AttentionTiles:
     warps: int
 
 
-# Tiles of 64 keys in both: a sample's bits do not depend on how many are drawn with it. Of one stage they break the GPU
-# (Triton 3.6: an illegal access).
+# Both have tiles of 64 keys, so that a sample's bits do not depend on how many are drawn with it. With one stage they
+# cause an illegal access on the GPU (Triton 3.6).
 FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
-# Heads of samples up to which tiles are FEW, and from which they are cuDNN's. Measured on an H200 in DiT-XL/2 at 256 px
-# (benchmarks/bench_short_attention.py): 32, a guided picture, 6.1 us, 7.9 with MANY and 9.1 by cuDNN; 256, eight
-# pictures, 24.4 us with MANY, 26.1 with FEW, 25.2 by cuDNN, which clears memory in kernels of its own besides; 2,048,
-# 64 pictures, 177 us, 148 by cuDNN.
+# Largest number of heads (of all samples) for FEW, and smallest for cuDNN. Measured on an H200 in DiT-XL/2 at 256 px
+# (benchmarks/bench_short_attention.py): 32, one guided picture, 6.1 us, 7.9 with MANY and 9.1 with cuDNN; 256, eight
+# pictures, 24.4 us with MANY, 26.1 with FEW, 25.2 with cuDNN, which also clears memory in separate kernels; 2,048, 64
+# pictures, 177 us, 148 with cuDNN.
 HEADS_OF_FEW, HEADS = 96, 320
 
 
 def short_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, H, N, d) in torch, in float32 or wider."""
+    """Compute (B, H, N, d) in torch, in float32 or wider."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
 
 
 def split_head(size: int) -> tuple[int, int]:
-    """Widths of the blocks that cover a head: (64, 16) of 72, (64, 0) of 64; each 0, or a power of two from 16 on."""
+    """Return the widths of the blocks that cover a head: (64, 16) for 72, (64, 0) for 64; each is 0 or a power of two
+    from 16 on."""
     main = max(16, next_power_of_2(size + 1) // 2)
     rest = size - main
     return main, 0 if rest <= 0 else max(16, next_power_of_2(rest))
 
 
 def takes(q: Tensor) -> bool:
-    """Return True if the kernel is made for such q (B, H, N, d)."""
+    """Return True if the kernel supports such q (B, H, N, d)."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not kernels_available(q.device, q.dtype)[0]:
         return False
     batch, heads, tokens, size = q.shape
@@ -68,7 +69,7 @@ def short_is_faster(device: torch.device) -> bool:
 
 @triton.jit
 def _load(ptr, rows, stride, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):
-    """Rows of a head, columns START .. START + WIDTH, zero beyond D; the stride counts in UNITs."""
+    """Load rows of a head, columns START .. START + WIDTH, zero beyond D; the stride counts UNITs."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None] & (cols < D)[None, :]
     return tl.load(ptr + (rows * stride * UNIT)[:, None] + cols[None, :], mask=mask, other=0.0)
@@ -82,8 +83,8 @@ def _short_attention_kernel(
     D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head. Strides count in UNITs, so that the compiler knows that 16 bytes are aligned;
-    EVEN: tiles of keys are whole."""
+    """Compute one tile of queries of one head. Strides count UNITs, so that the compiler knows that 16 bytes are
+    aligned; EVEN: all tiles of keys are full."""
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_ptr += (tl.cast(sample, tl.int64) * q_batch + head * q_head) * UNIT
     k_ptr += (tl.cast(sample, tl.int64) * k_batch + head * k_head) * UNIT
@@ -118,7 +119,7 @@ def _short_attention_kernel(
         if REST > 0:
             v_rest = _load(v_ptr, keys, v_token, there, MAIN, REST, D, UNIT)
             total_rest = tl.dot(p, v_rest, total_rest * shrink[:, None], out_dtype=tl.float32)
-    # The result lies as (B, N, H, D).
+    # The result is stored as (B, N, H, D).
     place = (tl.cast(sample, tl.int64) * tokens + rows) * (heads * D) + head * D
     cols = tl.arange(0, MAIN)
     out = (total / weight[:, None]).to(out_ptr.dtype.element_ty)
@@ -130,7 +131,7 @@ def _short_attention_kernel(
 
 
 class ShortAttention:
-    """Without gradients: :func:`short_attention` of what it :func:`takes`, and ``otherwise`` of the rest."""
+    """Attention without gradients: :func:`short_attention` for what it :func:`takes`, else ``otherwise``."""
 
     def __init__(self, otherwise: Attend):
         self.otherwise = otherwise
@@ -140,12 +141,12 @@ class ShortAttention:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:
-    """(B, H, N, d), as (B, N, H, d) in memory, of q, k, v (B, H, N, d) in bf16 or fp16, d a multiple of 8."""
+    """Return (B, H, N, d), stored as (B, N, H, d), of q, k, v (B, H, N, d) in bf16 or fp16, d a multiple of 8."""
     B, H, N, d = q.shape
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     main, rest = split_head(d)
-    if tiles is None:  # (Of wider heads the registers hold no more than FEW.)
+    if tiles is None:  # (For wider heads the registers only suffice for FEW.)
         tiles = MANY if B * H * -(-N // 256) > HEADS_OF_FEW and main + rest <= 80 else FEW
     strides = [stride // 8 for x in parts for stride in x.stride()[:3]]
     keys = min(tiles.keys, max(16, next_power_of_2(N)))

@@ -1,8 +1,8 @@
-"""q, k, v (B, H, N, d) as views of one projection qkv (B, N, 3 D), D = H * d, whose gradient comes back in one pass.
+"""q, k, v (B, H, N, d) as views of one projection qkv (B, N, 3 D), D = H * d, whose gradient is assembled in one pass.
 
-torch's own backward of the view stacks dq, dk, dv and then copies the stack into qkv's order: 12 tensors of activations
-read or written where 6 do. Here one kernel puts each where it belongs. It also makes the gradient of the bias that the
-projection has added already:
+torch's own backward of the view stacks dq, dk, dv and then copies the stack into qkv's order: 12 activation tensors
+read or written instead of 6. Here one kernel writes each where it belongs. It also computes the gradient of the bias
+that the projection has added already:
 
     dqkv[b, n, (s, h, j)] = (dq, dk, dv)[s][b, h, n, j],  dbias = sum over b, n of dqkv
 """
@@ -13,26 +13,25 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import common, fp8
-from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import Launch, block_width, choose_launch
+from opendit.kernels.common import Launch, block_width, check_tensors, choose_launch
 from opendit.kernels.fp8 import Float8
-from opendit.kernels.fp8_tiles import float8_factor, float8_range
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
-from opendit.kernels.tiles import column_block, store_column_sums
+from opendit.kernels.tiles import column_block, float8_factor, float8_range, store_column_sums
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch; ``bias`` (3 D,) is in qkv and receives its gradient here."""
+    """Return q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch; ``bias`` (3 D,) is contained in qkv and gets its
+    gradient here."""
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
     return head_views(qkv, num_heads)
 
 
 def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d): views of qkv (B, N, 3 D), for whom somebody else makes the gradient."""
+    """Return q, k, v (B, H, N, d): views of qkv (B, N, 3 D), whose gradient the caller computes."""
     B, N, width = qkv.shape
     q, k, v = qkv.view(B, N, 3, num_heads, width // (3 * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
@@ -41,9 +40,7 @@ def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 BACKWARD = Launch(rows=32, tiles=4, warps=4)
-BACKWARD_FLOAT8 = Launch(
-    rows=32, tiles=16, warps=4
-)  # fewer programs: each begins with reading what the scale is made of
+BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)  # fewer programs, because each first reads all partial maxima
 
 
 @triton.jit
@@ -52,9 +49,9 @@ def _gather_rows(
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows first .. stop of one of the three, to their place; ``total_ptr`` is that place in the slot of sums.
+    """Copy rows first .. stop of one of the three to their place; ``total_ptr`` is that place in the slot of sums.
 
-    Strides count in UNITs, so that the compiler knows the alignment and reads 16 bytes at once.
+    Strides count UNITs, so that the compiler knows the alignment and reads 16 bytes at once.
     """
     cols = column + tl.arange(0, BLOCK)
     inside = (cols // HEAD) * (head_stride * UNIT) + cols % HEAD
@@ -114,7 +111,7 @@ def _gather_heads_kernel(
 def _launch(
     dq: Tensor, dk: Tensor, dv: Tensor, dqkv: Tensor | Float8, sums: torch.dtype | None, partial: Tensor | None = None
 ) -> Tensor | None:  # fmt: skip
-    """Writes dqkv, returns the bias's gradient in the dtype ``sums``."""
+    """Write dqkv and return the bias's gradient in the dtype ``sums``."""
     B, H, N, d = dq.shape
     width, rows = H * d, B * N
     block = block_width(width)
@@ -149,13 +146,13 @@ def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tup
 
 
 def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype) -> tuple[Float8, Tensor]:
-    """(dqkv (B, N, 3 D) in e5m2, dbias (3 D,) in the dtype ``sums``) of dq, dk, dv (B, H, N, d)."""
+    """Return dqkv (B, N, 3 D) in e5m2 and dbias (3 D,) in the dtype ``sums``, from dq, dk, dv (B, H, N, d)."""
     grads = _of_one_layout(dq, dk, dv)
     B, H, N, d = dq.shape
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
-    # The largest does not depend on the order, so memory that is dense is taken as it lies.
+    # The maximum does not depend on the order, so dense memory is read in its own order.
     rows = [(g if g.is_contiguous() else g.transpose(1, 2)).flatten(2) for g in grads]
-    return dqkv, cast(Tensor, _launch(*grads, dqkv, sums, fp8.amax(*rows)))  # (it has been asked for sums)
+    return dqkv, cast(Tensor, _launch(*grads, dqkv, sums, fp8.amax(*rows)))  # not None, because of ``sums``
 
 
 def _gather_fake(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -186,13 +183,14 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d): views of qkv (B, N, 3 D), for attention; their gradients return through one Triton kernel.
+    """Return q, k, v (B, H, N, d): views of qkv (B, N, 3 D), for attention, whose gradients return through one Triton
+    kernel.
 
     Args:
-        qkv: (B, N, 3 D) bf16, fp16 or fp32, contiguous; D divides by num_heads.
+        qkv: (B, N, 3 D) bf16, fp16 or fp32, contiguous; D is divisible by num_heads.
         num_heads: H.
-        bias: (3 D,), any of these dtypes: what the projection has added to qkv, apart from the graph. It is not added
-            here; its gradient is made here. None when the projection's own backward makes it.
+        bias: (3 D,), any of these dtypes: the bias that the projection has added to qkv outside the graph. It is not
+            added here, but its gradient is computed here. None if the projection's own backward computes it.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit.

@@ -1,6 +1,6 @@
-"""Look up the tables of a sampling step: every sample's rows, by its own step, which is counted up.
+"""Look up the tables of a sampling step: every sample's rows, by its own step, which is incremented.
 
-A few wide rows (DiT-XL/2's modulations: 195,840 numbers) are gathered by a kernel of its own: torch's took 17 us for 16
+A few wide rows (DiT-XL/2's modulations: 195,840 values) are gathered by a special kernel: torch's took 17 us for 16
 rows on an H200, four times what their bytes need.
 """
 
@@ -14,7 +14,7 @@ from opendit.kernels.language import tl, triton
 
 
 def take_step_reference(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`take_step` in torch."""
+    """Compute :func:`take_step` in torch."""
     order = torch.arange(len(step), device=step.device)
     found = (rows + step * stride).flatten(), numbers[step], order + step * len(step)
     step += 1
@@ -41,7 +41,7 @@ def _take_step_kernel(
     tl.store(step_ptr + sample, step + 1)
 
 
-WIDTH = 2048  # columns of a program
+WIDTH = 2048  # columns per program
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _gather_rows_kernel(table_ptr, rows_ptr, out_ptr, columns, stride, WIDTH: tl
 
 
 def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of tables for samples that may stand at different steps; adds 1 to ``step``.
+    """Return rows of tables for samples that may be at different steps, and add 1 to ``step``.
 
     Args:
         step: (B,) int64.

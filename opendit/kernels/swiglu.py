@@ -1,4 +1,4 @@
-"""SwiGLU's activation: y = SiLU(a) * b with a, b the halves of x = [a | b] (Shazeer 2020, "GLU Variants Improve
+"""SwiGLU's activation: y = SiLU(a) * b, where a, b are the halves of x = [a | b] (Shazeer 2020, "GLU Variants Improve
 Transformer").
 
 x (..., 2 H), the output of one projection; y (..., H). Computed in fp32, I/O in bf16, fp16 or fp32; y has x's dtype.
@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import common
-from opendit.kernels.checks import check_tensors
-from opendit.kernels.common import Launch
+from opendit.kernels.common import Launch, check_tensors
 from opendit.kernels.language import tl, triton
 from opendit.kernels.operators import operator
 from opendit.kernels.tiles import column_block, logistic
@@ -22,14 +21,14 @@ from opendit.kernels.tiles import column_block, logistic
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
-    """SiLU(a) * b of x = [a | b] in torch, in the input's precision."""
+    """Compute SiLU(a) * b of x = [a | b] in torch, in the input's precision."""
     a, b = x.chunk(2, dim=-1)
     return F.silu(a) * b
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-# Nothing is summed, so there is nothing to gain from many tiles a program. Backward has twice the tensors in registers.
+# Nothing is summed, so many tiles per program gain nothing. Backward has twice the tensors in registers.
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=16, tiles=1, warps=4)
 
@@ -41,7 +40,7 @@ def _sigmoid(a, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def _halves(column, start, stop, H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(offsets in y, offsets of the same columns of a in x, mask); b's are H further."""
+    """Return offsets in y, offsets of the same columns of a in x, and the mask; those of b are H further."""
     offsets, mask = column_block(column, start, stop, H, BLOCK, ROWS)
     wide, _ = column_block(column, start, stop, 2 * H, BLOCK, ROWS)
     return offsets, wide, mask
@@ -125,7 +124,7 @@ _forward_op = operator("swiglu(Tensor x) -> Tensor", _forward, _forward_fake, _a
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU(a) * b of x = [a | b] by Triton kernels, differentiable.
+    """Compute SiLU(a) * b of x = [a | b] with Triton kernels, differentiable.
 
     Args:
         x: (..., 2 H) bf16, fp16 or fp32.
@@ -134,7 +133,7 @@ def swiglu(x: Tensor) -> Tensor:
         (..., H), x's dtype.
 
     Raises:
-        ValueError: the last dimension is odd, or the dtype another.
+        ValueError: the last dimension is odd, or the dtype is not supported.
     """
     if x.shape[-1] % 2:
         raise ValueError(f"x must be (..., 2 H), not {tuple(x.shape)}")

@@ -1,5 +1,5 @@
-"""Kernels over many tensors at once: they find the tensors in a table of addresses, and a program finds its block of a
-tensor in a table of blocks."""
+"""Kernels over many tensors at once: a table of addresses locates the tensors, and a table of blocks tells a program
+which block of which tensor it processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,41 +12,43 @@ from opendit.kernels.language import tl, triton
 
 @triton.jit
 def at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to elements of the tensor at ``address``, an int64 of a table."""
+    """Return pointers to elements of the tensor at ``address``, an int64 of a table."""
     pointer = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:  # lets the compiler move 16 bytes a thread
+    if ALIGNED:  # lets the compiler move 16 bytes per thread
         pointer = tl.multiple_of(pointer, 16)
     return pointer + offsets
 
 
 def block_table(counts: Tensor) -> Tensor:
-    """(blocks, 2) int32: the number of the block's tensor, and of the block in it; counts: blocks of every tensor."""
+    """Return (blocks, 2) int32: each block's tensor number, and the block's number in that tensor. counts: blocks of
+    every tensor."""
     tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
     first = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
     return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).int()
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """0 where there is no tensor."""
+    """Return the tensors' addresses; 0 where there is no tensor."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def send(host: Tensor, device: torch.device) -> Tensor:
-    """``host`` on the device, without waiting; pinned memory is not used again before the copy is done."""
+    """Copy ``host`` to the device without waiting; pinned memory is not reused before the copy is done."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name of a dtype of torch."""
+    """Return Triton's name of a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 class BlockTable:
-    """Tensors of ``sizes`` elements cut into blocks of ``block``, each tensor's last one shorter.
+    """Tensors of ``sizes`` elements divided into blocks of ``block``; each tensor's last block may be shorter.
 
     Attributes:
-        blocks: (blocks, 2) int32 on the device: the number of the block's tensor, and of the block in it.
-        first: the first block of every tensor, and their number at the end. block: as given.
+        blocks: (blocks, 2) int32 on the device: each block's tensor number, and its number in that tensor.
+        first: the first block of every tensor, followed by the number of all blocks.
+        block: elements per block.
     """
 
     def __init__(self, sizes: Sequence[int], block: int, device: torch.device):
@@ -68,7 +70,7 @@ class AddressTable:
         self._sizes, self._device, self._sent = list(sizes), device, None
 
     def refresh(self, rows: Sequence[Sequence[Tensor | None]]) -> None:
-        """Sends the table again if an address has changed."""
+        """Send the table again if an address has changed."""
         addresses = [address for row in rows for address in addresses_of(row)]
         if addresses != self._sent:
             self._sent, self.table = addresses, send(torch.tensor(self._sizes + addresses), self._device)
@@ -77,8 +79,8 @@ class AddressTable:
 def check_tensors_fit(
     tensors: Sequence[Tensor], name: str, masters: Sequence[Tensor], dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """``tensors``, detached, which a kernel reads and writes beside ``masters``: on their device, or in pinned host
-    memory.
+    """Return ``tensors``, detached, which a kernel accesses together with ``masters``: on their device, or in pinned
+    host memory.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices that don't fit.

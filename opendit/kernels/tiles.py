@@ -1,7 +1,8 @@
-"""Device functions that the row kernels share: tiles of rows in and out, sums over rows, normalisation of a tile.
+"""Device functions that the row kernels share: loading and storing tiles of rows, sums over rows, normalisation of a
+tile, factors of float8.
 
-A row of D columns is held as two blocks, main and tail (common.split_width). Where there is no tail, its place in an
-argument list or a returned pair holds the main block and goes unused. Numbers are fp32 from load to store.
+A row of D columns is held as two blocks, main and tail (common.split_width). Without a tail, its place in an argument
+list or a returned pair holds the main block and is not used. Values are fp32 between load and store.
 """
 
 from opendit.kernels.language import tl, triton
@@ -21,7 +22,7 @@ def _load_vector(ptr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def load_vectors(ptr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """One row of modulation as fp32 (1, MAIN) and (1, TAIL); zero beyond D."""
+    """Load one row of modulation as fp32 (1, MAIN) and (1, TAIL); zero beyond D."""
     main = _load_vector(ptr, 0, MAIN, D)
     tail = main
     if TAIL > 0:
@@ -31,7 +32,7 @@ def load_vectors(ptr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def zero_vectors(MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Two fp32 sums, (MAIN,) and (TAIL,)."""
+    """Return two fp32 sums, (MAIN,) and (TAIL,), initialised with zero."""
     main = tl.zeros((MAIN,), dtype=tl.float32)
     tail = main
     if TAIL > 0:
@@ -41,7 +42,7 @@ def zero_vectors(MAIN: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Stores (MAIN,) and (TAIL,), rounded to the pointer's dtype."""
+    """Store (MAIN,) and (TAIL,), rounded to the pointer's dtype."""
     cols = tl.arange(0, MAIN)
     tl.store(ptr + cols, main.to(ptr.dtype.element_ty), mask=cols < D)
     if TAIL > 0:
@@ -51,7 +52,7 @@ def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl
 
 @triton.jit
 def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """(offsets, mask) of rows row .. row + ROWS, columns START .. START + WIDTH; ``row`` is 64-bit, the rest isn't."""
+    """Return offsets and mask of rows row .. row + ROWS, columns START .. START + WIDTH; only ``row`` is 64-bit."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None]
     if START + WIDTH > D:
@@ -61,21 +62,22 @@ def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """A tile of a contiguous (rows, D) tensor as fp32, zero beyond it. Read once, so first to leave the L1 cache."""
+    """Load a tile of a contiguous (rows, D) tensor as fp32, zero beyond it. It is read once, so it is evicted first
+    from the L1 cache."""
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     return tl.load(ptr + row * D + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, value, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """The converse of load_tile; rounds to the pointer's dtype."""
+    """Store what load_tile loads, rounded to the pointer's dtype."""
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     tl.store(ptr + row * D + offsets, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_tiles(ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr):
-    """Whole rows, as fp32 (ROWS, MAIN) and (ROWS, TAIL)."""
+    """Load complete rows as fp32 (ROWS, MAIN) and (ROWS, TAIL)."""
     main = load_tile(ptr, row, live, 0, MAIN, D, ROWS)
     tail = main
     if TAIL > 0:
@@ -87,7 +89,7 @@ def load_tiles(ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.con
 def store_tiles(
     ptr, main, tail, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """The converse of load_tiles."""
+    """Store what load_tiles loads."""
     store_tile(ptr, main, row, live, 0, MAIN, D, ROWS)
     if TAIL > 0:
         store_tile(ptr, tail, row, live, MAIN, TAIL, D, ROWS)
@@ -98,21 +100,21 @@ def store_tiles(
 
 @triton.jit
 def load_columns(ptr, column, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns column .. column + BLOCK of one row, fp32 (1, BLOCK); zero beyond D."""
+    """Load columns column .. column + BLOCK of one row, fp32 (1, BLOCK); zero beyond D."""
     cols = column + tl.arange(0, BLOCK)
     return tl.load(ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
 def store_column_sums(ptr, sums, column, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of a (ROWS, BLOCK) tile's columns, rounded to the pointer's dtype."""
+    """Store the sums of a (ROWS, BLOCK) tile's columns, rounded to the pointer's dtype."""
     cols = column + tl.arange(0, BLOCK)
     tl.store(ptr + cols, tl.sum(sums, axis=0).to(ptr.dtype.element_ty), mask=cols < D)
 
 
 @triton.jit
 def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(offsets, mask) of a tile of rows from ``start``, before ``stop``, of those columns."""
+    """Return offsets and mask of a tile of rows from ``start`` to before ``stop``, in these columns."""
     cols = tl.arange(0, BLOCK)
     mask = (start + tl.arange(0, ROWS) < stop)[:, None]
     if D % BLOCK != 0:
@@ -126,10 +128,10 @@ def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS
 
 @triton.jit
 def row_sums(x, ROWS: tl.constexpr):
-    """Sums of the rows of a tile, (ROWS, 1); a scalar for a tile of one row.
+    """Return the sums of a tile's rows, (ROWS, 1); a scalar for a tile of one row.
 
-    Scalars spare Triton the moves that line up the (1,) sums of the main and of the tail block, whose layouts differ:
-    with them, a forward row took 84 warp shuffles instead of 20.
+    Scalars save Triton from converting the (1,) sums of the main and the tail block, whose layouts differ, into one
+    layout: with the conversions, a forward row took 84 warp shuffles instead of 20.
     """
     if ROWS == 1:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
@@ -140,7 +142,7 @@ def row_sums(x, ROWS: tl.constexpr):
 
 @triton.jit
 def row_sums_of_two(a, b, ROWS: tl.constexpr):
-    """row_sums of two tiles at the price of one set of barriers."""
+    """Return row_sums of two tiles at the price of one set of barriers."""
     pair = tl.sum(tl.join(a, b), axis=1)
     if ROWS == 1:
         pair = tl.sum(pair, axis=0)
@@ -154,7 +156,7 @@ def row_sums_of_two(a, b, ROWS: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row, live, ROWS: tl.constexpr):
-    """One number for each row of a tile, in the form of row_sums."""
+    """Load one value for each row of a tile, in the form of row_sums."""
     if ROWS == 1:
         value = tl.load(ptr + row)
     else:
@@ -164,7 +166,7 @@ def load_rows(ptr, row, live, ROWS: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, value, row, live, ROWS: tl.constexpr):
-    """The converse of load_rows."""
+    """Store what load_rows loads."""
     if ROWS == 1:
         tl.store(ptr + row, value)
     else:
@@ -176,8 +178,11 @@ def normalize_rows(
     x, xt, mean_ptr, rstd_ptr, row, live, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """xhat = (x - mean) * rstd of rows, zero beyond D going in; stores mean and rstd. Mean, then variance: two passes
-    over registers. Without CENTER, xhat = x * rstd with rstd = 1 / rms(x), and there is no mean (RMSNorm)."""
+    """Compute xhat = (x - mean) * rstd of rows, which must be zero beyond D; store mean and rstd.
+
+    Mean, then variance: two passes over registers. Without CENTER, xhat = x * rstd with rstd = 1 / rms(x), and there is
+    no mean (RMSNorm).
+    """
     if CENTER:
         total = row_sums(x, ROWS)
         if TAIL > 0:
@@ -202,7 +207,7 @@ def normalize_rows(
 
 @triton.jit
 def normalize_rows_again(x, xt, mean_ptr, rstd_ptr, row, live, ROWS: tl.constexpr, CENTER: tl.constexpr):
-    """(xhat, its tail, rstd) of rows by what normalize_rows has stored."""
+    """Return xhat, its tail, and rstd of rows, from what normalize_rows has stored."""
     if CENTER:
         mean = load_rows(mean_ptr, row, live, ROWS)
         x = x - mean
@@ -249,7 +254,7 @@ def normalize_backward(
 def logistic(power, APPROXIMATE: tl.constexpr):
     """1 / (1 + 2^power): the sigmoid of -ln(2) * power.
 
-    APPROXIMATE: the hardware's reciprocal, exact to the last bit of fp32, in place of a division.
+    APPROXIMATE: use the hardware's reciprocal, exact to the last bit of fp32, instead of a division.
     """
     denominator = 1.0 + tl.exp2(power)
     if APPROXIMATE:
@@ -263,8 +268,8 @@ def logistic(power, APPROXIMATE: tl.constexpr):
 def gelu_coarse(u, APPROXIMATE: tl.constexpr):
     """GELU(u), tanh form, for a result that is rounded to few bits.
 
-    APPROXIMATE: by the hardware's tanh, which is off by 2^-11, in the place of an exponential and a reciprocal: the
-    units that make these, and not memory, decided how long a kernel took.
+    APPROXIMATE: use the hardware's tanh, whose error is 2^-11, instead of an exponential and a reciprocal, because the
+    units that compute these, and not memory, limited the kernel.
     """
     if APPROXIMATE:
         z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))
@@ -288,7 +293,8 @@ def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """(sample, first row, row after the last) of a program; in the packed form, the sample is not known yet."""
+    """Return sample, first row, and row after the last of a program; in the packed form, the sample is not known
+    yet."""
     sample = 0
     if PACKED:
         first = program * CHUNK
@@ -302,7 +308,8 @@ def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constex
 
 @triton.jit
 def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
-    """(sample of ``row``, row after its last one before ``stop``); a sample's rows are contiguous, so counting does."""
+    """Return the sample of ``row``, and the row after its last one before ``stop``; a sample's rows are contiguous, so
+    counting them is enough."""
     sample = tl.load(sample_ptr + row).to(tl.int32)
     rows = row + tl.arange(0, CHUNK)
     same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
@@ -311,5 +318,57 @@ def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def of_sample(ptr, sample, stride):
-    """Pointer to a sample's row of modulation; 64-bit, as the row may lie in a wide (B, 6 D) tensor."""
+    """Return a pointer to a sample's row of modulation; 64-bit, because the row may lie in a wide (B, 6 D) tensor."""
     return ptr + tl.cast(sample, tl.int64) * stride
+
+
+# ------------------------------------------------------------------------------------------------------------- float8
+
+
+@triton.jit
+def power_of_2(largest, TARGET: tl.constexpr):
+    """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse.
+
+    A power of two causes no rounding. It is computed from the exponent's bits, so that it is the same everywhere.
+    """
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    exponent = tl.maximum(exponent, TARGET + 1)  # for values near zero: keeps both powers normal numbers
+    factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
+    return factor, ((exponent - TARGET) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
+    """Return the power of two for the largest of the partial maxima; the first program stores its inverse, which the
+    matrix product multiplies by."""
+    largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
+    factor, inverse = power_of_2(largest, TARGET)
+    if tl.program_id(0) == 0:
+        tl.store(descale_ptr, inverse)
+    return factor
+
+
+@triton.jit
+def largest_of(x, xt, TAIL: tl.constexpr):
+    """Return the largest absolute value of a row held as main and tail block."""
+    largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
+    if TAIL > 0:
+        largest = tl.maximum(largest, tl.max(tl.max(tl.abs(xt), axis=1), axis=0))
+    return largest
+
+
+@triton.jit
+def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.constexpr, TARGET: tl.constexpr):
+    """Return factor and inverse for all rows LN(x) * (1 + scale) + shift of a sample, from the bound |LN(x)| <=
+    sqrt(D)."""
+    root = tl.sqrt(D * 1.0)
+    bound, bound_t = root * tl.abs(1.0 + scale) + tl.abs(shift), root * tl.abs(1.0 + scale_t) + tl.abs(shift_t)
+    return power_of_2(largest_of(bound, bound_t, TAIL), TARGET)
+
+
+@triton.jit
+def float8_range(value, factor, LIMIT: tl.constexpr):
+    """Return value * factor, clamped to the format's range; what is not finite becomes NaN, so that no cast hides
+    it."""
+    value = value * factor
+    return tl.where(tl.abs(value) < float("inf"), tl.clamp(value, -LIMIT, LIMIT), float("nan"))

@@ -1,10 +1,10 @@
 """Choose the attention kernel for samples of unequal length in a pack, with the reason: FlashAttention 4 where it is
-installed and right, torch's ``varlen_attn``, or none, in which case every run of equal lengths gets a dense call.
+installed and correct, torch's ``varlen_attn``, or none, in which case every run of equal lengths gets a dense call.
 
-FlashAttention 4 is as fast on unequal lengths as on equal ones, and takes whole packs (docs/kernels.md has figures).
-torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length that was measured on an H200, 256 to 32,768.
-But cuDNN plans for half a tenth of a second whenever it meets a new number of samples or length, and a call for each of
-many short runs costs the host more than the GPU: so runs of few tokens go to ``varlen_attn``, and others stay dense.
+FlashAttention 4 is as fast on unequal lengths as on equal ones, and processes whole packs (docs/kernels.md has
+figures). torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length that was measured on an H200, 256
+to 32,768. But cuDNN plans for 50 ms whenever it meets a new number of samples or length, and a call for each of many
+short runs costs the host more time than the GPU: so runs of few tokens use ``varlen_attn``, and others stay dense.
 """
 
 import functools
@@ -24,17 +24,17 @@ from opendit.kernels.filled_heads import with_filled_heads
 from opendit.kernels.flash_attention_4 import CUTE, SegmentLengths
 from opendit.models.segments import SegmentRun
 
-# A run is dense if one of its segments has so many tokens, or several neighbours have so many together: on an H200 the
-# dense kernel for them is faster by a third to a half, and lasts longer than the host needs for the call.
+# A run is dense if one of its segments, or several neighbours together, have at least this many tokens: on an H200 the
+# dense kernel is faster for them by a third to a half, and runs longer than the host needs for the call.
 LONG, TOGETHER = 1024, 4096
 
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """A kernel of the package ``package`` for segments of unequal length, see ``opendit.models.segment_attention``.
+    """A kernel of ``package`` for segments of unequal length, see ``opendit.models.segment_attention``.
 
-    head_size: what heads are filled up to, with zeros, which change nothing; by FlashAttention 4 in its backward pass
-        alone.
+    head_size: size that heads are padded to with zeros, which change nothing; FlashAttention 4 pads them in its
+    backward pass only.
     """
 
     package: str
@@ -58,7 +58,7 @@ def _torch_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
-        # (Older versions take no scale; they have the one that heads of this size ask for.)
+        # Older versions have no argument for the scale, and always use the one of this head size.
         how: dict[str, Any] = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
         return cast(Tensor, varlen_attn(q, k, v, offsets, offsets, longest, longest, **how))
 
@@ -78,16 +78,16 @@ def _flash_attention_4() -> Callable[..., Tensor]:
 
 
 TORCH = "torch.nn.attention.varlen"
-# Those that are tried, in this order, and what imports the function of each, of (q, k, v, offsets, longest, scale).
+# Packages in order of preference -> function that imports the kernel, a function of (q, k, v, offsets, longest, scale).
 PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
 
 
 def resolve_varlen(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, asked: str = "auto"
 ) -> tuple[VarlenAttention | None, str]:
-    """(the kernel for runs that don't fill the GPU, why); None: every run has a dense call of its own.
+    """Return the kernel for runs that don't fill the GPU, and the reason; None: every run gets its own dense call.
 
-    asked: ``--attention``; one that is asked for by name attends to everything.
+    asked: ``--attention``; a kernel requested by name is used for everything.
     """
     device = torch.device(device)
     if asked != "auto":
@@ -101,7 +101,7 @@ def resolve_varlen(
     wrong = []
     for package in PACKAGES:
         if package == CUTE and torch.are_deterministic_algorithms_enabled():
-            continue  # not asked whether it is, of unequal lengths
+            continue  # whether it is deterministic on unequal lengths is unknown
         size = right_size(package, device.type, dtype, head_dim)
         if size is None:
             wrong.append(package)
@@ -114,7 +114,8 @@ def resolve_varlen(
 
 @functools.cache
 def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """The size to which heads must be filled up for the package to be right here; None: it is not, or not installed."""
+    """Return the size that heads must be padded to for correct results of the package here; None: it is wrong, or not
+    installed."""
     sizes = sorted({head_dim, -(-head_dim // 32) * 32})
     return next((size for size in sizes if _right(package, device, dtype, head_dim, size)), None)
 
@@ -127,12 +128,12 @@ def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: i
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
     qkv, grad = (torch.randn(sum(lengths), n, 3, head_dim, generator=generator).to(device, dtype) for n in (3, 1))
     grad = grad.squeeze(1)
-    # Views of one tensor, as a projection leaves them.
+    # Views of one tensor, as a projection returns them.
     made, exact = ([x.detach().requires_grad_() for x in qkv.to(kind).unbind(1)] for kind in (dtype, torch.float64))
     try:
         out = VarlenAttention(package, size)(*made, offsets=offsets, longest=max(lengths))
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # it is missing, or of another version, or does not run here: whatever it is, it is of no use
+    except Exception:  # missing, of another version, or unable to run here
         return False
     parts = zip(*(x.split(lengths) for x in exact), strict=True)
     out = torch.cat([_formula(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
