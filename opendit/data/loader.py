@@ -6,6 +6,7 @@ process can fail or be killed. In every case the outcome is one error that names
 """
 
 import ctypes
+import logging
 import math
 import signal
 import threading
@@ -40,6 +41,8 @@ from opendit.data.processes import (
 )
 from opendit.data.verification import Verification
 
+logger = logging.getLogger(__name__)
+
 AHEAD = 2  # batches that a worker process is asked for before the first of them is taken
 POLL = 1.0  # seconds between checks of the workers while a batch is awaited
 
@@ -58,7 +61,7 @@ class ReadAhead:
         requests: what to read, an iterable.
         patience: seconds that a single file may take while its batch is awaited, before DataError names it; 0: no
             limit.
-        log: called with the file's name after half of them.
+        who: begins the line that names the file after half of them, such as "rank 3: ".
         on_hang: with 0 workers, where nothing can interrupt a read: called with the error's text, in another thread.
     """
 
@@ -70,10 +73,10 @@ class ReadAhead:
         num_workers: int,
         pin_memory: bool,
         patience: float = 0.0,
-        log: Callable[[str], None] | None = None,
+        who: str = "",
         on_hang: Callable[[str], None] | None = None,
     ):
-        self.dataset, self.patience, self.log = reader.dataset, patience, log
+        self.dataset, self.patience, self.who = reader.dataset, patience, who
         self.num_workers = num_workers
         self.reading = _Reading(max(1, num_workers))
         reader.dataset.on_read = self.reading.begin
@@ -233,8 +236,8 @@ def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: C
         waited = 0.0 if asked is None else time.monotonic() - asked
         if waited < patience / 2:
             told = False
-        elif not told and ahead.log and (late := ahead._late(patience / 2)):
-            ahead.log(f"note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
+        elif not told and (late := ahead._late(patience / 2)):
+            logger.warning(f"{ahead.who}note: no data for {waited:.0f} s: {late}; the run ends at {patience:g} s")
             told = True
         if waited >= patience and (late := ahead._late(patience)):
             if ahead._workers:
@@ -670,7 +673,7 @@ def build_loader(
     as_bytes: bool = False,
     enlarge: bool = True,
     patience: float = 0.0,
-    log: Callable[[str], None] | None = None,
+    who: str = "",
     on_hang: Callable[[str], None] | None = None,
 ) -> BatchIterator:
     """Return the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or forever).
@@ -684,7 +687,7 @@ def build_loader(
         as_bytes: keep clips uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the
             device.
         enlarge: False leaves clips that are smaller than asked for to ``enlarging.enlarge``; needs ``as_bytes``.
-        patience, log, on_hang: for a file that never arrives, see ``ReadAhead``.
+        patience, who, on_hang: for a file that never arrives, see ``ReadAhead``.
 
     Raises:
         ValueError: the schedule doesn't fit the data set, the ranks or the batch size.
@@ -705,7 +708,7 @@ def build_loader(
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
     requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
-    batches = ReadAhead(_BatchReader(dataset, enlarge), requests, **how, patience=patience, log=log, on_hang=on_hang)
+    batches = ReadAhead(_BatchReader(dataset, enlarge), requests, **how, patience=patience, who=who, on_hang=on_hang)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))
 
 
@@ -720,7 +723,7 @@ def read_batches(
     """Return the batches of these samples in order, with 8-bit pixels as bytes.
 
     The samples of one batch have one step and shape. max_bad, on_skip: see :func:`build_loader`. how: num_workers,
-    patience, log and on_hang of ``ReadAhead``.
+    patience, who and on_hang of ``ReadAhead``.
     """
     requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True), requests, pin_memory=False, **how)

@@ -131,7 +131,6 @@ def make_latents(
             num_workers=num_workers,
             pin_memory=pin_memory,
             patience=patience,
-            log=Progress.write,
             on_hang=on_hang,
         ) as batches,
     ):

@@ -168,7 +168,7 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
         as_bytes=True,  # a quarter of the traffic; the device converts to floats
         enlarge=mesh.device.type == "cpu",  # a GPU does it while the loader reads
         patience=flags.data_timeout,
-        log=lambda text: Progress.write(f"rank {mesh.rank}: {text}"),
+        who=f"rank {mesh.rank}: ",
         on_hang=supervisor.fail,
     )
     supervisor.closes(lambda _: loader.close())
