@@ -31,8 +31,8 @@ from opendit.config.components import SpeedFlags
 from opendit.config.parallel_sizes import environment_world_size
 from opendit.kernels.select import select_kernels
 from opendit.models import STDiTConfig
-from opendit.models.attention import TokenGrid
-from opendit.models.stdit import STDiTBlock
+from opendit.models.attention import Attention, TokenGrid
+from opendit.models.blocks import Block
 from opendit.parallel.collectives import Group, Ring
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
@@ -69,7 +69,7 @@ class Layer:
         given = (sizes[0], 1, sizes[1]), (1, 1, 1), 4, hidden, 1, heads
         self.config = STDiTConfig(*given, num_classes=1, full_attention=full)
         torch.manual_seed(0)
-        self.block = STDiTBlock(self.config).to(mesh.device, dtype)
+        self.block = Block(self.config.block).to(mesh.device, dtype)
         kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, hidden // heads, self.config.tokens)
         self.block.ops, self.attend = kernels.ops, kernels.attend
         for parameter in self.block.parameters():
@@ -103,8 +103,9 @@ class Layer:
 
     def step(self, name: str, shards: SharedGrid | None) -> tuple[Tensor, Tensor, list[Tensor]]:
         """(output, gradient of x, gradients of the weights), of this rank's tokens or, without shards, of all."""
-        for attention in self.block.attentions:
-            attention.attend = self.attend
+        for module in self.block.modules():
+            if isinstance(module, Attention):
+                module.attend = self.attend
         if name == RING:
             rows = self.sizes[1] // self.group.size
             how = dict(ring=Ring(self.group), lengths=[rows] * self.group.size)

@@ -38,7 +38,7 @@ from opendit.kernels.recording import record
 from opendit.kernels.select import select_kernels
 from opendit.kernels.split_heads import head_views
 from opendit.models.attention import TokenGrid
-from opendit.models.dit import DiTBlock
+from opendit.models.blocks import Block, BlockSpec
 from opendit.parallel.collectives import Group
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
 from opendit.parallel.sequence import SequenceParallel, SharedSequence, sequence_parallel
@@ -122,7 +122,7 @@ class Layer:
     def __init__(self, mesh: Mesh, tokens: int, hidden: int, heads: int, dtype: torch.dtype):
         self.mesh, self.tokens, self.shape = mesh, tokens, Shape(tokens, hidden, heads, 1, dtype.itemsize)
         torch.manual_seed(0)
-        self.block = DiTBlock(hidden, heads, 4.0).to(mesh.device, dtype)
+        self.block = Block(BlockSpec(hidden, heads, 4 * hidden)).to(mesh.device, dtype)
         kernels = select_kernels(SpeedFlags(True, True, True), mesh.device, dtype, hidden // heads, tokens)
         self.block.ops, self.block.attn.attend = kernels.ops, kernels.attend
         for parameter in self.block.parameters():

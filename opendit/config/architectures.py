@@ -2,8 +2,8 @@
 Needs no torch, so flags can be checked by it; ``opendit.models.zoo`` makes the models.
 
 To add an architecture, write ``opendit/models/NAME.py`` with its configuration and network named by ``ARCHITECTURE``,
-``opendit/models/plans/NAME.py`` with its ``PLAN``, and a row in :data:`KINDS`. NAME is the key of that row in lower
-case without dashes.
+and its plan if that does not follow from the specification of its blocks, and a row in :data:`KINDS`. NAME is the key
+of that row in lower case without dashes.
 """
 
 import re
@@ -13,6 +13,8 @@ from typing import Any
 from opendit.config.flags import Setting, nearest
 
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
+NORMS = ("layer", "rms")  # before every branch of a block
+MLP_KINDS = ("gelu", "swiglu")
 # name: hidden size, depth, heads. Ti is for the embedded demo and for tests; S to XL are the DiT paper's (Peebles & Xie
 # 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT (a later one is Cosmos': 4096 x 28 x 32),
 # 28B the one in its table of training speeds.
@@ -41,7 +43,6 @@ class Kind:
         cross_attention: attends to captions even without --cross_attention.
         revision_1: size -> fields that differ in configurations of revision 1.
         settings: fields of its configuration that no other architecture has.
-        plan: name of the architecture whose plan it uses; None for its own.
     """
 
     sizes: dict[str, tuple[Any, ...]]
@@ -51,7 +52,6 @@ class Kind:
     cross_attention: bool = False
     revision_1: dict[str, dict[str, Any]] = field(default_factory=dict)
     settings: tuple[Setting, ...] = ()
-    plan: str | None = None
 
 
 _PLAIN = {size: (*values, {}) for size, values in SIZES.items()}
@@ -70,7 +70,7 @@ KINDS = {
             ),
         ),
     ),
-    "vDiT": Kind(_PLAIN, ("122", "222"), pictures=False, plan="dit"),
+    "vDiT": Kind(_PLAIN, ("122", "222"), pictures=False),
     "ST-DiT": Kind(
         {size: _PLAIN[size] for size in ("Ti", "B", "XL")}, ("122", "222"),
         pictures=False, cross_attention=True,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar
 
-from opendit.config.architectures import GIVEN, KINDS, POSITIONS
+from opendit.config.architectures import GIVEN, KINDS, MLP_KINDS, NORMS, POSITIONS
 from opendit.config.data_sources import data_path_help
 from opendit.config.flags import (
     ABOVE_0,
@@ -76,12 +76,18 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
     positions: str | None = flag(
         None, "how tokens know their places (default: sincos; MovieGen: learned)", choices=POSITIONS
     )
+    norm: str | None = flag(
+        None, "before every part of a block: LayerNorm or RMSNorm (default: layer; MovieGen: rms)", choices=NORMS
+    )
+    mlp: str | None = flag(
+        None, "of a block; the other one's width keeps its weights (default: gelu; MovieGen: swiglu)", choices=MLP_KINDS
+    )
 
     @property
     def architecture(self) -> dict[str, Any]:
         """Flags that change how a model of its kind and size is built; None keeps the default of the kind."""
-        names = ["qk_norm", "adaln_lora", "bias", "positions", *(s.flag for k in KINDS.values() for s in k.settings)]
-        return {name: getattr(self, name) for name in names}
+        names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp"]
+        return {name: getattr(self, name) for name in (*names, *(s.flag for k in KINDS.values() for s in k.settings))}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,6 @@ from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, P
 from opendit.models.positions import rotate
 from opendit.models.segment_attention import Varlen, segment_attention, segment_cross_attention
 from opendit.models.segments import PlacedSegments
-
-if TYPE_CHECKING:
-    from opendit.models.ecdit import ExpertMlp, Routing
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
 # one qkv tensor: they come out wrong (relative error 1.4, measured). The others' are right.
@@ -91,11 +88,6 @@ class SequenceShards(Protocol):
 
     def gather(self, x: Tensor) -> Tensor:
         """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
-        ...
-
-    def start_experts(self, mlp: "ExpertMlp", y: Tensor) -> "Routing":
-        """``mlp.start`` for this rank's tokens y (B, n, D), of an EC-DiT's MLP (models/ecdit.py), whose experts choose
-        among the tokens of all ranks."""
         ...
 
     @property

@@ -4,8 +4,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, cast
 
-from opendit.config.architectures import POSITIONS, parse_given
+from opendit.config.architectures import MLP_KINDS, NORMS, POSITIONS, parse_given
 from opendit.models import bytes_text
+from opendit.models.blocks import ATTENTION, CAPTION, MLP, MLPS, BlockSpec, Branch
 from opendit.models.conditioning import TextConfig
 from opendit.models.given_frames import given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
@@ -18,6 +19,7 @@ from opendit.models.positions import rotary_shares
 #      block, and by name all of its sizes but Ti have 8 heads of keys and values.
 # Runs are begun with the newest; a checkpoint keeps its own wherever it goes.
 REVISION = 2
+EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # parts of a block that every kind may have otherwise: field -> values
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,6 @@ class DiTConfig:
 
     kind: ClassVar[str] = "dit"
     axial_attention: ClassVar[bool] = False  # whether blocks attend along the axes of the tokens' grid
-    float8: ClassVar[bool] = True  # whether a block's linear layers are all BlockOps'
-    recompute: ClassVar[bool] = True  # whether there is anything for --recompute
-    modulations: ClassVar[int] = 6  # vectors of a block's modulation, besides those of cross-attention
-    cross_modulations: ClassVar[int] = 0
     why_no_packs: ClassVar[str] = ""  # why they can't take packs, if they can't
 
     input_size: tuple[int, ...]  # height, width of the latent; of clips frames, height, width
@@ -52,10 +50,52 @@ class DiTConfig:
     revision: int = REVISION
     null_class: bool = True  # whether the label table has a row for guidance's null class; models made here do
     given_frames: str | None = None  # first, prefix:K (of latent frames) or random: see opendit.models.given_frames
+    norm: str = "layer"  # layer or rms: before every branch of a block
+    mlp: str = "gelu"  # gelu or swiglu
 
     @property
     def options(self) -> Options:
         return Options(self.bias, self.qk_norm, self.adaln_lora, self.shared_modulation)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """A block's branches: between attention and MLP, cross-attention as PixArt-alpha has it (Chen et al. 2024)."""
+        return (ATTENTION, CAPTION, MLP) if self.cross_attention else (ATTENTION, MLP)
+
+    @property
+    def block(self) -> BlockSpec:
+        """The specification of a block."""
+        return BlockSpec(
+            self.hidden_size,
+            self.num_heads,
+            self.mlp_hidden,
+            self.branches,
+            self.norm,
+            self.mlp,
+            options=self.options,
+        )
+
+    @property
+    def key_value_width(self) -> int:
+        """The width of all heads of keys, or of values."""
+        return (self.block.kv_heads or self.num_heads) * self.head_dim
+
+    @property
+    def in_operations(self) -> bool:
+        """True if every norm, projection and MLP of a block is one of the operations of LayerNorm and GELU, which FP8
+        and --recompute know (cross-attention, which both leave to torch, aside)."""
+        spec = self.block
+        return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
+
+    @property
+    def float8(self) -> bool:
+        """True if a block's linear layers can be in FP8, as far as its branches go (biases are needed, too)."""
+        return self.in_operations and self.block.experts is None
+
+    @property
+    def recompute(self) -> bool:
+        """True if there is anything for --recompute."""
+        return self.in_operations
 
     @property
     def shared_modulation(self) -> bool:
@@ -143,7 +183,16 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
+        """Return the fields and the kind as JSON has them; ``norm`` and ``mlp`` only if they are not the kind's own, so
+        that earlier versions read what they know."""
+        values = {"kind": self.kind, **asdict(self)}
+        return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
+
+    @property
+    def exchanged(self) -> dict[str, str]:
+        """The parts of a block that are not the kind's own, as flags: {"norm": "rms"}."""
+        own = type(self)
+        return {name: getattr(self, name) for name in EXCHANGEABLE if getattr(self, name) != getattr(own, name)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
@@ -162,6 +211,9 @@ class DiTConfig:
             raise ValueError("a model is conditioned on num_classes or on text: give one of them")
         if self.positions not in POSITIONS:
             raise ValueError(f"--positions {self.positions}: no such positions; choose one of {', '.join(POSITIONS)}")
+        for name, choices in EXCHANGEABLE.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name} {getattr(self, name)}: no such {name}; choose {' or '.join(choices)}")
         if self.adaln_lora is not None and not 0 < self.adaln_lora < self.hidden_size:
             raise ValueError(
                 f"--adaln_lora {self.adaln_lora}: out of range; give a rank from 1 to below the width, "
@@ -206,11 +258,13 @@ class DiTConfig:
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         """Raises ValueError if the blocks can't run in FP8, or by parts again in the backward pass."""
+        exchanged = " ".join(f"--{name} {value}" for name, value in self.exchanged.items())
         if fp8 and not (self.float8 and self.bias):
-            why = "--no_bias" if self.float8 else f"{self.kind} models"
+            why = "--no_bias" if self.float8 else exchanged or f"{self.kind} models"
             raise ValueError(f"--fp8: does not work with {why}; leave it out")
         if recompute != "none" and not self.recompute:
-            raise ValueError(f"--recompute {recompute}: does not work with {self.kind} models; use --grad_checkpoint")
+            why = exchanged or f"{self.kind} models"
+            raise ValueError(f"--recompute {recompute}: does not work with {why}; use --grad_checkpoint")
 
     def forward_flops(self) -> int:
         """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x. The sum of the
@@ -239,22 +293,23 @@ class DiTConfig:
         return self.depth * self.whole_block_parameters() + embed + final
 
     def whole_block_parameters(self) -> int:
-        """Count the parameters of a block with everything in it."""
-        cross = self.attention_parameters() if self.cross_attention else 0
-        return self.block_parameters() + cross + self.modulation_parameters()
+        """Count the parameters of a block."""
+        branches = sum(self._branch_parameters(branch) for branch in self.branches)
+        return branches + self.modulation_parameters()
 
-    def block_parameters(self) -> int:
-        """Count the parameters of a block without its modulation and cross-attention."""
-        return self.attention_parameters() + self.mlp_parameters()
-
-    def attention_parameters(self) -> int:
-        """Count the parameters of self-attention, or of cross-attention, which has as many."""
-        d = self.hidden_size
-        return 4 * d * d + 4 * d * self.bias + 2 * self.head_dim * self.qk_norm
+    def _branch_parameters(self, branch: Branch) -> int:
+        """Count the parameters of a branch and of the norm before it."""
+        d, norm = self.hidden_size, self.hidden_size * (self.norm == "rms")
+        if branch.sees is None:
+            return norm + self.mlp_parameters()
+        shared = d if branch.sees == "caption" else self.key_value_width
+        return norm + (2 * d + 2 * shared) * (d + self.bias) + 2 * self.head_dim * self.qk_norm
 
     def mlp_parameters(self) -> int:
-        d, hidden = self.hidden_size, self.mlp_hidden
-        return 2 * d * hidden + (hidden + d) * self.bias
+        """Count the parameters of the MLP and of its experts."""
+        d, wide, experts = self.hidden_size, MLPS[self.mlp].branches * self.mlp_hidden, self.block.experts
+        beside = 0 if experts is None else experts.count * d * (1 + 2 * experts.hidden)
+        return (wide + self.mlp_hidden) * d + (wide + d) * self.bias + beside
 
     def modulation_parameters(self) -> int:
         """Count the parameters of a block's modulation, without those that all blocks share."""
@@ -262,7 +317,7 @@ class DiTConfig:
 
     @property
     def modulation_width(self) -> int:
-        return (self.modulations + self.cross_modulations * self.cross_attention) * self.hidden_size
+        return self.block.chunks * self.hidden_size
 
     @property
     def modulation_weights(self) -> int:

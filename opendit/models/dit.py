@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, SequenceShards, TokenGrid, local_attention, of_rows
-from opendit.models.blocks import Block, Context, Deferred, FinalLayer, Modulation, run_blocks
+from opendit.models.attention import Attention, SequenceShards, TokenGrid, local_attention, of_rows
+from opendit.models.blocks import Block, Context, FinalLayer, Modulation, ResidualStream, run_blocks
 from opendit.models.bytes_text import BytesEncoder
 from opendit.models.conditioning import CaptionEmbedder, Condition
 from opendit.models.configuration import DiTConfig, times
+from opendit.models.given_frames import without_any
 from opendit.models.initialization import (
     Constant,
     Distribution,
@@ -25,65 +26,13 @@ from opendit.models.initialization import (
     initial_attention,
     initialize,
 )
-from opendit.models.layers import (
-    PLAIN,
-    BlockOps,
-    LabelEmbedder,
-    Mlp,
-    Options,
-    PatchEmbed,
-    TimestepEmbedder,
-    layer_norm,
-    modulation,
-)
-from opendit.models.packs import predict_pack
+from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, TimestepEmbedder, modulation
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segment_attention import Varlen
-from opendit.models.segments import Segments
+from opendit.models.segments import PlacedSegments, Segments
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks
-
-
-class DiTBlock(Block):
-    """Attention and MLP, each with its own shift, scale and gate from the condition (adaLN-Zero).
-
-    With ``cross_attention``, a text model's block attends to the caption's tokens between the two, as PixArt-alpha
-    does (Chen et al. 2024, sec. 2.3); its zero-initialised output projection is its gate.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        cross_attention: bool = False,
-        options: Options = PLAIN,
-        mlp: Mlp | None = None,
-    ):
-        super().__init__()
-        self.attn = Attention(dim, num_heads, options)
-        self.cross_attn = CrossAttention(dim, num_heads, options) if cross_attention else None
-        self.mlp = mlp or Mlp(dim, int(dim * mlp_ratio), options.bias)
-        self.adaLN_modulation = modulation(dim, 6, options)
-
-    def deferred(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
-        return self.mlp.deferred(*self.before_mlp(start, m, context, grid), self.ops)
-
-    def before_mlp(self, start: list[Any], m: Tensor, context: Context | None, grid: TokenGrid | None) -> Deferred:
-        """(x, gate, y) for the branch x + gate * mlp(y); arguments as of :meth:`deferred`."""
-        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = m.chunk(6, dim=1)
-        rows = of_rows(grid)
-        x, y = self.begin(start, shift_a, scale_a, of_rows=rows)
-        y = self.attn.output(y, self.ops, grid)
-        if self.cross_attn is None:
-            x, y = self.ops.residual_then_norm(x, gate_a, y, self.attn.proj, shift_m, scale_m, of_rows=rows)
-        else:
-            x = self.ops.linear_gate_residual(x, gate_a, y, self.attn.proj, *rows)
-            assert context is not None, "cross-attention is of models with a text"
-            x = x + self.cross_attn(layer_norm(x), *context, grid=grid)
-            y = self.ops.layernorm_modulate(x, shift_m, scale_m, *rows)
-        return x, gate_m, y
 
 
 class DiT(nn.Module):
@@ -111,9 +60,8 @@ class DiT(nn.Module):
         )
         self.fill_tables()
         self.register_load_state_dict_post_hook(_compute_tables)
-        chunks = config.modulation_width // dim
         self.shared_modulation: nn.Sequential | None = (
-            modulation(dim, chunks, Options(config.bias)) if config.shared_modulation else None
+            modulation(dim, config.block.chunks, Options(config.bias)) if config.shared_modulation else None
         )
         self.blocks: Blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
         self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
@@ -128,20 +76,28 @@ class DiT(nn.Module):
     @property
     def no_graph(self) -> str:
         """Why the forward pass can't be recorded as a CUDA graph; empty if it can."""
-        return ""
+        if self.config.block.experts is None or self.sequence is None or not self.sequence.shares_samples:
+            return ""
+        return "the host reads how many tokens of an expert each rank has (--sequence_parallel_size)"
 
     def make_block(self) -> Block:
-        config = self.config
-        return DiTBlock(config.hidden_size, config.num_heads, config.mlp_ratio, config.cross_attention, config.options)
+        """Build a block from the configuration's specification."""
+        return Block(self.config.block)
 
     def initial_distributions(self) -> dict[str, Distribution]:
         """Patterns of parameters' names -> what their initial values are drawn from; every parameter fits exactly one.
 
-        Meta's initialisation: Xavier everywhere, N(0, 0.02^2) embedders, zero modulation and output. The output of
-        cross-attention starts at zero too, so that a block with it starts as one without.
+        Meta's initialisation: Xavier everywhere, N(0, 0.02^2) embedders, zero modulation and output. Cross-attention
+        without a gate begins with an output of zero, so that a block with it begins as one without. With a gate, which
+        is zero, an output of zero would stop the gate's gradient.
         """
-        xavier, embedder, zero = XavierUniform(), Normal(0.02), Constant(0)
+        xavier, embedder, zero, one = XavierUniform(), Normal(0.02), Constant(0), Constant(1)
         full = self.config.adaln_lora is None
+        blocks: dict[str, Distribution] = {}
+        for branch in self.config.branches:
+            blocks[f"blocks.*.{branch.norm}.weight"] = one
+            if branch.sees is not None:
+                blocks |= initial_attention(f"blocks.*.{branch.name}", xavier if branch.modulated else zero)
         return {
             "**.bias": zero,
             "x_embedder.proj.weight": xavier,
@@ -153,12 +109,14 @@ class DiT(nn.Module):
             "text_encoder.blocks.*.*.*.weight": xavier,
             "learned_positions.axes.*.weight": embedder,
             "shared_modulation.1.weight": zero,
+            **blocks,
             "blocks.*.adaLN_modulation.1.weight": zero if full else xavier,
             "blocks.*.adaLN_modulation.2.weight": zero,
-            **initial_attention("blocks.*.attn"),
-            **initial_attention("blocks.*.cross_attn", output=zero),
             "blocks.*.mlp.fc1.weight": xavier,
             "blocks.*.mlp.fc2.weight": xavier,
+            "blocks.*.mlp.router.weight": xavier,
+            "blocks.*.mlp.expert_fc1": XavierUniform(stacked=True),
+            "blocks.*.mlp.expert_fc2": XavierUniform(stacked=True),
             "final_layer.adaLN_modulation.1.weight": zero,
             "final_layer.linear.weight": zero,
             "**.lora_A.default.weight": FanInUniform(),  # as peft draws what a run with --lora adds
@@ -226,7 +184,7 @@ class DiT(nn.Module):
         """
         c, context = self.condition(t, y)
         if segments is not None:
-            return predict_pack(self, x, self.modulations(c), context, segments)
+            return self._predict_pack(x, self.modulations(c), context, segments)
         return self.predict(x, self.modulations(c), context)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
@@ -277,14 +235,14 @@ class DiT(nn.Module):
 
     def _predict(self, x, modulations, context, positions, run) -> Tensor:
         tokens, grid = self.embed(x, positions)
-        start = [tokens]
+        residual = ResidualStream(tokens)
         del tokens
-        x = self.of_tokens(start, grid, modulations, context, run)
+        x = self.of_tokens(residual, grid, modulations, context, run)
         return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
 
     def of_tokens(
         self,
-        start: list[Tensor],
+        residual: ResidualStream,
         grid: TokenGrid,
         modulations: Iterable[Modulation],
         context: Context | list[Context] | None = None,
@@ -292,10 +250,10 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Run blocks and final layer: the part of :meth:`predict` between :meth:`embed` and :meth:`unpatchify`.
 
-        Returns (B, n, prod(patch) * out_channels). start: [tokens (B, n, D)]; the list is emptied, so that nothing
-        holds the tokens while the blocks run."""
+        Returns (B, n, prod(patch) * out_channels). residual: the tokens (B, n, D), which it lets go of, so that nothing
+        holds them while the blocks run."""
         modulations, checkpointed = iter(modulations), self.grad_checkpoint and torch.is_grad_enabled()
-        x = run(self.blocks, start.pop(), modulations, context, grid, checkpointed=checkpointed)
+        x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
@@ -387,6 +345,92 @@ class DiT(nn.Module):
         order = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]  # row, row in patch, column, ...
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + 2 * axes, *order).reshape(x.shape[0], self.config.out_channels, *sides)
+
+    # ----------------------------------------------------------------------------------------------------------- packs
+
+    def _predict_pack(
+        self, x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
+    ) -> Tensor:
+        """Predict every patch of a pack, (N, out_channels, *patch) in the weights' dtype.
+
+        x: (N, C, *patch) noised patches, also ``with_given(x, given)``. modulations, context: of the S segments. Of a
+        frame that is repeated to fill a patch the prediction is the mean over the repeats, in each of them.
+
+        Raises ValueError for a model that can't take packs, or another number of patches than the pack's tokens.
+        """
+        config = self.config
+        config.check_packs()
+        if config.given_frames and x.shape[1] == config.in_channels:
+            x = without_any(x, config.given_channels)
+        if x.shape != (segments.tokens, config.embedded_channels, *config.patch):
+            wanted = (segments.tokens, config.in_channels, *config.patch)
+            raise ValueError(f"a pack of {segments.tokens:,} tokens is {times(wanted)} numbers, not {times(x.shape)}")
+        packed = segments.place(x.device)
+        tokens, grid = self._embed_pack(x, packed)
+        residual = ResidualStream(tokens)
+        del tokens
+        y = self.of_tokens(residual, grid, modulations, context)
+        y = (y if grid.shards is None else grid.shards.gather(y)).squeeze(0)
+        y = y.view(len(y), *config.patch, config.out_channels).movedim(-1, 1)
+        if not any(segments.repeated):
+            return y
+        repeated = torch.tensor(segments.repeated)
+        if x.is_cuda:
+            repeated = repeated.pin_memory().to(x.device, non_blocking=True)
+        alone = repeated[packed.sample_of_row].view(-1, *(1,) * (y.dim() - 1))
+        return torch.where(alone, y.mean(dim=2, keepdim=True), y)
+
+    def _embed_pack(self, x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
+        """Embed a pack as :meth:`embed` does samples: return this rank's tokens (1, n, D) and their places."""
+        config, shards, rotary, learned = self.config, None, None, None
+        patches = x.flatten(1).unsqueeze(0).to(self.x_embedder.proj.weight.dtype)
+        if config.positions == "rope":
+            rotary = rotary_table(self._segment_coordinates(packed), config.head_dim)
+        if self.sequence is not None:
+            shards = self.sequence(len(x), (len(x),))
+        if shards is not None:
+            if shards.rows * -(-len(x) // shards.rows) != len(x):
+                raise ValueError(
+                    f"--pack_tokens: {len(x):,} tokens can't be shared evenly; take a multiple of the ranks"
+                )
+            patches, packed = shards.take(patches), packed.part(shards.first, shards.rows)
+        tokens, positions = self.x_embedder.project(patches), self._segment_positions(packed)
+        if config.positions_in_blocks:
+            learned = positions
+        elif self.learned_positions is not None:
+            tokens = tokens + cast(Tensor, positions)
+        elif positions is not None:
+            tokens = self.ops.add_table(tokens, positions)
+        return tokens, TokenGrid((len(x),), rotary, learned, shards, packed)
+
+    def _segment_coordinates(self, packed: PlacedSegments) -> Tensor:
+        """(n, axes) int64, of as many axes as patches have."""
+        return packed.coordinates()[:, -len(self.config.patch) :]
+
+    def _segment_positions(self, packed: PlacedSegments) -> Tensor | None:
+        """(1, n, D): every token's position in the grid of its own segment, as :meth:`positions` has it."""
+        config, grids = self.config, packed.segments.grids
+        if config.positions == "rope":
+            return None
+        at, longest = self._segment_coordinates(packed), tuple(max(sides) for sides in zip(*grids, strict=True))
+        if self.learned_positions is not None:
+            if any(side > known for side, known in zip(longest[-len(config.grid) :], config.grid, strict=True)):
+                raise ValueError(
+                    f"--positions learned: {times(longest)} patches, but positions for {times(config.grid)}"
+                )
+            return self.learned_positions(at).unsqueeze(0)
+        height, width = (_table_side(*pair) for pair in zip(longest[-2:], config.grid[-2:], strict=True))
+        rows = self.table("pos_embed", (height, width), config.grid[-2:])[0]
+        found = rows[at[:, -2] * width + at[:, -1]]
+        if config.is_video:
+            frames = _table_side(longest[0], config.grid[0])
+            found += self.table("temporal_embed", (frames,), config.grid[:1])[0][at[:, 0]]
+        return found.unsqueeze(0)
+
+
+def _table_side(longest: int, configured: int) -> int:
+    """Return the length of a table for sides up to ``longest``; powers of two keep the number of tables small."""
+    return configured if longest <= configured else 1 << (longest - 1).bit_length()
 
 
 def _compute_tables(model: nn.Module, _: object) -> None:

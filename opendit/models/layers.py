@@ -279,10 +279,6 @@ class Mlp(nn.Module):
         """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
         return ops.linear_gelu(x, self.fc1)
 
-    def deferred(self, h: Tensor, gate: Tensor, y: Tensor, ops: BlockOps) -> tuple[Tensor, Tensor, Tensor]:
-        """(h, gate, z) of h + gate * mlp(y) = h + gate * fc2(z), for h, y (B, N, D) and gate (B, D)."""
-        return h, gate, self.hidden(y, ops)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.hidden(x))
 

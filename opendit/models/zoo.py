@@ -1,5 +1,6 @@
 """The models of ``names``, made: their configurations and networks."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any
@@ -11,7 +12,7 @@ from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize
-from opendit.models.plans.terms import Plan
+from opendit.models.plan import PLAN, Plan
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,11 @@ class Classes:
 
     config: type[DiTConfig]
     model: type[DiT]
-    plan: Plan
+    plan: Plan = PLAN
 
 
 def _find(kind: str) -> Classes:
-    model, plan = module_of(kind), KINDS[kind].plan or module_of(kind)
-    config, network = import_module(f"opendit.models.{model}").ARCHITECTURE
-    return Classes(config, network, import_module(f"opendit.models.plans.{plan}").PLAN)
+    return Classes(*import_module(f"opendit.models.{module_of(kind)}").ARCHITECTURE)
 
 
 CLASSES = {kind: _find(kind) for kind in KINDS}
@@ -82,6 +81,9 @@ def model_config(
     for key in sorted(unknown):
         owners = " or ".join(k for k, v in CLASSES.items() if key in {field.name for field in fields(v.config)})
         raise ValueError(f"--{key}: is not for --model {name}; it is for {owners or 'no model'}")
+    mlp = options.get("mlp", made.config.mlp)
+    if mlp != made.config.mlp and "mlp_ratio" not in options:
+        options["mlp_ratio"] = exchanged_ratio(hidden, more.get("mlp_ratio", made.config.mlp_ratio), mlp)
     config = made.config(
         input_size=size_of_latents,
         patch_size=patch,
@@ -104,6 +106,13 @@ def model_config(
         ) from error
     config.check()
     return config
+
+
+def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
+    """The MLP ratio with which an MLP of another kind has about as many weights as one of ``ratio``: SwiGLU has three
+    matrices where GELU has two (Shazeer 2020). The hidden layer is a multiple of 64 wide."""
+    hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
+    return 64 * math.ceil(hidden / 64 - 1e-9) / width
 
 
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig
 from opendit.models.attention import SequenceShards
-from opendit.models.ecdit import ExpertMlp, Routing
+from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.shapes import model_shapes
 from opendit.parallel.collectives import Group, start_gather, start_sum
 from opendit.parallel.mesh import Mesh

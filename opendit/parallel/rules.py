@@ -1,4 +1,4 @@
-"""Apply the rules of a plan (opendit.models.plans): slices of canonical tensors, shard units, stages, and checks that
+"""Apply the rules of a plan (opendit.models.plan): slices of canonical tensors, shard units, stages, and checks that
 sizes divide. Pure functions of shapes, names and numbers, without process groups."""
 
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opendit.models import DiTConfig, plan_of
 from opendit.models.parameter_names import fits, value_of
-from opendit.models.plans.terms import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
+from opendit.models.plan import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
 
 Slices = tuple[slice, ...]  # one for each dimension
 FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}

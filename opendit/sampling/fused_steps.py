@@ -23,6 +23,7 @@ from opendit.kernels import guided_update as updating
 from opendit.kernels import step_rows
 from opendit.kernels.common import kernels_available
 from opendit.models import DiT
+from opendit.models.blocks import ResidualStream
 from opendit.sampling.prepared_model import PreparedModel
 
 
@@ -124,7 +125,7 @@ class FusedSteps:
         x, scale, column, old = self.state[0], numbers[:, 0], 1, [*self.state]
         for evaluation in range(kind.evaluations):
             last = evaluation + 1 == kind.evaluations
-            tokens = [embed(x, layer.weight, cast(Tensor, layer.bias), added, scale, halves)]
+            tokens = ResidualStream(embed(x, layer.weight, cast(Tensor, layer.bias), added, scale, halves))
             output = network.of_tokens(tokens, rows if evaluation == 0 else rows + evaluation * network.conditions)
             new = self.state if last else self._between[evaluation]
             noisy = last and kind.noise

@@ -11,7 +11,7 @@ from torch import Tensor
 from opendit.kernels.common import kernels_available
 from opendit.kernels.step_rows import gather_rows
 from opendit.models import Condition, DiT
-from opendit.models.blocks import Context
+from opendit.models.blocks import Context, ResidualStream
 from opendit.models.conditioning import joined
 from opendit.models.given_frames import with_given
 
@@ -193,14 +193,14 @@ class PreparedModel:
         blocks, and the mask last. Empty for a class-conditional model."""
         return self._static["contexts"]
 
-    def of_tokens(self, start: list[Tensor], table_rows: Tensor) -> Tensor:
-        """Return the last layer's output for tokens ``start`` [(n, N, D)], a list that is emptied.
+    def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
+        """Return the last layer's output for tokens (n, N, D), which ``residual`` lets go of.
 
         table_rows: (n,) int64, of the first n of 2 B samples."""
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
-        return self.model.of_tokens(start, grid, modulations, self._context(table_rows), self.stack)
+        return self.model.of_tokens(residual, grid, modulations, self._context(table_rows), self.stack)
 
     def begin(self, step: Tensor) -> None:
         """Begin a step. step: (B,) int64, every sample's step, counted from the first one in the table."""

@@ -53,7 +53,7 @@ FREE = frozenset(
     "evaluate_steps evaluate_cfg_scale".split()
 )
 OF_THE_MODEL = frozenset(
-    "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions full_attention "
+    "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
     "expert_capacity use_video lora lora_alpha given_frames".split()
 )
 # Flags that are compared by what was derived from them, and the names of that.

@@ -49,7 +49,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS
     from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
-    from opendit.models.plans.dit import BACKWARD
+    from opendit.models.plan import BACKWARD
     from opendit.models.zoo import CLASSES
     from opendit.parallel import engines
 

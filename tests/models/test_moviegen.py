@@ -7,7 +7,7 @@ import torch
 
 from opendit.models import MovieGenConfig, TextConfig
 from opendit.models.attention import TokenGrid
-from opendit.models.moviegen import MovieGenBlock
+from opendit.models.blocks import Block
 from opendit.models.positions import grid_coordinates, rotary_table
 from tests.models import plain
 from tests.models.test_attention import EXACT_TABLE, randomised
@@ -22,7 +22,7 @@ def test_block(kv_heads, text, more):
     config = MovieGenConfig(
         grid, (1, 1, 1), 2, 40, 1, 4, num_classes=classes, text=text, mlp_ratio=1.5, kv_heads=kv_heads, **more
     )
-    block = randomised(MovieGenBlock(config))
+    block = randomised(Block(config.block))
     places = list(itertools.product(*map(range, grid))) if config.positions == "rope" else None
     tokens = TokenGrid(grid, rotary_table(grid_coordinates(*grid), 10) if places else None)
     x, c = torch.randn(2, 6, 40, dtype=torch.float64), torch.randn(2, 40, dtype=torch.float64)

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from opendit.models import DiTConfig, build_model, config_from_dict, model_config, plan_of
-from opendit.models.dit import DiT, DiTBlock
+from opendit.models.blocks import Block
+from opendit.models.dit import DiT
 from opendit.models.layers import TORCH_OPS, BlockOps, Mlp
-from opendit.models.plans import dit
-from opendit.models.plans.terms import Column, Execution, FlopTerm, Kept, MemoryTerm
+from opendit.models.plan import PLAN, Column, Execution, FlopTerm, Kept, MemoryTerm, mlp_flops, mlp_rules, rules
 from opendit.models.zoo import CLASSES, Classes
 from opendit.parallel.rules import rule_of, shard_units
 from opendit.training.memory import Setup, estimate
@@ -52,7 +52,8 @@ def test_terms_of_a_dit_s_block_are_those_of_the_list():
     """The list in opendit/kernels/recompute.py, part by part."""
     config = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=3)
     parts = {term.part: term.kept(config, Execution()).units for term in plan_of(config).memory}
-    assert parts == {"input": 1, "norms": 2, "attention": 6, "cross-attention": 0, "MLP": 9}
+    parts = {part: units for part, units in parts.items() if units}
+    assert parts == {"input": 1, "norms": 2, "attention": 6, "MLP": 9}
 
 
 def test_amounts_add_up_scale_by_scale():
@@ -82,29 +83,24 @@ class ThreefoldMlp(Mlp):
 
 
 class Threefold(DiT):
-    def make_block(self) -> DiTBlock:
-        c = self.config
-        mlp = ThreefoldMlp(c.hidden_size, c.mlp_hidden, c.bias)
-        return DiTBlock(c.hidden_size, c.num_heads, c.mlp_ratio, c.cross_attention, c.options, mlp)
+    def make_block(self) -> Block:
+        block, config = super().make_block(), self.config
+        block.mlp = ThreefoldMlp(config.hidden_size, config.mlp_hidden, config.bias)
+        return block
 
 
-PLAN = replace(
-    dit.PLAN,
-    rules=lambda config: dit.rules(config) | dit.mlp("blocks.*.mlp", branches=3),
-    # fc1's output, a * b, all three, fc2's output
-    memory=(*dit.MEMORY[:-1], MemoryTerm("MLP", lambda config, execution: Kept(units=5 * config.mlp_ratio + 1))),
-    flops=(
-        FlopTerm("projections", dit.projection_flops),
-        dit.attention_term("attention", lambda config: config.tokens),
-        FlopTerm("MLP", lambda config: dit.mlp_flops(config, products=4)),
-        *dit.COMMON_FLOPS,
-    ),
+# fc1's output, a * b, all three, fc2's output
+MEMORY = MemoryTerm("MLP", lambda config, execution: Kept(units=5 * config.mlp_ratio + 1))
+FLOPS = FlopTerm("MLP", lambda config: mlp_flops(config, matrices=4))
+OWN_PLAN = replace(
+    PLAN.with_terms(MEMORY, FLOPS),
+    rules=lambda config: rules(config) | mlp_rules(branches=3),
 )
 
 
 @pytest.fixture
 def threefold(monkeypatch) -> ThreefoldConfig:
-    monkeypatch.setitem(CLASSES, "Threefold", Classes(ThreefoldConfig, Threefold, PLAN))
+    monkeypatch.setitem(CLASSES, "Threefold", Classes(ThreefoldConfig, Threefold, OWN_PLAN))
     return ThreefoldConfig((16, 16), 2, 2, 96, 3, 3, num_classes=3, mlp_ratio=2.0)
 
 
@@ -132,4 +128,4 @@ def test_a_new_architecture_has_rules(threefold):
     assert rule_of(rules, "blocks.2.mlp.fc1.weight") == Column(3)
     assert all(rule_of(rules, name) for name in names)
     blocks = {f"blocks.{i}" for i in range(3)}
-    assert set(shard_units(PLAN, names)) == {"", *blocks}
+    assert set(shard_units(OWN_PLAN, names)) == {"", *blocks}

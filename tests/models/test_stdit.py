@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from opendit.models import STDiT, STDiTConfig, TextConfig
 from opendit.models.attention import TokenGrid
+from opendit.models.blocks import Block
 from opendit.models.positions import grid_coordinates, rotary_table
-from opendit.models.stdit import STDiTBlock
 from tests.models import plain
 from tests.models.test_attention import EXACT_TABLE, randomised
 
@@ -25,7 +25,7 @@ def within(x: Tensor, layer, groups: list[list[int]], places) -> Tensor:
     return out
 
 
-def reference(block: STDiTBlock, x: Tensor, c: Tensor, context, grid, places) -> Tensor:
+def reference(block: Block, x: Tensor, c: Tensor, context, grid, places) -> Tensor:
     """One sample: x (N, D), c (D,)."""
     frames, tokens = grid[0], len(x)
     by_frame = [[i for i in range(tokens) if i * frames // tokens == f] for f in range(frames)]
@@ -35,7 +35,7 @@ def reference(block: STDiTBlock, x: Tensor, c: Tensor, context, grid, places) ->
         lambda y: within(y, block.spatial_attn, by_frame, places),
         lambda y: within(y, block.temporal_attn, by_place, places),
     ]
-    if block.full_attn is not None:
+    if hasattr(block, "full_attn"):
         branches.append(lambda y: plain.self_attention(y, block.full_attn, places))
     if context is not None:
         branches.append(lambda y: plain.cross_attention(y, block.cross_attn, *context))
@@ -52,7 +52,7 @@ def reference(block: STDiTBlock, x: Tensor, c: Tensor, context, grid, places) ->
 @pytest.mark.parametrize("more", [{}, {"full_attention": True, "qk_norm": True, "positions": "rope", "bias": False}])
 def test_block_equals_loops_over_frames_and_places(grid, text, more):
     config = STDiTConfig(grid, (1, 1, 1), 2, 20, 1, 2, num_classes=None if text else 3, text=text, **more)
-    block = randomised(STDiTBlock(config))
+    block = randomised(Block(config.block))
     places = list(itertools.product(*map(range, grid))) if config.positions == "rope" else None
     tokens = TokenGrid(grid, rotary_table(grid_coordinates(*grid), 10) if places else None)
     x, c = torch.randn(2, config.tokens, 20, dtype=torch.float64), torch.randn(2, 20, dtype=torch.float64)
@@ -72,7 +72,7 @@ def test_block_equals_loops_over_frames_and_places(grid, text, more):
 def test_only_frames_and_places_talk():
     """One attention passes on what a token knows to its frame, the other to its place; both together to all."""
     config = STDiTConfig((3, 2, 2), (1, 1, 1), 2, 24, 1, 2, num_classes=3)
-    block, clip = STDiTBlock(config).double(), TokenGrid((3, 2, 2))
+    block, clip = Block(config.block).double(), TokenGrid((3, 2, 2))
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.2)
     x, c = torch.randn(1, 12, 24, dtype=torch.float64), torch.randn(1, 24, dtype=torch.float64)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from opendit.models import NAMES, VIDEO_NAMES, DiTConfig, build_model, plan_of
 from opendit.models.parameter_names import fits
-from opendit.models.plans.terms import Column, Expert, Heads, Replicated, Row, Rule, Vocabulary
+from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import CLASSES
 from opendit.parallel.rules import (
     FLAGS,

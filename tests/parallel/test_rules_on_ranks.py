@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opendit.models import build_model, plan_of
-from opendit.models.plans.terms import Column, Replicated, Row, Rule, Vocabulary
+from opendit.models.plan import Column, Replicated, Row, Rule, Vocabulary
 from opendit.models.zoo import CLASSES
 from opendit.parallel.rules import (
     local_slices,

@@ -10,7 +10,7 @@ from opendit.config.components import ParallelFlags
 from opendit.config.names import AXIAL, BYTES, OWN_ATTENTION
 from opendit.models import DiTConfig
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
-from opendit.models.ecdit import ExpertMlp, Routing
+from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.layers import Attend
 from opendit.parallel.collectives import Group, gather_tokens, take_tokens
 from opendit.parallel.hardware import H200

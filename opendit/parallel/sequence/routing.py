@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.torch_utils import not_compiled
-from opendit.models.ecdit import ExpertMlp, add_rows, rows_by_expert
+from opendit.models.experts import ExpertMlp, add_rows, rows_by_expert
 from opendit.parallel.collectives import Counts, Exchange, Group, start_gather
 
 
@@ -38,7 +38,7 @@ class OwnTokens(Protocol):
 
 
 class RoutingByRanks:
-    """:class:`opendit.models.ecdit.Routing` of this rank's tokens y (B, n, D).
+    """:class:`opendit.models.experts.Routing` of this rank's tokens y (B, n, D).
 
     Args:
         mlp: has all experts that it chooses for, or with ``experts`` this rank's part of them.

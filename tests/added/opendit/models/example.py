@@ -1,13 +1,15 @@
-"""An example of an architecture: a DiT whose MLP multiplies two branches."""
+"""An example of an architecture: a DiT whose MLP multiplies two branches, and its plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
+from opendit.models.blocks import Block
 from opendit.models.configuration import DiTConfig
-from opendit.models.dit import DiT, DiTBlock
+from opendit.models.dit import DiT
 from opendit.models.layers import TORCH_OPS, Mlp
+from opendit.models.plan import PLAN, FlopTerm, Kept, MemoryTerm, mlp_flops, mlp_rules, rules
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,14 @@ class ExampleMlp(Mlp):
 
 
 class Example(DiT):
-    def make_block(self) -> DiTBlock:
-        c = self.config
-        mlp = ExampleMlp(c.hidden_size, c.mlp_hidden, c.bias)
-        mlp.strength = c.example_strength
-        return DiTBlock(c.hidden_size, c.num_heads, c.mlp_ratio, c.cross_attention, c.options, mlp)
+    def make_block(self) -> Block:
+        block, config = super().make_block(), self.config
+        block.mlp = ExampleMlp(config.hidden_size, config.mlp_hidden, config.bias)
+        block.mlp.strength = config.example_strength
+        return block
 
 
-ARCHITECTURE = ExampleConfig, Example
+MEMORY = MemoryTerm("MLP", lambda config, execution: Kept(units=3 * config.mlp_ratio + 1))
+FLOPS = FlopTerm("MLP", lambda config: mlp_flops(config, matrices=3))
+OWN_PLAN = replace(PLAN.with_terms(MEMORY, FLOPS), rules=lambda config: rules(config) | mlp_rules(branches=2))
+ARCHITECTURE = ExampleConfig, Example, OWN_PLAN

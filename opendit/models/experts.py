@@ -1,0 +1,162 @@
+"""Expert-choice routing: an MLP with many small experts beside it, each of which chooses its tokens (Zhou et al.,
+"Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT", 2024)."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opendit.models.attention import SequenceShards
+from opendit.models.layers import Mlp
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a block's MLP: how many, the width of each one's hidden layer, and how many of them a token has on
+    average."""
+
+    count: int
+    hidden: int
+    capacity: float
+
+
+def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
+    """Tokens that each expert takes of a sample's, ceil(capacity * tokens / experts): its even share times the
+    capacity, at least one, at most all.
+
+    Exact for the capacity as it is written: 1.1 * 100 / 10 is 11, of which floats make 12.
+    """
+    return _places(tokens, experts, *_ratio(capacity))
+
+
+def _ratio(capacity: float) -> tuple[int, int]:
+    """Numerator and denominator of the shortest decimal that means this number."""
+    return Fraction(repr(float(capacity))).as_integer_ratio()
+
+
+def _places(tokens: int, experts: int, numerator: int, denominator: int) -> int:
+    return min(tokens, -(-numerator * tokens // (denominator * experts)))
+
+
+class ExpertMlp(Mlp):
+    """A shared MLP plus, for each token, those of the experts that have chosen it, weighted by its affinity to them.
+
+    A token's affinities are a softmax over the experts; each expert takes the tokens of a sample with the highest
+    affinity to it. So every expert has the same work, and a sample's result does not depend on the others of its batch.
+    The experts' weights are stacks (E, in, out). A rank may hold a slice of them, ``held``, and ``start`` may be
+    replaced by one that sends tokens to the ranks of their experts (opendit.parallel.experts).
+    """
+
+    def __init__(self, dim: int, hidden: int, bias: bool, experts: Experts):
+        super().__init__(dim, hidden, bias)
+        self.capacity: tuple[int, int] = _ratio(experts.capacity)
+        self.held: slice = slice(None)
+        self.router: nn.Linear = nn.Linear(dim, experts.count, bias=False)
+        first, second = (experts.count, dim, experts.hidden), (experts.count, experts.hidden, dim)
+        self.expert_fc1: nn.Parameter = nn.Parameter(torch.randn(first) / math.sqrt(dim))
+        self.expert_fc2: nn.Parameter = nn.Parameter(torch.randn(second) / math.sqrt(experts.hidden))
+
+    def affinities(self, y: Tensor) -> Tensor:
+        """Compute the affinities of y's tokens (B, N, D) to all experts, (B, N, E), in fp32 or wider."""
+        return self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
+
+    def choose(self, affinity: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose each expert's tokens by affinities (B, N, E): return their affinities and their numbers in the sample,
+        (B, E, k) each."""
+        k = _places(affinity.shape[1], self.router.out_features, *self.capacity)
+        return affinity.transpose(1, 2).topk(k, dim=-1)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of this rank's experts, (E, D, hidden) and (E, hidden, D)."""
+        return self.expert_fc1, self.expert_fc2
+
+    def experts(self, taken: Tensor) -> Tensor:
+        """Apply each expert of this rank to its tokens (E, rows, D)."""
+        fc1, fc2 = self.weights()
+        return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
+
+    def routed(self, y: Tensor) -> Tensor:
+        """Return what this rank's experts add to y's tokens, (B, N, D), without the shared MLP."""
+        B, N, _ = y.shape
+        weight, token = self.choose(self.affinities(y)[..., self.held])
+        row = rows_by_expert(token, N)
+        out = self.experts(y.flatten(0, 1)[row])
+        return add_rows(out.flatten(0, 1), weight.transpose(0, 1).flatten(), row.flatten(), y)
+
+    def start(self, y: Tensor, shards: SequenceShards | None = None) -> "Routing":
+        """Begin what the experts add to y's tokens, (B, n, D). shards: the ranks that share the sequence."""
+        return _RoutedHere(self, y) if shards is None else cast(SharedExperts, shards).start_experts(self, y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.routed(x)
+
+
+class Routing(Protocol):
+    """The experts' work on tokens in three steps, so that tokens travel to their experts' ranks beside other work:
+    ``ExpertMlp.start`` makes it and sends them off; then comes :meth:`compute`; then :meth:`result`.
+
+    travels: whether the result is on its way when :meth:`compute` returns.
+    """
+
+    travels: bool
+
+    def compute(self) -> None:
+        """Takes what has arrived through this rank's experts, and sends it back."""
+        ...
+
+    def result(self) -> Tensor:
+        """Return what is added to the tokens (B, n, D). Call it once."""
+        ...
+
+
+class SharedExperts(SequenceShards, Protocol):
+    """The tokens of a sequence that several ranks share, for experts that choose among all of them."""
+
+    def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
+        """``mlp.start`` for this rank's tokens y (B, n, D)."""
+        ...
+
+
+class _RoutedHere:
+    """Routing where this rank has all experts."""
+
+    travels = False
+
+    def __init__(self, mlp: ExpertMlp, y: Tensor):
+        self._mlp, self._y = mlp, y
+
+    def compute(self) -> None:
+        self._added = self._mlp.routed(self._y)
+
+    def result(self) -> Tensor:
+        return self._added
+
+
+def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
+    """Rows (E, B k) of the flattened tokens of all samples, of ``tokens`` each, from numbers in a sample (B, E, k)."""
+    sample = torch.arange(len(token), device=token.device).view(-1, 1, 1)
+    return (token + tokens * sample).transpose(0, 1).flatten(1)
+
+
+def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
+    """The sums of weight * out (M, D) in the rows (M,) of the flattened tokens of ``like`` (B, N, D), in its dtype;
+    added up in fp32 or wider."""
+    B, N, _ = like.shape
+    return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
+
+
+class _AddRows(torch.autograd.Function):
+    """``zeros(rows, D).index_add(0, index, x)``, which would keep x for the backward pass to know its shape."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, rows: int):
+        ctx.save_for_backward(index)
+        return x.new_zeros(rows, x.shape[1]).index_add_(0, index, x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad[ctx.saved_tensors[0]], None, None
