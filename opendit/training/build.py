@@ -1,6 +1,7 @@
 """Build a run: the model on its engine, averages, passes, log, loader and checkpoints; and Run, its state."""
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -43,6 +44,8 @@ from opendit.training.specification import RunSpecification
 from opendit.training.step_log import Pace, StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 from opendit.training.validation import Validation
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def open_loader(spec: RunSpecification, supervisor: Supervisor) -> BatchIterator
         num_workers=flags.num_workers,
         pin_memory=True,
         max_bad=flags.max_bad,
-        on_skip=partial(say_skipped, mesh),
+        on_skip=partial(warn_skipped, mesh),
         as_bytes=True,  # a quarter of the traffic; the device converts to floats
         enlarge=mesh.device.type == "cpu",  # a GPU does it while the loader reads
         patience=flags.data_timeout,
@@ -210,7 +213,7 @@ def best_checkpoint(spec: RunSpecification, evaluated: str | None) -> BestCheckp
     best = BestCheckpoint(spec.folder / "checkpoints", name, cast(str, of), spec.first_step)
     if best.folder is not None:
         called = "held-out loss" if name == "val_loss" else name
-        Progress.write(f"--ckpt_best: so far {best.folder}, with a {called} of {best.figure:.5f}")
+        logger.info(f"--ckpt_best: so far {best.folder}, with a {called} of {best.figure:.5f}")
     return best
 
 
@@ -229,7 +232,7 @@ def sharded_checkpoints(spec: RunSpecification, engine: Engine, monitor: Monitor
     there = host_memory()
     too_large = spec.mesh.broadcast_object(needed > USABLE_OF_A_HOST * there)
     if too_large and spec.flags.save and spec.mesh.is_main:
-        monitor.say(
+        logger.info(
             f"checkpoints: in shards, because whole tensors would take {needed / GIB:,.1f} GiB of a host's memory "
             f"({there / GIB:,.1f} GiB)"
         )
@@ -246,9 +249,9 @@ def open_profiler(spec: RunSpecification, monitor: Monitor) -> StepProfiler:
     )
 
 
-def say_skipped(mesh: Mesh, file: str) -> None:
+def warn_skipped(mesh: Mesh, file: str) -> None:
     if mesh.leads_sharing:  # the others that share its samples skip the same
-        Progress.write(f"rank {mesh.rank}: skipped {file}")
+        logger.warning(f"rank {mesh.rank}: skipped {file}")
 
 
 class Evaluation(Protocol):

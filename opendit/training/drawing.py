@@ -1,6 +1,7 @@
 """Draw samples and grids of samples from a run's EMA weights."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
@@ -22,6 +23,8 @@ from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions
+
+logger = logging.getLogger(__name__)
 
 
 class EMASampler:
@@ -123,7 +126,7 @@ class SampleGrids:
                 save_contact_sheet(path, pictures, captions, root=spec.folder)
             else:
                 save_grid(path, pictures, captions, columns=grid_columns(captions), root=spec.folder)
-            monitor.say(f"step {step}: drew {path}")
+            logger.info(f"step {step}: drew {path}")
             monitor.picture(path, step)
 
     def _what(self) -> tuple[Condition, list[str]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -51,6 +52,8 @@ class MemoryPressure:
             "with --plugin fsdp, --offload average is likely to be faster"
         )
 
+
+logger = logging.getLogger(__name__)
 
 # Dense bf16/fp16 tensor-core peaks by the vendors' data sheets, FLOP/s; a GPU that is not here has no MFU.
 PEAK_FLOPS = {
@@ -207,9 +210,9 @@ class Monitor:
         return self.last
 
     def say(self, text: str) -> None:
-        """A line for people, above the progress bar."""
+        """Log a line on rank 0."""
         if self.mesh.is_main:
-            self._bar.write(text)
+            logger.info(text)
 
     def picture(self, path: Path, step: int, tag: str = "samples") -> None:
         """Show a PNG file in TensorBoard and in the other loggers. Call it on rank 0."""

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import math
 import time
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from opendit.training.micro_batch import MicroBatch
 from opendit.training.monitor import Monitor
 from opendit.training.runners import Runner
 from opendit.training.specification import RunSpecification
+
+logger = logging.getLogger(__name__)
 
 LEVELS = 10  # noise levels, each an equal share of training's times
 MOST_SAMPLES = 1000
@@ -213,10 +216,11 @@ class Validation:
         rounds = -(-batches // mesh.dp_size)
         self._batches = self._read(dataset, [turn * mesh.dp_size + mesh.dp_rank for turn in range(rounds)])
         work = rounds * mesh.pp_size / (3 * every * flags.grad_accumulation)
-        monitor.say(
-            f"validation: {self.count:,} losses on {dataset.describe()}, every {every:,} steps: "
-            f"{work:.2%} of the run's work"
-        )
+        if mesh.is_main:
+            logger.info(
+                f"validation: {self.count:,} losses on {dataset.describe()}, every {every:,} steps: "
+                f"{work:.2%} of the run's work"
+            )
 
     def _read(self, dataset: MediaDataset, turns: list[int]) -> list[FixedBatch]:
         """Return this rank's micro-batches; beyond the last one the first one repeats, and does not count."""
@@ -226,7 +230,7 @@ class Validation:
         keys = [self.samples.keys(turn if turn < there else 0) for turn in turns]
         how: dict[str, Any] = dict(num_workers=min(flags.num_workers, len(keys)), patience=flags.data_timeout)
         shown = Progress(len(keys), "micro-batches", title="validation", disable=not spec.mesh.is_main)
-        with shown, read_batches(dataset, keys, max_bad=flags.max_bad, on_skip=Progress.write, **how) as read:
+        with shown, read_batches(dataset, keys, max_bad=flags.max_bad, on_skip=logger.warning, **how) as read:
             for turn, batch in zip(turns, read, strict=True):
                 index = batch.index.to(device)
                 with torch.no_grad():
@@ -268,7 +272,8 @@ class Validation:
             by_level[level].append(loss)
         means = sorted(zip(self.noise, map(_mean, by_level), strict=True), key=lambda pair: pair[0])
         loss = _mean(losses)
-        self._monitor.say(f"step {step}: held-out loss {'not finite' if loss is None else f'{loss:.5f}'}")
+        if self._engine.mesh.is_main:
+            logger.info(f"step {step}: held-out loss {'not finite' if loss is None else f'{loss:.5f}'}")
         noise, by_noise = (list(column) for column in zip(*means, strict=True))
         line = {"val_loss": loss, "val_loss_by_noise": by_noise, "val_noise": noise}
         if self._engine.mesh.is_main:
