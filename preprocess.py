@@ -27,7 +27,7 @@ from opendit.config.preprocess import build_parser, check
 def run(command: str, options: dict) -> None:
     """One subcommand with its flags' values."""
     if command == "demo":
-        from opendit.data.moving_digits import make_demo
+        from opendit.data.digits import make_demo
 
         table = make_demo(options["output"], options["clips"], options["size"], split=options["split"])
         use = "train" if options["split"] == "train" else "evaluate"
@@ -53,9 +53,9 @@ def run(command: str, options: dict) -> None:
 
         program.index_folder(**options)
     else:
-        from opendit.data import latents_program
+        from opendit.data import make_latents
 
-        latents_program.run(**options)
+        make_latents.run(**options)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import opendit
 from benchmarks.results import append
-from opendit.data.moving_digits import DIRECTIONS, caption
+from opendit.data.digits import DIRECTIONS, caption
 from opendit.evaluation.digits import (
     AskedDigits,
     ClipShape,

@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 import opendit
 from opendit.data.clips import resize_and_crop
-from opendit.data.digits import digits_split
-from opendit.data.moving_digits import DIRECTIONS, caption, render
+from opendit.data.digits import DIRECTIONS, caption, digits_split, render
 from opendit.encoders.pictures import save_contact_sheet
 
 FRAMES, FULL, SIZE, INTERVAL, SEED = 8, 48, 64, 6, 1

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 from benchmarks import results
 from opendit.data import build_dataset
-from opendit.data.base import MediaDataset
+from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.order.buckets import Lengths, TokenSize, shape_table
 from opendit.data.order.build import build_schedule
@@ -62,21 +62,20 @@ def _blend(rows: int) -> SourceRows:
 class _Sized(MediaDataset):
     """Media of many sizes, which are mapped from a file."""
 
-    kind, conditioning, class_names, sample_shape, seed, max_bad = "pixels", "label", ("one",), (3, 256, 256), 0, 0.0
-    random_flip = random_window = False
-    note = ""
-
     def __init__(self, sizes: np.ndarray):
         self.sizes = sizes
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def media_sizes(self) -> np.ndarray:
-        return self.sizes
+    def shapes(self) -> Shapes:
+        return Shapes(media=lambda: self.sizes)
 
-    def identity(self) -> str:
-        return f"{len(self)} rows"
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(lambda: f"{len(self)} rows")
+
+    def describe(self) -> Description:
+        return Description(text="media", class_names=["one"], sample_shape=(3, 256, 256), max_bad=0.0)
 
     def source(self, row: int) -> str:
         return str(row)
@@ -94,8 +93,8 @@ def _tars(keys: np.ndarray, name: str, use_video: bool = False, share: float | N
     dataset = build_dataset(str(folder), 256, seed=0, use_video=use_video)
     if share is not None:
         dataset, held = hold_out(dataset, share)
-        held.identity()
-    dataset.identity()
+        held.fingerprint().identity  # noqa: B018
+    dataset.fingerprint().identity  # noqa: B018
     return dataset
 
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 
 from benchmarks import results
 from opendit.data import MediaDataset, SampleKey, build_dataset
+from opendit.data.base import SampleReader
 from opendit.data.images import to_tensor
 from opendit.data.picture_file import center_crop
 from opendit.data.shards.program import make_shards
@@ -52,7 +53,8 @@ def write_picture(folder: Path, number: int, side: int) -> None:
 def read_ours(dataset: MediaDataset, seed: int) -> int:
     """Pictures read, in a shuffled order, as bytes."""
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
-    return sum(1 for _ in dataset.items([SampleKey(row, seed, index) for index, row in enumerate(order)]))
+    keys = [SampleKey(row, seed, index) for index, row in enumerate(order)]
+    return sum(1 for _ in SampleReader(dataset, as_bytes=True).items(keys))
 
 
 def read_webdataset(folder: Path, image_size: int) -> int:
@@ -81,7 +83,6 @@ def main() -> None:
         size = sum(path.stat().st_size for path in pictures.rglob("*.jpg")) / asked.pictures
         print(f"{asked.pictures:,} JPEGs of {SIDE} px, {size / 1000:.1f} kB each; one process")
         indexed, plain = (build_dataset(str(path), asked.image_size, seed=0) for path in (tars, pictures))
-        indexed.as_bytes = plain.as_bytes = True
         sides: dict[str, Callable[[int], int]] = {
             "shards": lambda seed: read_ours(indexed, seed),
             "webdataset": lambda seed: read_webdataset(tars, asked.image_size),

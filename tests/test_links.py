@@ -27,10 +27,10 @@ from opendit.common.records import RecordFile, WriteFailures
 from opendit.common.safe_files import LinkRefused, make_folder
 from opendit.common.tensor_files import write_file, write_tensors
 from opendit.data.csv_table import TableRow, write_csv
+from opendit.data.digits import make_demo
 from opendit.data.latents import FILES
-from opendit.data.latents_folder import index_locked
+from opendit.data.latents_index import index_locked
 from opendit.data.latents_index import write_index as write_latents_index
-from opendit.data.moving_digits import make_demo
 from opendit.data.shards.latents import tars_of
 from opendit.data.shards.program import index_tars, make_shards
 from opendit.data.shards.remote import FileCache

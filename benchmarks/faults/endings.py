@@ -49,12 +49,12 @@ def reader_of_a_rank_killed(lab: Lab) -> None:
 # Digits that can't be read any more from the 60th on.
 READ = """
 import itertools, opendit.data.digits as digits
-read, count = digits.DigitsDataset.load, itertools.count()
-def load(self, row, flip):
+true_read, count = digits.DigitsDataset.read, itertools.count()
+def read(self, row, *view):
     if next(count) == 60:
         {what}
-    return read(self, row, flip)
-digits.DigitsDataset.load = load
+    return true_read(self, row, *view)
+digits.DigitsDataset.read = read
 """
 
 

@@ -1,6 +1,6 @@
 """Data sources by name, and the forms of ``--data_path``.
 
-To add a source, write ``opendit/data/sources/NAME.py`` with a function ``open_source``, and a row in :data:`SOURCES`.
+To add a source, write ``opendit/data/NAME.py`` with a function ``open_source``, and a row in :data:`SOURCES`.
 """
 
 import os
@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from opendit.common.utils import printable
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
-FALLBACK = "pictures"  # source of a folder that no other source recognises
-ADDRESSES = "shards"  # source of addresses
+FALLBACK = "images"  # source of a folder that no other source recognises
+ADDRESSES = "shards.source"  # source of addresses
+ENERGON, BLENDS = "energon.source", "blend"
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
 
 
@@ -30,22 +31,23 @@ class SourceDescription:
     takes: str
 
 
+# By modules of opendit.data, in the order in which they are asked for a path.
 SOURCES = {
     "captioned": SourceDescription(None, "a CSV of captioned media"),
     "digits": SourceDescription("digits", "digits"),
-    "energon": SourceDescription(None, "an Energon folder or metadataset"),
+    "energon.source": SourceDescription(None, "an Energon folder or metadataset"),
     "latents": SourceDescription(None, "a folder of cached latents"),
     "mock": SourceDescription("mock", "mock: random latents"),
-    "pictures": SourceDescription(None, "a folder of pictures"),
-    "several": SourceDescription(None, "a YAML file of several sources"),
-    "shards": SourceDescription(None, "a folder of indexed tars"),
+    "images": SourceDescription(None, "a folder of pictures"),
+    "blend": SourceDescription(None, "a YAML file of several sources"),
+    "shards.source": SourceDescription(None, "a folder of indexed tars"),
     "torchvision_sets": SourceDescription(None, "a torchvision data set's folder"),
 }
 
 
 def named_sources() -> dict[str, str]:
-    """Map the names of the sources that have one to the names of their files."""
-    return {source.name: file for file, source in SOURCES.items() if source.name is not None}
+    """Map the names of the sources that have one to their modules."""
+    return {source.name: module for module, source in SOURCES.items() if source.name is not None}
 
 
 def is_address(data_path: str) -> bool:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opendit.data.order.build import build_schedule as build_schedule
     from opendit.data.order.schedule import BatchSchedule as BatchSchedule
     from opendit.data.order.schedule import BucketSchedule as BucketSchedule
-    from opendit.data.resolve import build_dataset as build_dataset
+    from opendit.data.sources import build_dataset as build_dataset
 
 __getattr__, __all__ = import_when_used(
     __name__,
@@ -33,6 +33,6 @@ __getattr__, __all__ = import_when_used(
         "opendit.data.loader": "Batch BatchIterator build_loader",
         "opendit.data.order.build": "build_schedule",
         "opendit.data.order.schedule": "BatchSchedule BucketSchedule",
-        "opendit.data.resolve": "build_dataset",
+        "opendit.data.sources": "build_dataset",
     },
 )

@@ -1,12 +1,15 @@
-"""The interface of every data set to the rest of the program, and the count of unreadable files.
+"""Data sets, and the reading of samples from them.
 
-A data set holds rows; a training step asks for a row with a ``SampleKey`` that says where in the run the
-sample is used. Everything random about the sample is keyed by it (see ``opendit.diffusion.random``), so the same key
-gives the same numbers in any process, on any number of GPUs and after any resume.
+A data set is five methods: ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. Whatever combines data
+sets (blends, held-out shares, shapes near a sample's own) is a data set that wraps others. A training step asks for a
+sample by a ``SampleKey``, which says where in the run the sample is used. Everything random about the sample is keyed
+by it (see ``opendit.diffusion.random``), so the same key gives the same numbers in any process, on any number of GPUs
+and after any resume.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,13 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from opendit.common.utils import DataError, hash_parts
+from opendit.common.utils import DataError
+from opendit.data.contents import Checksums
 from opendit.data.enlarging import Small
 from opendit.data.files import printable
 from opendit.data.medium import Medium, of_moments, of_pixels
 from opendit.data.order.schedule import SourceRows
-from opendit.data.verification import Verification
+from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
+
+USUALLY_COUNTED = 10_000  # captions that are looked up before a start
+Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that can't be read
 
 
 class SampleKey(NamedTuple):
@@ -41,269 +48,283 @@ class Embedding(NamedTuple):
     pooled: Tensor
 
 
-class Item(NamedTuple):
-    """One sample: ``x`` float32 of the data set's ``sample_shape``, its class ``y`` or its caption ``text``, and
-    "path: reason" of every unreadable file that stood before it and was replaced.
+class View(NamedTuple):
+    """The way in which a row is read.
 
-    small: what is left to do where ``x`` is smaller than asked for, and then whole, the (height, width) to be."""
+    flip: mirror it left to right. start: the place in [0, 1) at which a clip's window begins; None: its middle. shape:
+    (frames, height, width) in pixels instead of the data set's ``sample_shape``; cached latents ignore it. as_bytes:
+    give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose samples are
+    not made of bytes ignores it. enlarge: False gives clips that are smaller than asked for as small as they are, for
+    the device to enlarge (``opendit.data.enlarging``); it requires as_bytes, and only files of clips heed it.
+    """
+
+    flip: bool = False
+    start: float | None = None
+    shape: Size | None = None
+    as_bytes: bool = False
+    enlarge: bool = True
+
+
+PLAIN = View()
+
+
+class Item(NamedTuple):
+    """One sample: ``x`` float32 of the data set's ``sample_shape`` (or uint8, see :class:`View`), and its class ``y``
+    or its caption ``text``.
+
+    skipped: "path: reason" of every unreadable file that this sample replaces. embedding: of the caption, where it is
+    cached. small, whole: where ``x`` is smaller than asked for, what is left to do, and the (height, width) to reach.
+    shortened: a clip's frames are closer together than asked for, because it is too short. bytes_read: of files and
+    tars; 0 where samples are made or lie in memory.
+    """
 
     x: Tensor
     y: int = 0
     text: str | None = None
     skipped: tuple[str, ...] = ()
-    embedding: Embedding | None = None  # of the caption, where it is cached
+    embedding: Embedding | None = None
     small: Small | None = None
     whole: tuple[int, ...] = ()
+    shortened: bool = False
+    bytes_read: int = 0
 
 
 class BadSample(Exception):
-    """One file can't be read; the run goes on with another one."""
+    """One file can't be read; another sample replaces it."""
 
     def __init__(self, path: str, reason: object):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
 
 
-class MediaDataset(Dataset[Any]):
-    """Base of all data sets. A subclass sets the attributes below and writes the methods that raise
-    NotImplementedError; keys, flips and replacements of unreadable rows are done here, for all alike.
+def _nothing() -> None:
+    return None
 
-    kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
-    conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
-    class_names: one name a class, in the order of the labels; empty for "text".
-    sample_shape: (C, H, W) or (C, T, H, W) of what one item holds.
-    random_flip: mirror half of the samples, keyed by Stream.FLIP.
-    random_window: read clips from a place drawn for each sample, keyed by Stream.CROP, rather than their middle.
-    vae, scaling_factor, shift_factor: of latents; text_encoder, max_tokens, empty_caption: of captions; see
-    ``LatentDataset``. Others have no such attributes.
-    as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose
-    samples are not made of bytes ignores it.
-    enlarges: False gives clips that are smaller than asked for as small as they are, for the device to enlarge
-    (``opendit.data.enlarging``); it goes with ``as_bytes``. Only a data set of files of clips heeds it.
-    shortened: reads so far that took a clip's frames closer together than asked for, because it is too short.
-    bytes_read: of files and tars, by reads so far; 0 where samples are made or lie in memory.
-    on_read: called with a row right before it is read.
-    counted_captions: how many captions are looked up before a start; a data set that has them in memory raises it, and
-    one whose storage answers late lowers it.
-    note: what else the log's line says. seed: the run's seed. max_bad: largest share of unreadable files that is
-    skipped rather than an error.
+
+@dataclass(frozen=True, kw_only=True)
+class ClipReading:
+    """The frames that are read of a clip: see ``clips.read_clip``."""
+
+    num_frames: int
+    frame_interval: int
+    short_clips: str
+    fps: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a data set holds.
+
+    text: one line for the log. kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard
+    deviations). conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
+    class_names: one name per class, in the order of the labels; empty for "text". sample_shape: (C, H, W) or
+    (C, T, H, W) of what one item holds. clips: how clips are read; None where there are none.
+
+    How training reads it: random_flip: mirror half of the samples, keyed by Stream.FLIP. random_window: begin each
+    clip at a place keyed by Stream.CROP instead of in its middle. seed: the run's. max_bad: the largest share of
+    unreadable files that is skipped.
+
+    vae, scaling_factor, shift_factor: of latents, see ``latents.LatentDataset``. text_encoder, max_tokens,
+    empty_caption: of cached embeddings of captions. cut_captions: lines about captions that were cut when they were
+    embedded. counted_captions: (rows, how many captions of them are looked up before a start) of each source, more
+    where they are in memory and fewer where storage answers late; empty: ``USUALLY_COUNTED``.
+
+    sources: of a blend. blend: its weights, for people and for the resume fingerprint. files: returns (rows, file
+    number of each or None) for each source: several rows may show one file, such as a picture with several captions;
+    None: each row shows its own. largest_label: returns the largest label and a sample that has it, None if that is
+    not known.
     """
 
+    text: str
+    sample_shape: tuple[int, ...]
     kind: str = "pixels"
     conditioning: str = "label"
-    class_names: list[str]
-    sample_shape: tuple[int, ...]
+    class_names: list[str] = field(default_factory=list)
+    clips: ClipReading | None = None
     random_flip: bool = False
     random_window: bool = False
-    as_bytes: bool = False
-    enlarges: bool = True
-    counted_captions: int = 10_000
-    shortened: int = 0
-    bytes_read: int = 0
-    on_read: Callable[[int], None] | None = None
-    vae: str
-    scaling_factor: float | Sequence[float]
-    shift_factor: float | Sequence[float]
-    text_encoder: str | None
-    max_tokens: int
-    empty_caption: Embedding | None
-    note: str = ""
     seed: int = 0
     max_bad: float = 0.05
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def load(self, row: int, flip: bool) -> Tensor:
-        """The sample of a row, mirrored left to right if ``flip``; raises BadSample if it can't be read."""
-        raise NotImplementedError
-
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        """``load`` with the place in [0, 1) at which a clip's window begins, None for its middle. A data set of clips
-        overrides it; pictures have no window."""
-        return self.load(row, flip)
-
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        """``load_at`` with so many frames of (frames, height, width) pixels rather than ``sample_shape``'s. A data set
-        whose media have sizes of their own overrides it."""
-        return self.load_at(row, flip, start)
-
-    def prefetch(self, rows: Sequence[int]) -> None:
-        """Told of the rows that are read next, in this order. A data set whose storage answers late begins to fetch
-        them."""
-
-    def side_lengths(self, row: int) -> tuple[int, ...]:
-        """(height, width) of the row's sample."""
-        return self.sample_shape[-2:]
-
-    def media_size(self, row: int) -> tuple[int, int, int]:
-        """(frames, height, width) of the row's medium as it lies on the disk, upright. Raises BadSample."""
-        raise NotImplementedError
-
-    def media_sizes(self) -> np.ndarray | None:
-        """(rows, 3) int32, :meth:`media_size` of every row, 0 where it can't be read; None: all media have
-        ``sample_shape``."""
-        if type(self).media_size is MediaDataset.media_size:
-            return None
-        from opendit.data.media_size import SIZES, known_sizes  # which reads files as this module's data sets do
-
-        identity = hash_parts(SIZES, self.identity(), self.contents() or "", self.sizes_key())
-        return known_sizes(identity, len(self), self.media_size)
-
-    def sizes_key(self) -> str:
-        """Return a key of all that the sizes of the media depend on, apart from the media."""
-        return ""
-
-    def frame_rates(self) -> list[float]:
-        """Frames a second of some clips' files, spread evenly; none where there are no clips, or nothing is known."""
-        return []
-
-    def frame_rate(self) -> float | None:
-        """The median of :meth:`frame_rates`; None if there are none."""
-        rates = self.frame_rates()
-        return median(rates) if rates else None
-
-    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
-        """Return the sizes of cached latents, from the first row on: (end of the rows of one size, (frames, height,
-        width))."""
-        frames, height, width = (1, *self.sample_shape[1:])[-3:]
-        return [(len(self), (frames, height, width))]
-
-    def source(self, row: int) -> str:
-        """Name the file that a row comes from, for messages."""
-        return f"row {row} of {type(self).__name__}"
-
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        """A row for people (``preprocess.py look``): what its file holds, and its first, middle and last frame, uint8
-        (n, H, W) or (n, H, W, 3), at their own size. Raises an exception of any kind."""
-        x = self.load(row, False)
-        return of_moments(x) if self.kind == "latents" else of_pixels(x)
-
-    def label(self, row: int) -> int:
-        raise NotImplementedError
-
-    def largest_label(self) -> tuple[int, str] | None:
-        """Return the largest label and a sample that has it, for messages; None where that is not known."""
-        return None
-
-    def caption(self, row: int) -> str | None:
-        """The row's text; None where the conditioning is by label."""
-        return None
-
-    def caption_rows(self, most: int | None = None) -> np.ndarray:
-        """The rows whose captions are counted before a start (``opendit.data.captions``), rising int64: all, or
-        ``counted_captions`` of many, and ``most`` at most, in lots of neighbours, which lie in one file, spread
-        evenly."""
-        count = self.counted_captions if most is None else min(most, self.counted_captions)
-        if len(self) <= count:
-            return np.arange(len(self))
-        lot = math.isqrt(count)
-        starts = np.linspace(0, len(self) - lot, count // lot).astype(np.int64)
-        return np.unique(starts[:, None] + np.arange(lot))
-
-    def cached_captions(self) -> list[str]:
-        """Lines on captions whose embeddings are cached, and which were cut when they were made."""
-        return []
-
-    def embedding(self, row: int) -> Embedding | None:
-        """The caption's embedding; None where none is cached."""
-        return None
-
-    def source_rows(self) -> SourceRows | None:
-        """Return the sources of the rows, for a data set with several sources; None for any other."""
-        return None
-
-    def shape_keys(self) -> np.ndarray | None:
-        """(rows,) integers: rows of one key have samples of one shape, and only those may share a micro-batch. None:
-        all have ``sample_shape``. It may be mapped from a file."""
-        if type(self).shape_key is MediaDataset.shape_key:
-            return None
-        return np.array([self.shape_key(row) for row in range(len(self))])  # of a data set that knows one at a time
-
-    def shape_key(self, row: int) -> int:
-        """The key of one row; 0 where all rows are alike."""
-        keys = self.shape_keys()
-        return 0 if keys is None else int(keys[row])
-
-    def file_numbers(self) -> np.ndarray | None:
-        """(rows,) the number of the file that each row shows, from 0 on, where several rows may show the same one (a
-        picture with several captions); None: each row shows its own. Of a data set of one source; of another see
-        :meth:`files_of_sources`."""
-        return None
-
-    def files_of_sources(self) -> list[tuple[int, np.ndarray | None]]:
-        """(rows, their :meth:`file_numbers`) of each source of the data set."""
-        return [(len(self), self.file_numbers())]
-
-    def next_row(self, row: int) -> int:
-        """The row that replaces ``row`` if that is unreadable: of the same shape, and over all calls in a circle."""
-        return (row + 1) % len(self)
-
-    def identity(self) -> str:
-        """A hash of what the rows are (names and labels, or contents), to tell two data sets apart."""
-        raise NotImplementedError
-
-    def contents(self) -> str | None:
-        """A hash of what the files hold whose names :meth:`identity` knows (see ``contents.hash_files``); None where
-        that knows the contents themselves."""
-        return None
-
-    def verification(self, share: int, shares: int) -> Verification | None:
-        """Return the background verifier of this data set's checksums for process ``share`` of ``shares``; None if it
-        has no checksums."""
-        return None
-
-    def describe(self) -> str:
-        """One line for the log."""
-        raise NotImplementedError
+    vae: str | None = None
+    scaling_factor: float | tuple[float, ...] | None = None
+    shift_factor: float | tuple[float, ...] | None = None
+    text_encoder: str | None = None
+    max_tokens: int = 0
+    empty_caption: Embedding | None = None
+    cut_captions: tuple[str, ...] = ()
+    counted_captions: tuple[tuple[int, int], ...] = ()
+    sources: SourceRows | None = None
+    blend: str | None = None
+    files: Callable[[], list[tuple[int, np.ndarray | None]]] | None = None
+    largest_label: Callable[[], tuple[int, str] | None] = _nothing
 
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """The shapes of a data set's samples, and the sizes of the media that they are made of.
+
+    keys: (rows,) integers, perhaps mapped from a file, or one integer for all rows. Rows with one key have samples of
+    one shape, and only those may share a micro-batch. media: returns (rows, 3) int32, the :data:`Size` of each row's
+    medium upright, as its file has it; None: all have ``sample_shape``. read_as: a key of everything that these sizes
+    depend on apart from the media. latents: returns the sizes of cached latents from the first row on, as (end of the
+    rows of one size, size). frame_rates: returns the frames per second of some clips' files, spread evenly; none if
+    there are no clips, or if nothing is known.
+    """
+
+    keys: np.ndarray | int = 0
+    media: Callable[[], np.ndarray | None] = _nothing
+    read_as: str = ""
+    latents: Callable[[], list[tuple[int, Size]]] | None = None
+    frame_rates: Callable[[], list[float]] = list
+
+    def key(self, row: int) -> int:
+        """Return the key of one row."""
+        return int(self.keys[row]) if isinstance(self.keys, np.ndarray) else self.keys
+
+    @property
+    def array(self) -> np.ndarray | None:
+        """The keys where there are several; None if all rows have one shape."""
+        return self.keys if isinstance(self.keys, np.ndarray) else None
+
+    def frame_rate(self) -> float | None:
+        """Return the median of the frame rates; None if there are none."""
+        rates = self.frame_rates()
+        return median(rates) if rates else None
+
+
+class Fingerprint:
+    """What tells two data sets apart; each hash is computed when it is first asked for.
+
+    checksums: of the files, None if none are known.
+    """
+
+    def __init__(
+        self,
+        identity: Callable[[], str],
+        contents: Callable[[], str | None] = _nothing,
+        checksums: Checksums | None = None,
+    ):
+        self._identity, self._contents, self.checksums = identity, contents, checksums
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of what the rows are: names and labels, or contents."""
+        return self._identity()
+
+    @cached_property
+    def contents(self) -> str | None:
+        """A hash of what the files hold whose names :attr:`identity` knows (see ``contents.hash_files``); None if that
+        knows the contents themselves."""
+        return self._contents()
+
+
+class MediaDataset(Dataset[Any]):
+    """Base class of all data sets. A subclass writes ``__len__``, ``read``, ``fingerprint`` and ``describe``, and
+    ``shapes`` if its samples have several; it overrides the other methods where it can do better."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        """Read the sample of a row. Raises BadSample if it can't be read."""
+        raise NotImplementedError
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of the samples."""
+        return Shapes()
+
+    def fingerprint(self) -> Fingerprint:
+        """Return what tells this data set from another one."""
+        raise NotImplementedError
+
+    def describe(self) -> Description:
+        """Return what the data set holds. It may take milliseconds: keep the result in a loop."""
+        raise NotImplementedError
+
+    # --- parts of reading
+
+    def source(self, row: int) -> str:
+        """Name the file that a row comes from, for messages."""
+        return f"row {row} of {type(self).__name__}"
+
+    def label(self, row: int) -> int:
+        """Read only a row's class; 0 if the conditioning is by caption. Raises BadSample."""
+        return self.read(row).y
+
+    def caption(self, row: int) -> str | None:
+        """Read only a row's caption; None if the conditioning is by label. Raises BadSample."""
+        return self.read(row).text
+
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        """Show a row to people: what its file holds, and its first, middle and last frame, uint8 (n, H, W) or
+        (n, H, W, 3), at their own size. Raises an exception of any kind."""
+        x = self.read(row).x
+        return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Begin to fetch rows that are read next, in this order, if the storage answers late."""
+
+    def next_row(self, row: int) -> int:
+        """Return the row that replaces an unreadable one: the next one of the same shape, in a circle."""
+        keys = self.shapes().array
+        return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
+
     def __getitem__(self, sample_key: SampleKey) -> Item:
-        """The key's sample, or the next readable row's. Raises DataError when so many rows in turn are
-        unreadable that more than ``max_bad`` of the data set must be."""
-        return next(self.items([sample_key]))
+        """Read the key's sample as training does; see :class:`SampleReader`."""
+        return next(SampleReader(self).items([sample_key]))
 
     def __getitems__(self, sample_keys: list[SampleKey]) -> list[Item]:
-        return list(self.items(sample_keys))
+        return list(SampleReader(self).items(sample_keys))
 
-    def items(self, sample_keys: list[SampleKey]) -> Iterator[Item]:
-        """Samples of one step, one after the other: the same ones, but their random numbers are drawn at once, 0.3 ms
-        in all."""
-        key = self.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
+
+class SampleReader:
+    """Reads the samples that keys ask for: draws mirroring and windows, and replaces unreadable rows.
+
+    as_bytes, enlarge: see :class:`View`. augment: False reads samples unmirrored and clips from their middle.
+    """
+
+    def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
+        self.dataset, self.about = dataset, dataset.describe()
+        self.view, self.augment = View(as_bytes=as_bytes, enlarge=enlarge or not as_bytes), augment
+
+    def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
+        """Yield the samples of one step. Their random numbers are drawn at once, in 0.3 ms for all of them. on_read:
+        called with each row right before it is read.
+
+        Raises DataError when so many rows in turn are unreadable that more than ``max_bad`` of the data set must be.
+        """
+        key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         flips, windows = [False] * len(sample_keys), [None] * len(sample_keys)
-        if self.random_flip:
+        if self.augment and self.about.random_flip:
             flips = integers(*key, Stream.FLIP, 2).bool().tolist()
-        if self.random_window:
+        if self.augment and self.about.random_window:
             windows = uniform(*key, Stream.CROP).tolist()
-        self.prefetch([sample_key.sample for sample_key in sample_keys])
+        self.dataset.prefetch([sample_key.sample for sample_key in sample_keys])
         for sample_key, flip, start in zip(sample_keys, flips, windows, strict=True):
-            yield self._item(sample_key.sample, flip, start)
+            yield self._item(sample_key.sample, self.view._replace(flip=flip, start=start), on_read)
 
-    def _item(self, first: int, flip: bool, start: float | None) -> Item:
+    def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []
         row = first
         # A gap of up to max_bad of the rows may lie in one place (one broken class folder): only a longer one is fatal.
-        for _ in range(max(100, int(self.max_bad * len(self))) + 1):
-            if self.on_read is not None:
-                self.on_read(row)
+        for _ in range(max(100, int(self.about.max_bad * len(self.dataset))) + 1):
+            if on_read is not None:
+                on_read(row)
             try:
-                x = self.load_at(row, flip, start)
-                item = Item(x, self.label(row), self.caption(row), tuple(skipped), self.embedding(row))
-                if self.enlarges or x.dtype != torch.uint8 or x.shape[-2:] == (whole := self.side_lengths(row)):
-                    return item
-                return item._replace(small=Small(x.shape[-2], x.shape[-1], flip), whole=whole)
+                return self.dataset.read(row, view)._replace(skipped=tuple(skipped))
             except BadSample as bad:
                 skipped.append(str(bad))
-            row = self.next_row(row)
+            row = self.dataset.next_row(row)
             if row == first:
                 break  # all the rows of this shape
         raise DataError(f"{len(skipped)} files in turn can't be read: {name_few(skipped)}")
 
 
 def to_pixels(x: Tensor) -> Tensor:
-    """Pixels of 8 bits, in any order of memory, to contiguous float32 in [-1, 1]; anything else as it is."""
+    """Convert pixels of 8 bits, in any memory order, to contiguous float32 in [-1, 1]; return anything else as is."""
     if x.dtype != torch.uint8:
         return x
     return x.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
@@ -313,7 +334,7 @@ class BadFileCounter:
     """Counts the files read and the unreadable ones, reports each of these once, and stops at too many.
 
     max_bad: largest share of unreadable files, judged once ``minimum`` files were read.
-    on_skip: called with "path: reason", once a file.
+    on_skip: called with "path: reason", once per file.
     """
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
@@ -323,7 +344,7 @@ class BadFileCounter:
         self.files: dict[str, None] = {}  # the distinct ones, in order
 
     def add(self, good: int, skipped: tuple[str, ...] | list[str]) -> None:
-        """Counts ``good`` readable files and the ``skipped`` ones; raises DataError past ``max_bad``."""
+        """Count ``good`` readable files and the ``skipped`` ones. Raises DataError past ``max_bad``."""
         self.read += good + len(skipped)
         self.skipped += len(skipped)
         for file in skipped:
@@ -339,10 +360,10 @@ class BadFileCounter:
 
 
 def name_few(messages: list[str], count: int = 5) -> str:
-    """The first few of many messages, in one line."""
+    """Join the first few of many messages in one line."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
 
 
-def flip_note(dataset: MediaDataset) -> str:
-    return "randomly mirrored" if dataset.random_flip else "not mirrored"
+def flip_note(random_flip: bool) -> str:
+    return "randomly mirrored" if random_flip else "not mirrored"

@@ -1,21 +1,41 @@
-"""Several data sets as one, in the proportions of their weights."""
+"""Several data sets as one, in the proportions of their weights: a YAML file of sources, or ``A:0.7,B:0.3``."""
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import Embedding, MediaDataset, to_pixels
+from opendit.common.utils import shown as short
+from opendit.common.yaml_file import read_yaml
+from opendit.config.data_sources import inline_sources, is_address, named_sources
+from opendit.data.base import (
+    PLAIN,
+    USUALLY_COUNTED,
+    Description,
+    Fingerprint,
+    Item,
+    MediaDataset,
+    Shapes,
+    Size,
+    View,
+    to_pixels,
+)
+from opendit.data.contents import Checksums
+from opendit.data.energon.prepared import is_prepared
+from opendit.data.files import expanded, printable
 from opendit.data.medium import Medium
+from opendit.data.mock import MockDataset
 from opendit.data.order.schedule import SourceRows
 from opendit.data.row_arrays import stream_of
 from opendit.data.size_cache import kept_array
-from opendit.data.verification import Verification
+from opendit.data.sources import Request, build_dataset
 
 SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens".split()
 WHAT_TO_DO = {
@@ -29,10 +49,9 @@ class BlendedDataset(MediaDataset):
     """The rows of several data sets, one set after the other.
 
     names, parts: of the sources. stages, epochs: see ``SourceRows``; with epochs the first stage's weights are made of
-    them, and without, a pass over the data has as many samples as there are rows. classes: of every source, its
-    classes' names -> theirs in the blend, for those called otherwise. union: the blend's classes are all that any
-    source has; otherwise the sources' must be the same. Samples are mirrored, and clips' windows drawn, as each source
-    has it.
+    them, and without, a pass over the data has as many samples as there are rows. classes: for every source its
+    classes' names -> theirs in the blend, where they differ. union: the blend's classes are all that any source has;
+    otherwise the sources' must be the same. Samples are mirrored, and clips' windows drawn, as each source has it.
 
     Raises ValueError, saying what to do, for sources that can't be trained on together.
     """
@@ -49,9 +68,9 @@ class BlendedDataset(MediaDataset):
         union: bool = False,
     ):
         self.names, self.parts, self.shown = list(names), list(parts), shown
-        first = self.parts[0]
+        self._abouts = [part.describe() for part in parts]
         for field in SAME:
-            values = [getattr(part, field, None) for part in self.parts]
+            values = [getattr(about, field) for about in self._abouts]
             for name, value in zip(names, values, strict=True):
                 if value != values[0]:
                     do = WHAT_TO_DO.get(field, "make their latents anew with the same flags")
@@ -59,100 +78,42 @@ class BlendedDataset(MediaDataset):
                         f"{shown}: {names[0]} and {name} differ in {field} ({values[0]} and {value}), and can't be "
                         f"blended; {do}"
                     )
-            if values[0] is not None:
-                setattr(self, field, values[0])
-        if hasattr(first, "empty_caption"):
-            self.empty_caption = first.empty_caption
-        self.class_names, self._labels = _merged(names, parts, classes or [{}] * len(parts), union, shown)
-        self.seed, self.max_bad = first.seed, max(part.max_bad for part in parts)
-        self.random_flip = any(part.random_flip for part in parts)
-        self.random_window = any(part.random_window for part in parts)
+        self.class_names, self._labels = _merged(names, self._abouts, classes or [{}] * len(parts), union, shown)
         self.ends = np.cumsum([len(part) for part in parts])
         exact = tuple((step, tuple(weights)) for step, weights in stages)
         self._rows = SourceRows(tuple(names), tuple(self.ends.tolist()), exact, len(self))
         if epochs is not None:
             self._rows = replace(self._rows, epochs=tuple(epochs)).of_rows(self._rows.ends)
-        self._alike = len({type(part) for part in parts}) == 1
+        self._known_keys: np.ndarray | int | None = None
+        self._one_type = len({type(part) for part in parts}) == 1
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def source_rows(self) -> SourceRows:
-        return self._rows
-
-    @property
-    def blend(self) -> str:
-        """The weights, for people and for the resume fingerprint."""
-        return "; ".join(
-            (f"from step {step:,} " if step else "")
-            + ", ".join(f"{name} {float(w / sum(ws)):.4g}" for name, w in zip(self.names, ws, strict=True))
-            for step, ws in self._rows.stages
-        )
-
     def _find(self, row: int) -> tuple[int, int]:
-        """(source, row there)."""
+        """Return (source, row there)."""
         source = int(np.searchsorted(self.ends, row, side="right"))
         return source, row - (int(self.ends[source - 1]) if source else 0)
 
-    @property
-    def shortened(self) -> int:
-        return sum(part.shortened for part in self.parts)
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(part.bytes_read for part in self.parts)
-
-    def sizes_key(self) -> str:
-        return " ".join(part.sizes_key() for part in self.parts)
-
-    def frame_rates(self) -> list[float]:
-        return [rate for part in self.parts for rate in part.frame_rates()]
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        source, row = self._find(row)
+        about = self._abouts[source]
+        # Some types of data sets give float32 whatever is asked for, and a batch has one dtype.
+        as_bytes = view.as_bytes and self._one_type
+        view = view._replace(
+            flip=view.flip and about.random_flip,
+            start=view.start if about.random_window else None,
+            as_bytes=as_bytes,
+            enlarge=view.enlarge or not as_bytes,
+        )
+        item = self.parts[source].read(row, view)
+        if self.class_names:
+            item = item._replace(y=int(self._labels[source][item.y]))
+        return item if self._one_type or item.x.dtype != torch.uint8 else item._replace(x=to_pixels(item.x))
 
     def source(self, row: int) -> str:
         source, row = self._find(row)
         return self.parts[source].source(row)
-
-    def load(self, row: int, flip: bool) -> Tensor:
-        return self.load_at(row, flip, None)
-
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        return self.load_sized(row, flip, start, None)
-
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int] | None) -> Tensor:
-        source, row = self._find(row)
-        part = self.parts[source]
-        part.as_bytes = self.as_bytes and self._alike  # some kinds give float32 all the same, and a batch has one dtype
-        part.enlarges = self.enlarges or not part.as_bytes
-        how = row, flip and part.random_flip, start if part.random_window else None
-        x = part.load_at(*how) if shape is None else part.load_sized(*how, shape)
-        return x if self._alike else to_pixels(x) if x.dtype == torch.uint8 else x
-
-    def largest_label(self) -> tuple[int, str] | None:
-        found = [(part.largest_label(), labels) for part, labels in zip(self.parts, self._labels, strict=True)]
-        return max(((int(labels[one[0]]), one[1]) for one, labels in found if one and one[0] >= 0), default=None)
-
-    def prefetch(self, rows: Sequence[int]) -> None:
-        found = [self._find(row) for row in rows]
-        for number, part in enumerate(self.parts):
-            if mine := [row for source, row in found if source == number]:
-                part.prefetch(mine)
-
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        source, row = self._find(row)
-        return self.parts[source].look_at(row)
-
-    def media_sizes(self) -> np.ndarray | None:
-        sizes = [part.media_sizes() for part in self.parts]
-        if all(each is None for each in sizes):
-            return None
-        own = np.array((1, *self.sample_shape[1:])[-3:], dtype=np.int32)
-        of = zip(sizes, self.parts, strict=True)
-        return np.concatenate([np.tile(own, (len(part), 1)) if each is None else each for each, part in of])
-
-    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
-        starts = (self.ends - [len(part) for part in self.parts]).tolist()
-        of = zip(starts, self.parts, strict=True)
-        return [(start + end, size) for start, part in of for end, size in part.latent_sizes()]
 
     def label(self, row: int) -> int:
         source, row = self._find(row)
@@ -163,82 +124,130 @@ class BlendedDataset(MediaDataset):
         source, row = self._find(row)
         return self.parts[source].caption(row)
 
-    def caption_rows(self, most: int | None = None) -> np.ndarray:
-        """Those of every source."""
-        starts = self.ends - [len(part) for part in self.parts]
-        return np.concatenate([start + part.caption_rows(most) for start, part in zip(starts, self.parts, strict=True)])
-
-    def cached_captions(self) -> list[str]:
-        of = zip(self.names, self.parts, strict=True)
-        return [f"{name}: {line}" for name, part in of for line in part.cached_captions()]
-
-    def embedding(self, row: int) -> Embedding | None:
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         source, row = self._find(row)
-        return self.parts[source].embedding(row)
+        return self.parts[source].preview(row)
 
-    def shape_keys(self) -> np.ndarray | None:
-        keys = [part.shape_keys() for part in self.parts]
-        alike = {part.shape_key(0) for part, each in zip(self.parts, keys, strict=True) if each is None}
-        if len(alike) == 1 and all(each is None for each in keys):
-            return None
-
-        def name() -> str:
-            of = zip(keys, self.parts, strict=True)
-            known = (
-                (f"{len(part)} {part.shape_key(0)}",) if each is None else (str(each.dtype), stream_of(each))
-                for each, part in of
-            )
-            return hash_parts("keys of sources", *(value for each in known for value in each))
-
-        def make() -> np.ndarray:
-            of = zip(keys, self.parts, strict=True)
-            return np.concatenate(
-                [np.full(len(part), part.shape_key(0), np.uint8) if each is None else each for each, part in of]
-            )
-
-        return kept_array(len(self), name, make)
-
-    def shape_key(self, row: int) -> int:
-        source, row = self._find(row)
-        return self.parts[source].shape_key(row)
-
-    def files_of_sources(self) -> list[tuple[int, np.ndarray | None]]:
-        return [each for part in self.parts for each in part.files_of_sources()]
+    def prefetch(self, rows: Sequence[int]) -> None:
+        found = [self._find(row) for row in rows]
+        for number, part in enumerate(self.parts):
+            if mine := [row for source, row in found if source == number]:
+                part.prefetch(mine)
 
     def next_row(self, row: int) -> int:
         """Return the next row of the same source."""
         source, place = self._find(row)
         return row - place + self.parts[source].next_row(place)
 
-    def identity(self) -> str:
-        return hash_parts("blend", *self.names, *self.class_names, *(part.identity() for part in self.parts))
+    def shapes(self) -> Shapes:
+        parts = [part.shapes() for part in self.parts]
+        if self._known_keys is None:
+            self._known_keys = self._keys(parts)
+        return Shapes(
+            keys=self._known_keys,
+            media=lambda: self._media_sizes(parts),
+            read_as=" ".join(part.read_as for part in parts),
+            latents=(lambda: self._latent_sizes(parts)) if all(part.latents for part in parts) else None,
+            frame_rates=lambda: [rate for part in parts for rate in part.frame_rates()],
+        )
 
-    def contents(self) -> str | None:
-        return hash_parts(*(part.contents() or "" for part in self.parts))
+    def _keys(self, parts: list[Shapes]) -> np.ndarray | int:
+        first = parts[0].keys
+        if isinstance(first, int) and all(isinstance(part.keys, int) and part.keys == first for part in parts):
+            return first
+        keys = [(len(rows), part.keys) for rows, part in zip(self.parts, parts, strict=True)]
 
-    def verification(self, share: int, shares: int) -> Verification | None:
-        found = [each for part in self.parts if (each := part.verification(share, shares)) is not None]
+        def name() -> str:
+            known = (
+                (f"{rows} {each}",) if isinstance(each, int) else (str(each.dtype), stream_of(each))
+                for rows, each in keys
+            )
+            return hash_parts("keys of sources", *(value for each in known for value in each))
+
+        def make() -> np.ndarray:
+            return np.concatenate(
+                [np.full(rows, each, np.uint8) if isinstance(each, int) else each for rows, each in keys]
+            )
+
+        return kept_array(len(self), name, make)
+
+    def _media_sizes(self, parts: list[Shapes]) -> np.ndarray | None:
+        sizes = [part.media() for part in parts]
+        if all(each is None for each in sizes):
+            return None
+        own = np.array((1, *self._abouts[0].sample_shape[1:])[-3:], dtype=np.int32)
+        of = zip(sizes, self.parts, strict=True)
+        return np.concatenate([np.tile(own, (len(part), 1)) if each is None else each for each, part in of])
+
+    def _latent_sizes(self, parts: list[Shapes]) -> list[tuple[int, Size]]:
+        starts = (self.ends - [len(part) for part in self.parts]).tolist()
+        of = zip(starts, parts, strict=True)
+        return [(start + end, size) for start, part in of for end, size in (part.latents or list)()]
+
+    def fingerprint(self) -> Fingerprint:
+        known = [part.fingerprint() for part in self.parts]
+        return Fingerprint(
+            lambda: hash_parts("blend", *self.names, *self.class_names, *(each.identity for each in known)),
+            lambda: hash_parts(*(each.contents or "" for each in known)),
+            self._checksums([each.checksums for each in known if each.checksums is not None]),
+        )
+
+    def _checksums(self, found: list[Checksums]) -> Checksums | None:
         files = {str(each.folder.absolute() / name): sha for each in found for name, sha in each.files.items()}
-        return Verification(Path(), files, self.shown) if found else None
+        return Checksums(Path(), files, self.shown) if found else None
 
-    def describe(self) -> str:
-        sources = "; ".join(f"{name}: {part.describe()}" for name, part in zip(self.names, self.parts, strict=True))
-        return f"{self.shown}: {len(self):,} samples of {len(self.parts)} sources by weight ({self.blend}). {sources}"
+    def describe(self) -> Description:
+        abouts = self._abouts
+        sources = "; ".join(f"{name}: {about.text}" for name, about in zip(self.names, abouts, strict=True))
+        # The weights, for people and for the resume fingerprint.
+        blend = "; ".join(
+            (f"from step {step:,} " if step else "")
+            + ", ".join(f"{name} {float(w / sum(ws)):.4g}" for name, w in zip(self.names, ws, strict=True))
+            for step, ws in self._rows.stages
+        )
+        return replace(
+            abouts[0],
+            text=f"{self.shown}: {len(self):,} samples of {len(self.parts)} sources by weight ({blend}). {sources}",
+            class_names=self.class_names,
+            random_flip=any(about.random_flip for about in abouts),
+            random_window=any(about.random_window for about in abouts),
+            max_bad=max(about.max_bad for about in abouts),
+            cut_captions=tuple(
+                f"{name}: {line}" for name, about in zip(self.names, abouts, strict=True) for line in about.cut_captions
+            ),
+            counted_captions=tuple(
+                each
+                for part, about in zip(self.parts, abouts, strict=True)
+                for each in about.counted_captions or ((len(part), USUALLY_COUNTED),)
+            ),
+            sources=self._rows,
+            blend=blend,
+            files=self._files,
+            largest_label=self._largest_label,
+        )
+
+    def _files(self) -> list[tuple[int, np.ndarray | None]]:
+        of = zip(self.parts, self._abouts, strict=True)
+        return [each for part, about in of for each in (about.files() if about.files else [(len(part), None)])]
+
+    def _largest_label(self) -> tuple[int, str] | None:
+        found = [(about.largest_label(), labels) for about, labels in zip(self._abouts, self._labels, strict=True)]
+        return max(((int(labels[one[0]]), one[1]) for one, labels in found if one and one[0] >= 0), default=None)
 
 
 def _merged(
     names: Sequence[str],
-    parts: Sequence[MediaDataset],
+    abouts: Sequence[Description],
     classes: Sequence[dict[str, str]],
     union: bool,
     shown: str,
 ) -> tuple[list[str], list[np.ndarray]]:
-    """The blend's classes, and each source's labels -> the blend's."""
+    """Return the blend's classes, and each source's labels -> the blend's."""
     renamed = []
-    for name, part, mapped in zip(names, parts, classes, strict=True):
-        if unknown := sorted(mapped.keys() - set(part.class_names)):
-            raise ValueError(f"{shown}: {name} has no class {unknown[0]!r}; it has {', '.join(part.class_names[:10])}")
-        renamed.append([mapped.get(each, each) for each in part.class_names])
+    for name, about, mapped in zip(names, abouts, classes, strict=True):
+        if unknown := sorted(mapped.keys() - set(about.class_names)):
+            raise ValueError(f"{shown}: {name} has no class {unknown[0]!r}; it has {', '.join(about.class_names[:10])}")
+        renamed.append([mapped.get(each, each) for each in about.class_names])
     merged = list(dict.fromkeys(each for of_part in renamed for each in of_part))
     for name, own in zip(names, renamed, strict=True):
         has = set(own)
@@ -249,3 +258,124 @@ def _merged(
             )
     number = {each: index for index, each in enumerate(merged)}
     return merged, [np.array([number[each] for each in own], dtype=np.int64) for own in renamed]
+
+
+MOST = 1_000  # sources, and changes
+LONGEST = 4096  # characters of a path
+EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
+
+
+def open_source(asked: Request) -> BlendedDataset | None:
+    """Open the sources of a YAML file, or those of ``A:0.7,B:0.3``."""
+    if inline := inline_sources(asked.data_path):
+        sources = [{"path": path, "weight": _number(weight)} for path, weight in inline]
+        return _open({"sources": sources}, asked, Path())
+    if asked.located.is_dir() or asked.located.suffix.lower() not in (".yaml", ".yml"):
+        return None
+    return _open(read_yaml(asked.located, asked.shown), asked, asked.located.parent)
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text) if not text.isdigit() else int(text)
+    except ValueError:
+        return text
+
+
+def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
+    shown = asked.shown
+    _check(isinstance(content, dict), shown, f"must be like {EXAMPLE}")
+    _known(content, ("sources", "changes", "classes"), shown)
+    sources, changes = content.get("sources"), content.get("changes", [])
+    _check(isinstance(sources, list) and sources, shown, f"needs a list of sources, like {EXAMPLE}")
+    _check(isinstance(changes, list), shown, "changes must be a list of {step: ..., weights: {...}}")
+    union = content.get("classes")
+    _check(len(sources) <= MOST and len(changes) <= MOST, shown, f"has more than {MOST:,} sources or changes")
+    _check(union in (None, "union"), shown, "classes can only be union here; a source has its own classes: {...}")
+    names, paths = [], []
+    for source in sources:
+        right = isinstance(source, dict) and isinstance(source.get("path"), str) and 0 < len(source["path"]) <= LONGEST
+        right = right and "\0" not in source["path"]
+        _check(right, shown, f"a source is like {EXAMPLE}")
+        _known(source, ("path", "name", "weight", "epochs", "classes"), shown)
+        mapped = source.get("classes", {})
+        right = isinstance(mapped, dict) and all(isinstance(name, str) for name in mapped.values())
+        _check(right, shown, f"classes of {printable(source['path'])} must be its names: the blend's, all texts")
+        name = source.get("name", source["path"])
+        right = isinstance(name, str) and 0 < len(name) <= LONGEST or type(name) is int
+        _check(right, shown, f"name must be a text, not {short(name)}; put quotes around it")
+        names.append(str(name))
+        named = source["path"] in named_sources() or is_address(source["path"])
+        try:
+            paths.append(source["path"] if named else str(folder / expanded(source["path"])))
+        except ValueError as error:
+            raise ValueError(f"{shown}: {error}") from error
+    for values, what in ((names, "name"), ([os.path.realpath(path) for path in paths], "path")):
+        counts = Counter(values)
+        twice = next((name for name, value in zip(names, values, strict=True) if counts[value] > 1), "")
+        again = f"names the source {printable(twice)} twice (by {what}); give it once, with a larger weight"
+        _check(len(counts) == len(values), shown, again)
+    given = [key for key in ("weight", "epochs") if any(key in source for source in sources)]
+    _check(len(given) == 1, shown, "give every source a weight, or every source epochs")
+    pairs = zip(sources, names, strict=True)
+    amounts = [_positive(source.get(given[0]), f"{given[0]} of {name}", shown) for source, name in pairs]
+    parts = []
+    for path in paths:
+        suffix = Path(path).suffix.lower()
+        blend = suffix in (".yaml", ".yml") or inline_sources(path) is not None
+        _check(not blend, shown, f"can't hold another blend, {printable(path)}: list its sources here")
+        cooker = asked.energon_cooker if is_prepared(Path(path)) else None
+        parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker))))
+        _check(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
+    if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
+        raise ValueError(
+            f"--energon_cooker {asked.energon_cooker}: no source of {shown} was prepared by Energon; leave it out"
+        )
+    return BlendedDataset(
+        names,
+        parts,
+        [(0, amounts), *_changes(changes, names, shown)],
+        shown=shown,
+        epochs=amounts if given == ["epochs"] else None,
+        classes=[source.get("classes", {}) for source in sources],
+        union=union == "union",
+    )
+
+
+def _options(asked: Request) -> dict[str, Any]:
+    return {name: value for name, value in vars(asked).items() if name != "path"}
+
+
+def _changes(changes: list[Any], names: list[str], shown: str) -> list[tuple[int, list[Fraction]]]:
+    stages, last, nothing = [], 0, Fraction(0)
+    for change in changes:
+        _check(isinstance(change, dict), shown, "a change is {step: 10000, weights: {NAME: 0.2, ...}}")
+        _known(change, ("step", "weights"), shown)
+        step, weights = change.get("step"), change.get("weights")
+        _check(type(step) is int and step > last, shown, f"changes need rising steps above 0, not {short(step)}")
+        _check(isinstance(weights, dict) and weights, shown, f"the change at step {step} needs weights: {{NAME: 0.2}}")
+        _known(weights, names, shown)
+        stages.append(
+            (step, [_positive(weights[n], f"weight of {n}", shown) if n in weights else nothing for n in names])
+        )
+        last = step
+    return stages
+
+
+def _positive(value: Any, what: str, shown: str) -> Fraction:
+    number = type(value) in (int, float) and 1e-15 < value < 1e15
+    found = repr(value) if type(value) is float else short(value)
+    _check(number, shown, f"{what} must be a number above 0, not {found}; leave the source out to train without it")
+    return Fraction(str(value))
+
+
+def _known(found: dict[str, Any], known: Sequence[str], shown: str) -> None:
+    unknown = sorted(found.keys() - set(known))
+    _check(
+        not unknown, shown, f"has the unknown key {short(unknown and unknown[0])}; known here: {', '.join(known[:20])}"
+    )
+
+
+def _check(true: Any, shown: str, message: str) -> None:
+    if not true:
+        raise ValueError(f"{shown}: {message}")

@@ -8,34 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import flip_note, name_few
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, Shapes, Size, View, flip_note, name_few
 from opendit.data.clips import clip_rate
 from opendit.data.contents import hash_files
 from opendit.data.csv_table import TableRow, read_csv
-from opendit.data.files import bytes_of, printable, problem
+from opendit.data.files import bytes_of, printable, problem, retried_disk
 from opendit.data.images import PathTable
-from opendit.data.media_size import Size, column_size, file_size
+from opendit.data.media_size import column_size, file_size, sizes_of
 from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
-from opendit.data.retry import retried_disk
+from opendit.data.sources import Request
 
 CHECKED_FILES = 2000
 
 
 class CaptionedDataset(PicturesAndClips):
-    """Rows of a CSV of ``path,text``. image_size, options: as of ``PicturesAndClips``, which says what samples are.
+    """Rows of a CSV of ``path,text``. image_size, options: see ``PicturesAndClips``, which describes the samples.
 
-    An unreadable row is replaced by the next readable one of its shape. Raises ValueError or FileNotFoundError, naming
-    the flag and what to do.
+    Raises ValueError or FileNotFoundError, naming the flag and what to do.
     """
-
-    conditioning = "text"
-    counted_captions = 1_000_000  # they are in memory
 
     def __init__(self, csv_path: str | Path, image_size: int, **options: Any):
         super().__init__(image_size, **options)
@@ -50,7 +45,6 @@ class CaptionedDataset(PicturesAndClips):
         told = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
         self.told = np.array(told, dtype=np.int32)  # sizes by the table's columns height, width and num_frames
         check_files(self.csv_path, self.paths, self.max_bad)
-        self.class_names: list[str] = []
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -58,64 +52,71 @@ class CaptionedDataset(PicturesAndClips):
     def source(self, row: int) -> str:
         return self.paths[row]
 
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
+    def read(self, row: int, view: View = PLAIN) -> Item:
         path = self.paths[row]
-        self.bytes_read += bytes_of(path)
-        if self.shape_key(row) == PICTURE:
-            return self.picture_sample(retried_disk(path, partial(read_picture, path)), flip, shape)
-        return retried_disk(path, partial(self.clip_sample, path, flip, start, shape))
+        size = bytes_of(path)
+        if self.keys[row] == PICTURE:
+            item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
+        else:
+            item = retried_disk(path, partial(self.clip_sample, path, view))
+        return item._replace(text=self.texts[row], bytes_read=size)
 
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        return open_picture(self.paths[row]) if self.shape_key(row) == PICTURE else open_clip(self.paths[row])
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return open_picture(self.paths[row]) if self.keys[row] == PICTURE else open_clip(self.paths[row])
 
-    def media_size(self, row: int) -> tuple[int, int, int]:
-        picture, told = self.shape_key(row) == PICTURE, tuple(self.told[row].tolist())
-        # The table tells how many frames a clip has, and not in how many seconds.
+    def media_size(self, row: int) -> Size:
+        picture, told = bool(self.keys[row] == PICTURE), tuple(self.told[row].tolist())
+        # The table tells how many frames a clip has, but not in how many seconds.
         usable = min(told) > 0 and (picture or self.fps is None)
         return told if usable else file_size(self.paths[row], picture, self.frames_of)
 
     def rate_at(self, row: int) -> float:
         return clip_rate(self.paths[row])
 
-    def label(self, row: int) -> int:
-        return 0
-
     def caption(self, row: int) -> str:
         return self.texts[row]
 
-    def shape_keys(self) -> np.ndarray:
-        """0: a picture. 1: a clip."""
-        return self.keys
+    def shapes(self) -> Shapes:
+        return self.media_shapes(self.keys, lambda: sizes_of(self, self.media_size))
 
-    def file_numbers(self) -> np.ndarray:
+    def _files(self) -> list[tuple[int, np.ndarray | None]]:
         numbers: dict[str, int] = {}
-        return np.array([numbers.setdefault(path, len(numbers)) for path in self.paths])
+        return [(len(self), np.array([numbers.setdefault(path, len(numbers)) for path in self.paths]))]
 
-    def next_row(self, row: int) -> int:
-        later = np.flatnonzero(self.keys[row + 1 :] == self.keys[row])
-        return row + 1 + int(later[0]) if len(later) else int(np.flatnonzero(self.keys == self.keys[row])[0])
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self._identity, lambda: hash_files(self.paths))
 
-    def identity(self) -> str:
+    def _identity(self) -> str:
         folder = os.path.dirname(self.csv_path) or "."
         names = "\0".join(os.path.relpath(path, folder) for path in self.paths)
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
-    def contents(self) -> str:
-        return hash_files(self.paths)
+    def describe(self) -> Description:
+        return Description(
+            text=self._text(),
+            conditioning="text",
+            sample_shape=self.sample_shape,
+            clips=self.clip_reading,
+            random_flip=self.random_flip,
+            random_window=self.random_window,
+            seed=self.seed,
+            max_bad=self.max_bad,
+            counted_captions=((len(self), 1_000_000),),  # they are in memory
+            files=self._files,
+        )
 
-    def describe(self) -> str:
+    def _text(self) -> str:
         clips = int((self.keys == CLIP).sum())
         parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (len(self) - clips, "pictures")) if count]
         note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
         shape = "x".join(map(str, self.sample_shape))
         window = self.window_note() if clips else ""
-        return (
-            f"{printable(self.csv_path)}: {' and '.join(parts)} with captions{note}, {shape}{window}, {flip_note(self)}"
-        )
+        what = f"{' and '.join(parts)} with captions{note}, {shape}{window}"
+        return f"{printable(self.csv_path)}: {what}, {flip_note(self.random_flip)}"
 
 
 def _told_apart(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
-    """Each row, and whether it is a picture. Without ``use_video`` the first frame of an animation is one."""
+    """Return each row, and whether it is a picture. Without ``use_video`` the first frame of an animation is one."""
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
@@ -124,7 +125,7 @@ def _told_apart(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 
 
 def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
-    """Looks whether up to 2,000 files spread evenly over ``paths`` exist and are files; none is opened.
+    """Check that up to 2,000 files spread evenly over ``paths`` exist and are files, without opening any.
 
     Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
     rows: list[int] = np.unique(
@@ -149,3 +150,9 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
             f"{name}: of {len(rows):,} files checked {len(missing):,} are missing, more than {max_bad:.0%}: "
             f"{name_few(missing)}. Restore them or remove their rows.{hints}"
         )
+
+
+def open_source(asked: Request) -> CaptionedDataset | None:
+    if asked.located.is_dir() or asked.located.suffix.lower() != ".csv":
+        return None
+    return CaptionedDataset(asked.located, asked.image_size, **asked.of_clips())

@@ -1,16 +1,19 @@
-"""Captions counted: those that a text encoder cuts, and those that say nothing.
+"""Count captions that a text encoder cuts, and captions that say nothing.
 
-Programs count before they start, so that nothing of a data set is lost in silence. What is counted is bounded: a data
-set says by ``caption_rows`` which rows it can look up soon.
+Programs count before they start, so that no part of a data set is lost in silence. They count as many captions as a
+data set can look up soon (``Description.counted_captions``).
 """
 
+import math
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from opendit.common.utils import DataError
-from opendit.data.base import BadSample, MediaDataset
+from opendit.data.base import USUALLY_COUNTED, BadSample, MediaDataset
 from opendit.data.files import printable
 from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens
 from opendit.models.bytes_text import byte_tokens
@@ -153,12 +156,29 @@ def takes_whole(tokens: int) -> str:
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 
+def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
+    """Return the rows whose captions are counted before a start, rising int64: all, or of many as many as each source
+    has in ``Description.counted_captions``, and ``most`` at most. They are spread evenly, in lots of neighbours, which
+    lie in one file."""
+    found, start = [], 0
+    for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
+        count = counted if most is None else min(most, counted)
+        if rows <= count:
+            found.append(np.arange(start, start + rows))
+        else:
+            lot = math.isqrt(count)
+            starts = np.linspace(0, rows - lot, count // lot).astype(np.int64)
+            found.append(start + np.unique(starts[:, None] + np.arange(lot)))
+        start += rows
+    return np.concatenate(found)
+
+
 def count_captions(
     dataset: MediaDataset, measure: Measure = byte_tokens, most: int | None = None, name: str = "captions"
 ) -> CaptionCount:
-    """The captions of the rows that ``dataset.caption_rows(most)`` names; of none in a data set without captions.
-    measure: the tokens of each of some captions. name: what lines about them begin with."""
-    rows = dataset.caption_rows(most).tolist() if dataset.conditioning == "text" else []
+    """Count the captions of :func:`caption_rows`; none in a data set without captions. measure: returns the number of
+    tokens of each of some captions. name: what lines about them begin with."""
+    rows = caption_rows(dataset, most).tolist() if dataset.describe().conditioning == "text" else []
     return count_texts(rows, dataset.caption, dataset.source, len(dataset), measure, name)
 
 

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
-from opendit.data.animation_header import HEAD, may_be_animation
+from opendit.data.animations import HEAD, may_be_animation
 from opendit.data.mp4 import PlainTrack, read_tables
 
 IN_ORDER = "MPEG-4 without B frames"

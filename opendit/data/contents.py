@@ -1,13 +1,21 @@
-"""Notice files whose contents have changed, without reading all of them."""
+"""Notice files that have changed or are damaged: hashes without reading everything, and checksums in the background."""
 
+import contextlib
+import hashlib
 import os
 import stat
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from opendit.common.utils import hash_parts
+from opendit.common.utils import DataError, hash_parts
+from opendit.data.files import retried_disk
 
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 20  # in all
@@ -49,3 +57,90 @@ def _contents(path: str, share: int) -> bytes:
 def _spread(count: int, most: int) -> list[int]:
     """At most ``most`` of the numbers below ``count``, evenly, the first and the last among them."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)).tolist() if count else []
+
+
+READ_AT_ONCE = 8 << 20
+
+_REPAIR = "copy it again or run the preprocess.py command that made it"
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """The SHA-256 of files: name in ``folder`` -> checksum. flag: what messages about damage begin with."""
+
+    folder: Path
+    files: dict[str, str]
+    flag: str
+
+    def verification(self, share: int, shares: int) -> "Verification":
+        """Return the background verifier of the files of process ``share`` of ``shares``."""
+        return Verification(self.folder, dict(sorted(self.files.items())[share::shares]), self.flag)
+
+
+class Verification:
+    """A thread that reads files and compares their SHA-256, slowly enough to leave processor and disk to the training.
+
+    folder, files, flag: as of :class:`Checksums`. ``check()`` starts the thread when it is first called, so that it
+    does not delay the start, and raises once a file was found to be damaged. ``close()`` ends it.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, str], flag: str):
+        self.folder, self.files, self.flag = folder, files, flag
+        self.damage: str | None = None
+        self.verified = 0  # files that were as they should be
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def check(self) -> None:
+        """Raise DataError naming the damaged file, if one has been found by now; costs nothing.
+
+        The first call only starts the thread: whatever it finds, and however soon, a later call raises it.
+        """
+        if self._thread is None and self.files:
+            self._thread = threading.Thread(target=self._verify, name="verification", daemon=True)
+            self._thread.start()
+            return
+        if self.damage is not None:
+            raise DataError(f"{self.flag}: {self.damage}")
+
+    def wait(self) -> None:
+        """Wait until the thread has read all files, or found a damaged one."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the thread, wherever it is; may be called twice."""
+        self._stop.set()
+        self.wait()
+
+    def _verify(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # Linux gives each thread a priority
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        for name, expected in self.files.items():
+            path = self.folder / name
+            try:
+                found = retried_disk(path, partial(self._sha256, path), self._stop.wait)
+            except OSError as error:
+                self.damage = f"{path} can't be read ({error.strerror}); {_REPAIR}"
+                return
+            except DataError as error:
+                self.damage = str(error)
+                return
+            if found is None:
+                return  # told to stop
+            if found != expected:
+                self.damage = f"{path} is damaged: its checksum is not the index's; {_REPAIR}"
+                return
+            self.verified += 1
+
+    def _sha256(self, path: Path) -> str | None:
+        digest = hashlib.sha256()
+        with open(path, "rb", buffering=0) as file:
+            while True:
+                started = time.monotonic()
+                block = file.read(READ_AT_ONCE)
+                if not block:
+                    return digest.hexdigest()
+                digest.update(block)  # releases the interpreter's lock
+                if self._stop.wait(time.monotonic() - started):  # half of the time at most
+                    return None

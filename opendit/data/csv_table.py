@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.safe_files import replacing
-from opendit.data.animation_header import SUFFIXES as ANIMATIONS
-from opendit.data.animation_header import is_animation
+from opendit.data.animations import SUFFIXES as ANIMATIONS
+from opendit.data.animations import is_animation
 from opendit.data.files import first_bytes, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.picture_file import picture_suffixes

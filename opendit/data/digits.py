@@ -1,9 +1,12 @@
-"""The built-in data set: 1,797 handwritten digits of 8x8 pixels that ship with scikit-learn.
+"""The built-in data: 1,797 handwritten digits of 8x8 pixels that ship with scikit-learn, and clips of them.
 
-It needs no download, so it is the demo, the tests' data and the smallest thing that can be learned or not.
+They need no download, so they are the demo, the tests' data and the smallest thing that can be learned or not. In the
+demo's clips, real H.264 with captions, they move in one of four directions.
 """
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import hash_parts
-from opendit.data.base import MediaDataset, flip_note
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
+from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.medium import Medium, of_pixels
+from opendit.data.progress import Progress
+from opendit.data.sources import Request
+from opendit.data.video_file import write_mp4
 
 SIZE = 8  # pixels of a side as shipped
 SPLITS = ("train", "test")
@@ -58,21 +66,153 @@ class DigitsDataset(MediaDataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def load(self, row: int, flip: bool) -> Tensor:
+    def read(self, row: int, view: View = PLAIN) -> Item:
         x, size = self.images[row], self.sample_shape[1:]
         if size != (SIZE, SIZE):
             x = F.interpolate(x[None], size, mode="bicubic", antialias=True)[0].clamp_(-1, 1)
-        return x.flip(-1) if flip else x.clone()
-
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        return of_pixels(self.images[row])
+        return Item(x.flip(-1) if view.flip else x.clone(), int(self.labels[row]))
 
     def label(self, row: int) -> int:
         return int(self.labels[row])
 
-    def identity(self) -> str:
-        return hash_parts("digits", self.images.numpy().tobytes(), self.labels.numpy().tobytes())
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_pixels(self.images[row])
 
-    def describe(self) -> str:
-        c, h, w = self.sample_shape
-        return f"digits ({self.split}): {len(self):,} pictures of 10 classes, {c}x{h}x{w}, {flip_note(self)}"
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(lambda: hash_parts("digits", self.images.numpy().tobytes(), self.labels.numpy().tobytes()))
+
+    def describe(self) -> Description:
+        (c, h, w), mirrored = self.sample_shape, flip_note(self.random_flip)
+        return Description(
+            text=f"digits ({self.split}): {len(self):,} pictures of 10 classes, {c}x{h}x{w}, {mirrored}",
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            random_flip=self.random_flip,
+            seed=self.seed,
+        )
+
+
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # x to the right, y down
+SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
+
+
+def caption(digit: int, direction: str) -> str:
+    """caption(7, "left") -> "a seven moving left"; raises ValueError for anything else than a digit and direction."""
+    if digit not in range(10) or direction not in DIRECTIONS:
+        raise ValueError(f"there is no clip of {digit!r} moving {direction!r}")
+    return f"{name_digit(digit)} moving {direction}"
+
+
+def name_digit(digit: int) -> str:
+    """name_digit(7) -> "a seven"."""
+    return f"a{'n' * (digit == 8)} {DIGIT_NAMES[digit]}"
+
+
+def all_captions(moving: bool) -> list[str]:
+    """List the captions of every digit; moving: in every direction."""
+    if not moving:
+        return [name_digit(digit) for digit in range(10)]
+    return [caption(digit, direction) for direction in DIRECTIONS for digit in range(10)]
+
+
+def parse_caption(text: str) -> tuple[int, str]:
+    """The inverse of ``caption``, whatever the case and spacing; raises ValueError if it is another sentence."""
+    words = text.lower().split()
+    if len(words) == 4 and words[0] in ("a", "an") and words[1] in DIGIT_NAMES and words[2] == "moving":
+        if words[3] in DIRECTIONS:
+            return DIGIT_NAMES.index(words[1]), words[3]
+    raise ValueError(f'{text!r} isn\'t like "a seven moving left"')
+
+
+def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
+    """A digit that crosses a black frame at constant speed, from one side to the other and always in view.
+
+    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, ``size`` pixels a side, at positions that are
+    no whole numbers of pixels. jitter_seed: draws the offset across the motion, up to an eighth of the frame.
+    Returns uint8 (frames, size, size, 3). Raises ValueError for another shape, direction or too small a frame.
+    """
+    if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
+        raise ValueError(
+            f"can't draw {tuple(image.shape)} moving {direction!r} in {frames} frames of {size} pixels: it takes an "
+            f"(8, 8) digit, one of {', '.join(DIRECTIONS)}, one frame or more and 8 pixels or more"
+        )
+    side = size * 5 // 8
+    digit = F.interpolate(image[None, None].float(), (side, side), mode="bicubic", antialias=True).clamp(-1, 1)
+    digit = (digit + 1) / 2  # black is 0, what grid_sample finds outside of the digit
+    middle = (size - side) / 2
+    offset = np.random.default_rng(jitter_seed).uniform(-1, 1) * size / 8
+    way = torch.linspace(-1, 1, frames) if frames > 1 else torch.zeros(1)
+    corner = torch.stack(  # (T, 2): where the digit's left upper corner is, x and y, in pixels
+        [middle + (way * middle * step if step else torch.full_like(way, offset)) for step in DIRECTIONS[direction]],
+        dim=1,
+    )
+    # The frame's pixels in the digit's coordinates, where -1 and 1 are its outer edges.
+    x, y = (((torch.arange(size) + 0.5 - corner[:, i, None]) * 2 / side - 1) for i in (0, 1))  # (T, size) each
+    grid = torch.stack([x[:, None].expand(-1, size, -1), y[:, :, None].expand(-1, -1, size)], dim=-1)
+    drawn = F.grid_sample(digit.expand(frames, -1, -1, -1), grid, align_corners=False)[:, 0]
+    return drawn.mul(255).round().to(torch.uint8)[..., None].expand(-1, -1, -1, 3).numpy()
+
+
+def make_demo(
+    folder: str | Path,
+    clips: int = 600,
+    size: int = 64,
+    frames: int = 48,
+    fps: int = 24,
+    seed: int = 0,
+    split: str = "train",
+) -> Path:
+    """Writes folder/clips/*.mp4 and folder/demo.csv, and returns the CSV's path.
+
+    Clip i shows the i-th of the 40 pairs of digit and direction, over and over, with a digit of the split and an
+    offset keyed by (seed, i): the clips are the same whenever they are made. Those there are kept.
+
+    Raises:
+        ValueError: the folder holds a demo of other settings.
+    """
+    folder = Path(folder)
+    settings = {"version": 2, "size": size, "frames": frames, "fps": fps, "seed": seed, "split": split}
+    known = folder / SETTINGS
+    refuse_links(folder, [SETTINGS, TABLE, CLIPS], "--output")
+    if known.exists() and (found := _read_settings(known)) != settings:
+        changes = ", ".join(f"{k} {found.get(k)} there, {v} now" for k, v in settings.items() if found.get(k) != v)
+        raise ValueError(
+            f"--output {folder}: holds a demo of other settings ({changes}); pass another folder or delete {known} "
+            "and the clips"
+        )
+    images, labels = digits_split(split)
+    of_digit = [images[labels == digit, 0] for digit in range(10)]
+    make_folder(folder / CLIPS, root=folder)
+    write_whole(known, (json.dumps(settings) + "\n").encode())
+    pairs = [(digit, direction) for digit in range(10) for direction in DIRECTIONS]
+    rows = []
+    with Progress(clips, "clips", title="making") as bar:
+        for i in range(clips):
+            digit, direction = pairs[i % len(pairs)]
+            path = folder / CLIPS / f"{i:05d}-{DIGIT_NAMES[digit]}-{direction}.mp4"
+            rows.append(TableRow(path, caption(digit, direction)))
+            if not path.exists():
+                choice, jitter = np.random.default_rng([seed, i]).integers(2**31, size=2).tolist()
+                image = of_digit[digit][choice % len(of_digit[digit])]
+                write_mp4(path, render(image, direction, frames, size, jitter_seed=jitter), fps, root=folder)
+            bar.update()
+    write_csv(folder / TABLE, rows)
+    return folder / TABLE
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def open_source(asked: Request) -> DigitsDataset:
+    if asked.use_video:
+        raise ValueError(
+            "--data_path digits: holds pictures; --use_video needs a CSV of clips. For clips of moving digits "
+            "run: python preprocess.py demo"
+        )
+    return DigitsDataset(asked.image_size, seed=asked.seed, random_flip=asked.random_flip, split=asked.split)

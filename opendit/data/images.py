@@ -13,13 +13,26 @@ from PIL import Image
 from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import MediaDataset, flip_note, name_few, to_pixels
+from opendit.data.base import (
+    PLAIN,
+    Description,
+    Fingerprint,
+    Item,
+    MediaDataset,
+    Shapes,
+    Size,
+    View,
+    flip_note,
+    name_few,
+    to_pixels,
+)
 from opendit.data.contents import hash_files
-from opendit.data.files import bytes_of, printable
+from opendit.data.files import bytes_of, printable, retried_disk
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
+from opendit.data.media_size import sizes_of
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import check_header, fill_crop, picture_size, picture_suffixes, read_picture
-from opendit.data.retry import retried_disk
+from opendit.data.sources import Request
 
 CHECKED_HEADERS = 2000
 
@@ -188,41 +201,64 @@ class FolderDataset(MediaDataset):
     def source(self, row: int) -> str:
         return self.paths[row]
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        _, height, width = self.sample_shape
-        return self.load_sized(row, flip, None, (1, height, width))
-
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
+    def read(self, row: int, view: View = PLAIN) -> Item:
         path = self.paths[row]
-        self.bytes_read += bytes_of(path)
+        size = bytes_of(path)
         picture = retried_disk(path, partial(read_picture, path))
-        return to_tensor(fill_crop(picture, *shape[1:]), flip, self.as_bytes)
-
-    def media_size(self, row: int) -> tuple[int, int, int]:
-        return 1, *picture_size(self.paths[row])
-
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        return of_picture(read_picture(self.paths[row]))
-
-    def largest_label(self) -> tuple[int, str]:
-        row = int(self.labels.argmax())
-        return int(self.labels[row]), self.source(row)
+        _, height, width = view.shape or self.sample_shape
+        x = to_tensor(fill_crop(picture, height, width), view.flip, view.as_bytes)
+        return Item(x, int(self.labels[row]), bytes_read=size)
 
     def label(self, row: int) -> int:
         return int(self.labels[row])
 
-    def identity(self) -> str:
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_picture(read_picture(self.paths[row]))
+
+    def shapes(self) -> Shapes:
+        return Shapes(media=lambda: sizes_of(self, self._media_size))
+
+    def _media_size(self, row: int) -> Size:
+        return 1, *picture_size(self.paths[row])
+
+    def _largest_label(self) -> tuple[int, str]:
+        row = int(self.labels.argmax())
+        return int(self.labels[row]), self.source(row)
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self._identity, lambda: hash_files(self.paths))
+
+    def _identity(self) -> str:
         # Paths are joined to the folder: what is before them is cut off, which takes a second for a million.
         before = os.fsencode(os.path.join(self.folder, ""))
         names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())
 
-    def contents(self) -> str:
-        return hash_files(self.paths)
-
-    def describe(self) -> str:
+    def describe(self) -> Description:
         c, h, w = self.sample_shape
-        classes = f"{self.num_classes:,} class{'es' if self.num_classes > 1 else ''}"
+        count = len(self.class_names)
+        classes = f"{count:,} class{'es' if count > 1 else ''}"
         note = f"; {self.ignored}" if self.ignored else ""
-        folder = printable(self.folder)
-        return f"{folder}: {len(self):,} pictures of {classes}, {c}x{h}x{w}, {flip_note(self)}{note}"
+        folder, mirrored = printable(self.folder), flip_note(self.random_flip)
+        return Description(
+            text=f"{folder}: {len(self):,} pictures of {classes}, {c}x{h}x{w}, {mirrored}{note}",
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            random_flip=self.random_flip,
+            seed=self.seed,
+            max_bad=self.max_bad,
+            largest_label=self._largest_label,
+        )
+
+
+def open_source(asked: Request) -> FolderDataset | None:
+    if not asked.located.is_dir():
+        return None
+    if asked.use_video:
+        raise ValueError(
+            f"{asked.shown}: is a folder; --use_video needs a CSV of clips: to make one of the clips in it "
+            f"run: python preprocess.py folder {printable(asked.data_path)} --output videos.csv"
+        )
+    asked.check_split()
+    path = str(asked.located)
+    return FolderDataset(path, asked.image_size, seed=asked.seed, random_flip=asked.random_flip, max_bad=asked.max_bad)

@@ -15,6 +15,7 @@ one is unfinished.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,25 @@ from opendit.common.json_file import parse_text
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.common.utils import hash_parts
-from opendit.data.base import Embedding, MediaDataset
-from opendit.data.contents import hash_files
-from opendit.data.latents_check import layout_of, read_shard
-from opendit.data.latents_index import INDEX, CachedLatents, ShardForm, choose_index, read_indexes
-from opendit.data.latents_schema import SHARD
+from opendit.data.base import PLAIN, Description, Embedding, Fingerprint, Item, Shapes, Size, View
+from opendit.data.contents import Checksums, hash_files
+from opendit.data.folders import Ignored, files_below
+from opendit.data.latents_index import (
+    FILES_VERSION,
+    INDEX,
+    SHARD,
+    CachedLatents,
+    ShardForm,
+    choose_index,
+    layout_of,
+    read_indexes,
+    read_shard,
+)
 from opendit.data.medium import Medium
+from opendit.data.picture_file import picture_suffixes
+from opendit.data.shards.latents import TarLatents, open_tars
+from opendit.data.sources import Request
 from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
-from opendit.data.verification import Verification
 
 _KEY = "opendit"  # the shards' only metadata key: safetensors writes several in random order, so not the same bytes
 
@@ -64,7 +76,7 @@ def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | Non
 FILES = ShardForm("latents-*.safetensors", shard_name, read_shard_header, write_shard)
 
 
-class LatentDataset(CachedLatents, MediaDataset):
+class LatentDataset(CachedLatents):
     """Cached latents; ``x`` is a picture's means and standard deviations (2C, h, w) float32, or a clip's (2C, t, h, w).
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
@@ -73,8 +85,6 @@ class LatentDataset(CachedLatents, MediaDataset):
     Raises ValueError if they were made for another ``image_size`` or other clips, hold no mirror images though
     ``random_flip`` asks for them, or miss a shard, and if the index or a shard's header says what can't be.
     """
-
-    counted_captions = 1_000_000  # they are in memory
 
     def __init__(
         self,
@@ -104,10 +114,8 @@ class LatentDataset(CachedLatents, MediaDataset):
         self.labels = np.concatenate([shard["labels"] for shard in arrays])
         if self.conditioning == "text":
             self.captions = CaptionTable([(shard["captions"], shard["caption_ends"]) for shard in arrays])
-        text = index.get("text")
-        self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
-        self.token_ends = [shard["token_ends"] for shard in arrays] if text else []
-        self.empty_caption = read_empty_caption(self.folder, self.max_tokens) if text else None
+        self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
+        self.empty_caption = read_empty_caption(self.folder, self.max_tokens) if self.text_encoder else None
         self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read
 
     def __len__(self) -> int:
@@ -126,16 +134,28 @@ class LatentDataset(CachedLatents, MediaDataset):
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         return f"{self.folder / self.index['shards'][shard]['file']} (row {row - int(self.starts[shard])})"
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        _, place, tensors = self._find(row)
-        moments = tensors["moments"][place, int(flip)]
-        self.bytes_read += moments.nbytes
-        return moments.float()
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        shard, place, tensors = self._find(row)
+        moments = tensors["moments"][place, int(view.flip)]
+        embedding, size = self._embedding(shard, place, tensors)
+        return Item(
+            moments.float(),
+            int(self.labels[row]),
+            self.caption(row),
+            embedding=embedding,
+            bytes_read=moments.nbytes + size,
+        )
 
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        return self._looked(self.load(row, False))
+    def label(self, row: int) -> int:
+        return int(self.labels[row])
 
-    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return self._shown(self.read(row).x)
+
+    def shapes(self) -> Shapes:
+        return Shapes(keys=self.keys, latents=self._sizes, frame_rates=self._recorded_rates)
+
+    def _sizes(self) -> list[tuple[int, Size]]:
         """Return, for each shard, (the end of its rows, (frames, height, width) of their latents)."""
         sizes = []
         for first, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
@@ -147,37 +167,56 @@ class LatentDataset(CachedLatents, MediaDataset):
     def caption(self, row: int) -> str | None:
         return self.captions[row] if self.conditioning == "text" else None
 
-    def embedding(self, row: int) -> Embedding | None:
+    def _embedding(self, shard: int, place: int, tensors: dict[str, Any]) -> tuple[Embedding | None, int]:
+        """Return a row's embedding, if there are any, and its bytes."""
         if self.text_encoder is None:
-            return None
-        shard, place, tensors = self._find(row)
+            return None, 0
         ends = self.token_ends[shard]
         tokens = tensors["tokens"][int(ends[place - 1]) if place else 0 : int(ends[place])]
         pooled = tensors["pooled"][place]
-        self.bytes_read += tokens.nbytes + pooled.nbytes
-        return padded(tokens, pooled, self.max_tokens)
+        return padded(tokens, pooled, self.max_tokens), tokens.nbytes + pooled.nbytes
 
-    def shape_keys(self) -> np.ndarray:
-        return self.keys
-
-    def largest_label(self) -> tuple[int, str] | None:
+    def _largest_label(self) -> tuple[int, str] | None:
         row = int(self.labels.argmax())
         return int(self.labels[row]), self.source(row)
 
-    def label(self, row: int) -> int:
-        return int(self.labels[row])
+    def fingerprint(self) -> Fingerprint:
+        checksums = Checksums(self.folder, self.checksums, f"--data_path {self.folder}")
+        return Fingerprint(self._identity, self._contents, checksums)
 
-    def verification(self, share: int, shares: int) -> Verification:
-        mine = dict(sorted(self.checksums.items())[share::shares])
-        return Verification(self.folder, mine, f"--data_path {self.folder}")
-
-    def contents(self) -> str | None:
+    def _contents(self) -> str:
         if all("sha256" in shard for shard in self.index["shards"]):
             return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
         return hash_files([str(self.folder / shard["file"]) for shard in self.index["shards"]])
 
-    def describe(self) -> str:
-        return self._described(str(self.folder), int((self.keys == self.keys.max()).sum()))
+    def describe(self) -> Description:
+        clips = int((self.keys == self.keys.max()).sum())
+        about = self._description(str(self.folder), clips, self.empty_caption)
+        # The captions are in memory.
+        return replace(about, counted_captions=((len(self), 1_000_000),), largest_label=self._largest_label)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}  # a file mapping doesn't travel to a worker that isn't forked
+
+
+def open_source(asked: Request) -> LatentDataset | TarLatents | None:
+    if not asked.located.is_dir():
+        return None
+    indexes = read_indexes(asked.located)
+    if indexes is None:
+        if any(asked.located.glob("latents-*.safetensors")) or any(asked.located.glob("latents-*-of-*.tar")):
+            raise ValueError(
+                f"{asked.shown}: holds unfinished latents; run the preprocess.py command that made them again"
+            )
+        return None
+    asked.check_split()
+    if indexes[0]["version"] == FILES_VERSION:
+        latents = LatentDataset(asked.located, asked.image_size, **asked.of_latents())
+    else:
+        index = choose_index(indexes, asked.shown, asked.image_size)
+        text, tars = index.get("text"), open_tars(asked.located, index)
+        empty = read_empty_caption(asked.located, text["max_tokens"]) if text else None
+        latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
+    if next(files_below(str(asked.located), picture_suffixes(), Ignored(), visits=1), None) is not None:
+        latents.note = "; the pictures that are in the folder as well are not read"
+    return latents

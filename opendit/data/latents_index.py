@@ -4,23 +4,207 @@
 index for every size. It is written last: shards that no index names are unfinished.
 """
 
+import fcntl
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import safe_open
 from torch import Tensor
 
-from opendit.common.json_file import checked, read_json
-from opendit.common.safe_files import replacing
-from opendit.common.tensor_files import write_file
+from opendit.common.json_file import COUNT, FILE, MIB, NAME, SHA256, FileKind, checked, read_json
+from opendit.common.rules import either, listed, mapping, number, one_of, optional, record, string, truth, whole
+from opendit.common.safe_files import open_to_write, remove, replacing
+from opendit.common.tensor_files import open_safetensors, write_file
 from opendit.common.utils import hash_parts, shown
-from opendit.data.base import MediaDataset, flip_note
-from opendit.data.latents_check import REPAIR, check_index
-from opendit.data.latents_schema import LATENTS_INDEX, LATENTS_SIZES
+from opendit.config.data_sources import FOREIGN_FORMS
+from opendit.data.base import Description, Embedding, MediaDataset, flip_note
 from opendit.data.medium import Medium, of_moments
+
+_RATE = number(0, 1e6, above=True)
+_CLIPS = record(
+    {"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)},
+    {"fps": _RATE},
+)
+_LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
+LATENTS_SETTINGS = record(
+    {
+        "version": COUNT,
+        "data": string(64),
+        "pictures": COUNT,
+        "image_size": whole(1, 1 << 20),
+        "vae": string(64),
+        "latent_shape": _LATENT_SHAPE,
+        "flips": truth,
+        "shard_size": whole(1),
+    },
+    {"precision": string(64), "video": _CLIPS, "text": optional(string(64))},
+)
+SKIPPED = listed(string(65536))
+SHARD = FileKind(
+    record({"settings": LATENTS_SETTINGS, "skipped": SKIPPED}),
+    16 * MIB,
+)
+_OF_ONE_SIZE = {
+    "count": COUNT,
+    "class_names": listed(string(1 << 16), most=10_000_000),
+    "image_size": whole(1, 1 << 20),
+    "vae": NAME,
+    # One number, or one a channel.
+    "scaling_factor": either(listed(number(0, 1e6, above=True), 1, 4096), number(0, 1e6, above=True)),
+    "shift_factor": either(listed(number(-1e6, 1e6), 1, 4096), number(-1e6, 1e6)),
+    "latent_shape": _LATENT_SHAPE,
+    "flips": truth,
+    "shards": listed(record({"file": FILE, "count": COUNT, "bytes": COUNT}, {"shape_key": COUNT, "sha256": SHA256})),
+}
+_MORE = {
+    "settings": LATENTS_SETTINGS,
+    "skipped": SKIPPED,
+    "video": _CLIPS,
+    "data_fps": _RATE,  # of the files that the clips were read from
+    "conditioning": one_of("label", "text"),
+    "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
+    # Of those that an encoder embedded: how many were looked at, were cut, and the tokens of the longest.
+    "captions": record({"rows": COUNT, "counted": COUNT, "cut": COUNT, "longest": COUNT}),
+    "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
+    # Of tars that another program made: what their arrays hold, and which they are.
+    "foreign": record({"form": one_of(*FOREIGN_FORMS), "array": NAME}, {"mirrored": NAME}),
+}
+_KIND = {"format": string(64), "version": COUNT}
+LATENTS_INDEX = FileKind(record(_KIND | _OF_ONE_SIZE, _MORE), 32 * MIB)
+# Of tars: an index for every size of the pictures.
+LATENTS_SIZES = FileKind(record(_KIND | {"sizes": listed(record(_OF_ONE_SIZE, _MORE), 1, 1000)}), 256 * MIB)
+
+
+_SMALL = ("labels", "captions", "caption_ends", "token_ends")  # read whole: a few bytes a sample
+REPAIR = "copy it again or run the preprocess.py command that made it"
+
+
+class ShardLayout(NamedTuple):
+    """The contents that every shard of an index must have: latents of ``shape`` (2C, [t,] h, w), ``views`` of each
+    picture, labels below ``classes``, captions if there are no classes (0), and embeddings of up to ``max_tokens``
+    (0: none)."""
+
+    shape: tuple[int, ...]
+    views: int
+    classes: int
+    max_tokens: int
+
+
+def check_index(index: dict[str, Any], path: Path) -> None:
+    """Raises ValueError if the parts of an index, each of which keeps its rule, do not go together."""
+
+    def require(right: bool, problem: str) -> None:
+        if not right:
+            raise ValueError(f"{path}: {problem}; {REPAIR}")
+
+    shards, shape = index["shards"], index["latent_shape"]
+    counted = sum(shard["count"] for shard in shards)
+    require(index["count"] == counted, f"count is {index['count']:,}, its shards' counts are {counted:,} in all")
+    require(counted > 0, "count is 0: it holds no samples")
+    require(len({shard["file"] for shard in shards}) == len(shards), "shards name a file twice")
+    require((len(shape) == 4) == ("video" in index), f"latent_shape is {shape}, which is not that of its video field")
+    for key in ("scaling_factor", "shift_factor"):
+        values = index[key]
+        fits = not isinstance(values, list) or len(values) == shape[0]
+        require(fits, f"{key} is not one number, nor one for each of {shape[0]} channels")
+    text = index.get("conditioning", "label") == "text"
+    require(text or "text" not in index, "text is there, but conditioning is not text")
+    require(text or bool(index["class_names"]), "class_names is empty")
+
+
+def layout_of(index: dict[str, Any]) -> ShardLayout:
+    channels, *sides = index["latent_shape"]
+    text = index.get("conditioning", "label") == "text"
+    classes = 0 if text else len(index["class_names"])
+    max_tokens = index["text"]["max_tokens"] if "text" in index else 0
+    return ShardLayout((2 * channels, *sides), 2 if index["flips"] else 1, classes, max_tokens)
+
+
+def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict[str, np.ndarray]:
+    """The small tensors of a shard, whose file, size, tensors and shapes must be those that the index says.
+
+    Raises ValueError naming the file and what is wrong."""
+    path = folder / shard["file"]
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, or no regular file; {REPAIR}")
+    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link to a file outside of its folder; put the file itself there")
+    size = path.stat().st_size
+    if size != shard["bytes"]:
+        raise ValueError(f"{path} has {size:,} bytes instead of {shard['bytes']:,}; {REPAIR}")
+    with open_safetensors(path, "np") as file:
+        try:
+            _check_header(file, shard["count"], layout)
+            small = {name: file.get_tensor(name) for name in file.keys() if name in _SMALL}  # noqa: SIM118
+            _check_values(small, file, layout)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; {REPAIR}") from error
+    return small
+
+
+def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
+    """Raises ValueError unless a shard has the tensors of ``rows`` samples; None stands for any length."""
+    moments = (rows, layout.views, *layout.shape)
+    wanted = {"moments": ("F16", moments), "labels": ("I64", (rows,)), "rows": ("I64", (rows,))}
+    if not layout.classes:
+        wanted |= {"captions": ("U8", (None,)), "caption_ends": ("I64", (rows,))}
+    if layout.max_tokens:
+        wanted |= {"tokens": ("F16", (None, None)), "token_ends": ("I64", (rows,)), "pooled": ("F16", (rows, None))}
+    names = set(file.keys())
+    for name in sorted(names ^ wanted.keys()):
+        raise ValueError(f"tensor {name[:100]!r} is {'not expected' if name in names else 'missing'}")
+    for name, (dtype, shape) in wanted.items():
+        part = file.get_slice(name)
+        found = part.get_shape()
+        if name == "moments" and len(shape) == len(found) == 6 and found[3] == 1:
+            shape = (*shape[:3], 1, *shape[4:])  # pictures among clips have one frame
+        fits = len(found) == len(shape) and all(b in (None, a) for a, b in zip(found, shape, strict=True))
+        if part.get_dtype() != dtype or not fits:
+            expected = ["any" if side is None else side for side in shape]
+            raise ValueError(f"{name} is {part.get_dtype()} {found}, not {dtype} {expected}")
+
+
+def _check_values(small: dict[str, np.ndarray], file: safe_open, layout: ShardLayout) -> None:
+    """Raises ValueError for labels without a class, captions that are no UTF-8, and ends that are no ends."""
+    labels = small["labels"]
+    wrong = (labels < 0) | (labels >= layout.classes)
+    if layout.classes and wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(
+            f"labels are {labels.min()} to {labels.max()}, of {layout.classes:,} classes (sample {first:,} has "
+            f"{labels[first]})"
+        )
+    if not layout.classes:
+        _check_ends("caption_ends", small["caption_ends"], len(small["captions"]))
+        text, starts = small["captions"], small["caption_ends"][:-1]
+        inside = starts[starts < len(text)]
+        try:
+            text.tobytes().decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"captions are not UTF-8 at byte {error.start}") from error
+        if ((text[inside] & 0xC0) == 0x80).any():
+            raise ValueError("caption_ends cut a character in two")
+    if layout.max_tokens:
+        ends = small["token_ends"]
+        rows, width = file.get_slice("tokens").get_shape()
+        _check_ends("token_ends", ends, rows)
+        if len(ends) and np.diff(ends, prepend=0).max() > layout.max_tokens:
+            raise ValueError(f"token_ends give a caption more than {layout.max_tokens} tokens")
+        if file.get_slice("pooled").get_shape()[1] != width:
+            raise ValueError("tokens and pooled are not of one width")
+
+
+def _check_ends(name: str, ends: np.ndarray, total: int) -> None:
+    last = ends[-1] if len(ends) else 0
+    if last != total or (ends < 0).any() or (np.diff(ends) < 0).any():
+        raise ValueError(f"{name} do not rise to {total:,}")
+
 
 INDEX = "index.json"
 FORMAT, FILES_VERSION, TARS_VERSION = "opendit-latents", 1, 2
@@ -96,9 +280,12 @@ def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> No
 
 
 class CachedLatents(MediaDataset):
-    """The base of data sets of cached latents: all that follows from their index, for any kind of shards."""
+    """The base class of data sets of cached latents: everything that follows from their index, for any kind of
+    shards."""
 
-    kind = "latents"
+    note = ""  # what the log's line ends with
+    seed: int = 0
+    max_bad: float = 0.05
 
     def _take(
         self,
@@ -110,7 +297,7 @@ class CachedLatents(MediaDataset):
         frame_interval: int,
         fps: float | None,
     ) -> None:
-        """Takes over what an index says. Raises ValueError, which begins with ``name``, for what a run asks for and the
+        """Take over what an index says. Raises ValueError, which begins with ``name``, for what a run asks for and the
         latents are not."""
         made = index.get("video")
         if use_video != (made is not None):
@@ -147,8 +334,10 @@ class CachedLatents(MediaDataset):
         channels, *sides = index["latent_shape"]
         self.sample_shape = (2 * channels, *sides)
         self.conditioning = index.get("conditioning", "label")
+        text = index.get("text")
+        self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
 
-    def frame_rates(self) -> list[float]:
+    def _recorded_rates(self) -> list[float]:
         return [self.index["data_fps"]] if "data_fps" in self.index else []
 
     @property
@@ -157,41 +346,143 @@ class CachedLatents(MediaDataset):
         of_shards = {shard["file"]: shard["sha256"] for shard in self.index["shards"] if "sha256" in shard}
         return of_shards | self.index.get("checksums", {})
 
-    def identity(self) -> str:
+    def _identity(self) -> str:
         # Without checksums and counts: a cache of an earlier version has none, and is the same one when it gets them.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "shards": shards}, sort_keys=True))
 
-    def cached_captions(self) -> list[str]:
+    def _cut_captions(self) -> tuple[str, ...]:
         if self.text_encoder is None:
-            return []
+            return ()
         most = f"the {self.max_tokens:,} tokens of --text_encoder {self.text_encoder}"
         if (found := self.index.get("captions")) is None:
-            return [f"captions: an earlier version embedded them, and did not count those that it cut to {most}"]
+            return (f"captions: an earlier version embedded them, and did not count those that it cut to {most}",)
         if not found["cut"]:
-            return []
+            return ()
         among = f"of the {found['counted']:,} looked at among {found['rows']:,}"
-        return [
+        return (
             f"captions: {found['cut']:,} {among} were cut to {most} when they were embedded; the longest had "
-            f"{found['longest']:,}"
-        ]
+            f"{found['longest']:,}",
+        )
 
-    def _looked(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
-        """Latents in false colours; the medium is the picture or clip that they were made of."""
+    def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
+        """Show latents in false colours; the medium is the picture or clip that they were made of."""
         video, size = self.index.get("video"), self.index["image_size"]
         length = video["num_frames"] if video and moments.shape[1] == self.sample_shape[1] else 1
         return Medium(length, size, size), of_moments(moments)[1]
 
-    def _described(self, name: str, clips: int) -> str:
+    def _description(self, name: str, clips: int, empty_caption: Embedding | None) -> Description:
+        return Description(
+            text=self._text(name, clips),
+            kind="latents",
+            conditioning=self.conditioning,
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            random_flip=self.random_flip,
+            seed=self.seed,
+            max_bad=self.max_bad,
+            vae=self.vae,
+            scaling_factor=self.scaling_factor,
+            shift_factor=self.shift_factor,
+            text_encoder=self.text_encoder,
+            max_tokens=self.max_tokens,
+            empty_caption=empty_caption,
+            cut_captions=self._cut_captions(),
+        )
+
+    def _text(self, name: str, clips: int) -> str:
         shape, size = "x".join(map(str, self.index["latent_shape"])), self.index["image_size"]
         what = f"{len(self):,} pictures"
         if self.index.get("video"):
             what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
         text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
-        words = text if self.conditioning == "text" else f"of {self.num_classes:,} classes"
+        words = text if self.conditioning == "text" else f"of {len(self.class_names):,} classes"
         unchecked = "" if self.checksums else ", without checksums (made by an earlier version)"
         return (
             f"{name}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}x{size}, "
-            f"{flip_note(self)}{unchecked}{self.note}"
+            f"{flip_note(self.random_flip)}{unchecked}{self.note}"
         )
+
+
+LOCK = ".index.lock"
+
+
+@contextmanager
+def index_locked(folder: Path, form: ShardForm) -> Iterator[None]:
+    """Nobody else changes the folder's index meanwhile; for moments, not for as long as encoding takes. Of latents in
+    files, which are of one size alone, nothing is locked."""
+    if form.version != TARS_VERSION:
+        yield
+        return
+    with open(open_to_write(folder / LOCK, os.O_WRONLY | os.O_CREAT), "w") as lock:
+        with suppress(OSError):  # of a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process, however that ends
+        yield
+
+
+def take_index(folder: Path, settings: dict[str, Any], form: ShardForm) -> dict[str, str]:
+    """Takes what is to be made out of the index, so that nobody reads it while it changes; returns the checksums that
+    the index had of it.
+
+    Raises ValueError if the folder holds something else, or latents of other data."""
+    with index_locked(folder, form):
+        indexes, others = _indexes(folder, settings, form)
+        if others:
+            write_index(folder, form.version, others)
+        else:
+            remove(folder / INDEX)
+    mine = [index for index in indexes if index not in others]
+    return {shard["file"]: shard["sha256"] for index in mine for shard in index["shards"] if "sha256" in shard}
+
+
+def put_index(folder: Path, settings: dict[str, Any], form: ShardForm, index: dict[str, Any]) -> None:
+    """Writes what was made into the folder's index, beside what others have put there by now. To be called under
+    ``index_locked``.
+
+    Raises ValueError as :func:`take_index`."""
+    write_index(folder, form.version, [*_indexes(folder, settings, form)[1], index])
+
+
+def _indexes(
+    folder: Path, settings: dict[str, Any], form: ShardForm
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All indexes of a folder, and those of other sizes."""
+    tars = form.version == TARS_VERSION
+    if any(folder.glob("latents-*.safetensors" if tars else "latents-*.tar")):
+        fix = "give --shard_size as a number of pictures to go on with them" if tars else "give --shard_size as 1GB"
+        raise ValueError(f"--output {folder}: holds latents in {'files' if tars else 'tars'}; {fix}, or another folder")
+    if not (folder / INDEX).exists():
+        return [], []
+    try:
+        indexes = read_indexes(folder)
+    except ValueError:  # damaged, or another version's: it is written anew
+        indexes = []
+    if indexes is None:
+        raise ValueError(f"--output {folder}: holds an {INDEX} of something else; pass another folder")
+    others = [index for index in indexes if tars and index["image_size"] != settings["image_size"]]
+    for name in ("data", "vae", "video", "text"):
+        for index in others:
+            if index.get("settings", {}).get(name) != settings.get(name):
+                raise ValueError(
+                    f"--output {folder}: holds latents of {index['image_size']} px of other {name}; pass another folder"
+                )
+    return indexes, others
+
+
+def complete_shards(folder: Path, settings: dict[str, Any], form: ShardForm) -> set[str]:
+    """Names of the whole shards in a folder; raises ValueError if one was made with other settings."""
+    kept = set()
+    for path in sorted(folder.glob(form.pattern)):
+        header = form.header(path)
+        if header is None:
+            continue  # a damaged one is remade
+        other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
+        if other:
+            changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)
+            raise ValueError(
+                f"--output {folder}: holds latents of other settings ({'; '.join(changes)}); pass another folder or "
+                "empty this one"
+            )
+        kept.add(path.name)
+    return kept

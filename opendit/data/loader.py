@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import RawArray, util
@@ -29,7 +28,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from opendit.data.base import BadFileCounter, DataError, Embedding, Item, MediaDataset, SampleKey, to_pixels
+from opendit.data.base import (
+    BadFileCounter,
+    DataError,
+    Embedding,
+    Item,
+    MediaDataset,
+    SampleKey,
+    SampleReader,
+    to_pixels,
+)
+from opendit.data.contents import Verification
 from opendit.data.enlarging import Small
 from opendit.data.order.schedule import BatchSchedule
 from opendit.data.processes import (
@@ -39,7 +48,6 @@ from opendit.data.processes import (
     leave_inherited_garbage,
     state_of,
 )
-from opendit.data.verification import Verification
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,8 @@ class ReadAhead:
     A context manager. The workers start once, here, and live until ``close()``; with 0 workers this process reads.
 
     Args:
-        reader: turns a request into a result; its ``dataset`` is the MediaDataset that it reads.
+        reader: turns a request into a result; its ``dataset`` is the MediaDataset that it reads, and it calls its
+            ``on_read`` with each row before it reads the row.
         requests: what to read, an iterable.
         patience: seconds that a single file may take while its batch is awaited, before DataError names it; 0: no
             limit.
@@ -79,7 +88,7 @@ class ReadAhead:
         self.dataset, self.patience, self.who = reader.dataset, patience, who
         self.num_workers = num_workers
         self.reading = _Reading(max(1, num_workers))
-        reader.dataset.on_read = self.reading.begin
+        reader.on_read = self.reading.begin
         # A process that this one's main thread starts can be told to end with it.
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
@@ -457,28 +466,29 @@ class Requests:
 class _BatchReader(Dataset[Any]):
     """Reader that turns a request into a batch, in the worker processes."""
 
-    def __init__(self, dataset: MediaDataset, enlarge: bool):
-        self.dataset = copy(dataset)
-        # A quarter of the memory to fill, stack and hand to the main process: half of the time a small clip takes.
-        self.dataset.as_bytes = True
-        self.dataset.enlarges = enlarge
+    def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
+        self.dataset = dataset
+        self.on_read: Callable[[int], None] | None = None
+        # Bytes are a quarter of the memory to fill, stack and hand to the main process: half of a small clip's time.
+        self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
+        self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
 
     def __getitem__(self, request: _Request) -> Batch:
         if request.packed:
             return self._packed(request)
-        before, x, items = self._counts(), None, []
+        x, items = None, []
         # Each sample moves to the batch before the next is read: the memory of one clip is used over and over, where
         # that of all of them would be returned to the kernel and requested again, 1 ms a clip.
-        for i, item in enumerate(self.dataset.items(request.sample_keys)):
+        for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
             items.append(item._replace(x=None))
-        return self._batch(request, cast(Tensor, x), items, before)
+        return self._batch(request, cast(Tensor, x), items)
 
     def _packed(self, request: _Request) -> Batch:
         """Read samples of any sizes into one piece of memory, of which the batch has views."""
-        before, items = self._counts(), list(self.dataset.items(request.sample_keys))
+        items = list(self.samples.items(request.sample_keys, self.on_read))
         shapes = [_whole_shape(item) for item in items]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
         flat = self.buffer.batch(ends[-1], (), items[0].x.new_empty(()))
@@ -487,15 +497,9 @@ class _BatchReader(Dataset[Any]):
             parts.append(flat[start:end].view(shape))
             _place(item, parts[-1])
         items = [item._replace(x=None) for item in items]
-        return self._batch(request, tuple(parts), items, before)
+        return self._batch(request, tuple(parts), items)
 
-    def _counts(self) -> tuple[int, int]:
-        return self.dataset.shortened, self.dataset.bytes_read
-
-    def _batch(
-        self, request: _Request, x: Tensor | tuple[Tensor, ...], items: list[Item], before: tuple[int, int]
-    ) -> Batch:
-        shortened, bytes_read = (now - then for now, then in zip(self._counts(), before, strict=True))
+    def _batch(self, request: _Request, x: Tensor | tuple[Tensor, ...], items: list[Item]) -> Batch:
         return Batch(
             x=x,
             y=torch.tensor([item.y for item in items], dtype=torch.int64),
@@ -505,9 +509,9 @@ class _BatchReader(Dataset[Any]):
             epoch=request.epoch,
             segments_in_step=request.samples,
             skipped=tuple(file for item in items for file in item.skipped),
-            shortened=shortened,
-            bytes_read=bytes_read,
-            text=tuple(item.text or "" for item in items) if self.dataset.conditioning == "text" else None,
+            shortened=sum(item.shortened for item in items),
+            bytes_read=sum(item.bytes_read for item in items),
+            text=tuple(item.text or "" for item in items) if self.has_text else None,
             embedding=_stack_embeddings([item.embedding for item in items]),
             small=tuple(item.small for item in items) if any(item.small for item in items) else None,
         )
@@ -709,7 +713,9 @@ def build_loader(
     requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
     batches = ReadAhead(_BatchReader(dataset, enlarge), requests, **how, patience=patience, who=who, on_hang=on_hang)
-    return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, dataset.verification(dp_rank, dp_size))
+    checksums = dataset.fingerprint().checksums
+    verification = checksums and checksums.verification(dp_rank, dp_size)
+    return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, verification)
 
 
 def read_batches(
@@ -720,11 +726,11 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """Return the batches of these samples in order, with 8-bit pixels as bytes.
+    """Return the batches of these samples in order, neither mirrored nor cut at random, with 8-bit pixels as bytes.
 
     The samples of one batch have one step and shape. max_bad, on_skip: see :func:`build_loader`. how: num_workers,
     patience, who and on_hang of ``ReadAhead``.
     """
     requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
-    read = ReadAhead(_BatchReader(dataset, enlarge=True), requests, pin_memory=False, **how)
+    read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), requests, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)

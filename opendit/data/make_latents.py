@@ -5,10 +5,11 @@ on how many ranks there are or how often the job was stopped and started again.
 """
 
 from collections.abc import Callable, Iterable
-from copy import copy
+from contextlib import ExitStack
+from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,51 +19,53 @@ from torch.utils.data import Dataset
 
 from opendit.common.safe_files import make_folder, refuse_links
 from opendit.common.utils import sha256_of
+from opendit.config.parallel_sizes import find_place
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
-from opendit.data.captions import CaptionCount
+from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.latents import FILES
-from opendit.data.latents_folder import LOCK, complete_shards, index_locked, put_index, take_index
-from opendit.data.latents_index import INDEX, ShardForm
+from opendit.data.latents_index import INDEX, LOCK, ShardForm, complete_shards, index_locked, put_index, take_index
 from opendit.data.loader import ReadAhead
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.shards.latents import HEADERS, tars_of
+from opendit.data.sources import build_dataset
 from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
 from opendit.encoders.text import TextEncoder
-from opendit.encoders.vae import Codec
+from opendit.encoders.vae import HUB, Codec, load_codec
+from opendit.encoders.video_vae import load_video_codec
+from opendit.parallel.rendezvous import meet
+from opendit.parallel.supervisor import Supervisor
 
 # Of a shard: moments (B, F, 2C, ...) fp16, labels, rows, captions and their embeddings, if there are any.
 Part = tuple[Tensor, Tensor, Tensor, list[str], list[Any]]
 
 
 class _RowReader(Dataset[Any]):
-    """Reads batches of rows, as they are and without replacements, in a worker process."""
+    """Reads batches of rows, unmirrored and without replacements, in a worker process."""
 
     def __init__(self, dataset: MediaDataset):
-        self.dataset = copy(dataset)
+        self.dataset = dataset
+        self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Readable rows, their labels, their captions if there are any, their pictures (B, C, H, W), clips (B, C, T, H,
-        W) or None, skipped files."""
+        """Return the readable rows, their labels, their captions if there are any, their pictures (B, C, H, W), clips
+        (B, C, T, H, W) or None, and the skipped files."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
         for row in rows:
-            if self.dataset.on_read is not None:
-                self.dataset.on_read(row)
+            if self.on_read is not None:
+                self.on_read(row)
             try:
-                # Whatever of it can't be read: a sample is used as a whole or not at all.
-                picture, label, caption = self.dataset.load(row, False), self.dataset.label(row), self._caption(row)
+                item = self.dataset.read(row)
             except BadSample as bad:
                 skipped.append(str(bad))
                 continue
-            pictures.append(picture)
+            pictures.append(item.x)
             good.append(row)
-            labels.append(label)
-            captions += caption
+            labels.append(item.y)
+            if item.text is not None:
+                captions.append(item.text)
         return good, labels, captions, torch.stack(pictures) if pictures else None, skipped
-
-    def _caption(self, row: int) -> list[str]:
-        return [cast(str, self.dataset.caption(row))] if self.dataset.conditioning == "text" else []
 
 
 def make_latents(
@@ -163,9 +166,9 @@ def _take_index(output: Path, settings: dict[str, Any], form: ShardForm, world_s
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """The rows of every shard: in order, but those of one shape first and then those of the next. shard_size: how many
-    of these rows, which are of one shape, are in a shard."""
-    keys = dataset.shape_keys()
+    """Return the rows of every shard: in order, but those of one shape first and then those of the next. shard_size:
+    returns how many of these rows, which have one shape, are in a shard."""
+    keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
     for key in np.unique(keys):
@@ -196,7 +199,7 @@ def _settings(
     """Everything that a shard's bytes depend on."""
     settings = {
         "version": version,
-        "data": dataset.identity(),
+        "data": dataset.fingerprint().identity,
         "pictures": len(dataset),
         "image_size": image_size,
         "vae": codec.fingerprint(),
@@ -205,19 +208,18 @@ def _settings(
         "precision": str(inner(codec).dtype).removeprefix("torch."),
         "shard_size": shard_size,
     }
-    if _frames(dataset):
-        names = ("num_frames", "frame_interval", "short_clips")
-        settings["video"] = {name: getattr(dataset, name) for name in names}
-        if (fps := getattr(dataset, "fps", None)) is not None:
-            settings["video"]["fps"] = fps
-    if dataset.conditioning == "text":
+    about = dataset.describe()
+    if about.clips is not None:
+        settings["video"] = {name: value for name, value in vars(about.clips).items() if value is not None}
+    if about.conditioning == "text":
         settings["text"] = encoder and encoder.fingerprint()
     return settings
 
 
 def _frames(dataset: MediaDataset) -> int | None:
-    """Frames of a clip; None where items are pictures without a time axis."""
-    return dataset.sample_shape[1] if len(dataset.sample_shape) == 4 else None
+    """Return the frames of a clip; None if samples are pictures without a time axis."""
+    shape = dataset.describe().sample_shape
+    return shape[1] if len(shape) == 4 else None
 
 
 def noun_of(settings: dict[str, Any]) -> str:
@@ -233,7 +235,8 @@ def _device(codec: Codec) -> torch.device:
 
 
 def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: int | None = None) -> tuple[int, ...]:
-    """(C, h, w) of a picture's latent, (C, t, h, w) of a clip's, of ``frames`` frames if that is given."""
+    """Return the shape of a picture's latent, (C, h, w), or of a clip's, (C, t, h, w). frames: of the clip, instead of
+    the data set's."""
     latents_of: Any = codec  # pictures' take a side, clips' the frames before it
     if _frames(dataset) is None:
         return latents_of.latent_shape(image_size)
@@ -241,8 +244,8 @@ def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: i
 
 
 def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int]) -> tuple[int, ...]:
-    """(F, 2C, h, w) or (F, 2C, t, h, w): of one row's moments in a shard of these rows."""
-    picture = _frames(dataset) and rows and dataset.shape_key(rows[0]) == PICTURE
+    """Return the shape of one row's moments in a shard of these rows: (F, 2C, h, w) or (F, 2C, t, h, w)."""
+    picture = _frames(dataset) and rows and dataset.shapes().key(rows[0]) == PICTURE
     channels, *sides = latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
     return 2 if settings["flips"] else 1, 2 * channels, *sides
 
@@ -256,7 +259,7 @@ def _encode_shard(
     counter: BadFileCounter,
     bar: Progress,
 ) -> tuple[list[Part], list[str]]:
-    """A shard's batches, and the files skipped in it."""
+    """Encode a shard. Return its batches, and the files skipped in it."""
     parts, all_skipped = [], []
     for rows, labels, captions, pictures, skipped in batches:
         counter.add(len(rows), skipped)
@@ -277,12 +280,12 @@ def _encode_shard(
 
 
 def _join(parts: list[Part], dataset: MediaDataset, shape: tuple[int, ...], encoder) -> dict[str, Tensor]:
-    """One shard's tensors; ``shape``: of one picture's moments, for a shard without a single readable picture."""
+    """Join one shard's tensors. shape: of one picture's moments, for a shard without a single readable picture."""
     if not parts:
         parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long(), [], [])]
     moments, labels, rows = (torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3])
     tensors = {"moments": moments, "labels": labels.long(), "rows": rows.long()}
-    if dataset.conditioning == "text":
+    if dataset.describe().conditioning == "text":
         tensors |= pack_captions([caption for part in parts for caption in part[3]])
     if encoder:
         embedded = [caption for part in parts for caption in part[4]]
@@ -302,7 +305,7 @@ def _finish(
     form: ShardForm,
     counted: CaptionCount | None,
 ) -> dict[str, Any]:
-    """The index once every shard is there; raises DataError if too many files were skipped."""
+    """Return the index once every shard is there. Raises DataError if too many files were skipped."""
     entries, all_skipped = [], []
     for shard, rows in enumerate(plan):
         name = form.name(shard, len(plan))
@@ -312,12 +315,12 @@ def _finish(
         size = (output / name).stat().st_size
         entries.append({"file": name, "count": header[0], "bytes": size, "sha256": checksums[name]})
         if "video" in settings:
-            entries[-1]["shape_key"] = dataset.shape_key(rows[0])
+            entries[-1]["shape_key"] = dataset.shapes().key(rows[0])
         all_skipped += header[2]
     BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(all_skipped), all_skipped)
     index = {
         "count": sum(entry["count"] for entry in entries),
-        "class_names": list(dataset.class_names),
+        "class_names": list(dataset.describe().class_names),
         "image_size": settings["image_size"],
         "vae": codec.name,
         "scaling_factor": codec.scaling_factor,
@@ -330,9 +333,9 @@ def _finish(
     }
     if "video" in settings:
         index["video"] = settings["video"]
-        if (rate := dataset.frame_rate()) is not None:
+        if (rate := dataset.shapes().frame_rate()) is not None:
             index["data_fps"] = rate
-    if dataset.conditioning == "text":
+    if dataset.describe().conditioning == "text":
         index["conditioning"] = "text"
     if encoder:
         index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
@@ -341,3 +344,133 @@ def _finish(
             index["captions"] = {**names, "cut": counted.over(encoder.max_tokens)}
         index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
     return index
+
+
+def run(
+    data_path: str,
+    vae: str,
+    image_size: int,
+    output: str,
+    *,
+    batch_size: int = 64,
+    num_workers: int = 4,
+    flip: bool = True,
+    mixed_precision: str = "auto",
+    shard_size: int = 4096,
+    tar_bytes: int | None = None,
+    use_video: bool = False,
+    num_frames: int = 16,
+    frame_interval: int = 1,
+    fps: float | None = None,
+    short_clips: str = "skip",
+    video_reader: str = "auto",
+    energon_cooker: str | None = None,
+    text_encoder: str | None = None,
+    max_text_tokens: int | None = None,
+    max_bad: float = 0.05,
+    data_timeout: float = 300.0,
+) -> dict[str, Any] | None:
+    """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several.
+
+    Raises ValueError, OSError or DataError; of several processes, an error of one ends all, as ``Supervisor`` says.
+    """
+    place = find_place()
+    rank, world_size = place.rank, place.world_size
+    supervisor, stack = Supervisor((ValueError, DataError)), ExitStack()
+    if world_size > 1:
+        stack.enter_context(supervisor)
+    with stack:
+        if vae not in HUB:
+            vae = str(Path(vae).expanduser().resolve())  # the index keeps it for runs that start in other folders
+        device = torch.device("cpu")
+        if torch.cuda.is_available():
+            device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        dtype = pick_dtype(mixed_precision, device)
+        dataset = build_dataset(
+            data_path,
+            image_size,
+            seed=0,
+            random_flip=None if flip else False,
+            use_video=use_video,
+            num_frames=num_frames,
+            frame_interval=frame_interval,
+            fps=fps,
+            short_clips=short_clips,
+            video_reader=video_reader,
+            energon_cooker=energon_cooker,
+            max_bad=max_bad,
+        )
+        about = dataset.describe()
+        if about.kind != "pixels":
+            raise ValueError(f"--data_path {data_path}: holds latents already; give pictures or clips")
+        codec = (load_video_codec if use_video else load_codec)(
+            vae, channels=about.sample_shape[0], device=device, dtype=dtype
+        )
+        latent_shape(codec, dataset, image_size)
+        encoder = None
+        if text_encoder:
+            if about.conditioning != "text":
+                raise ValueError(
+                    f"--text_encoder {text_encoder}: --data_path {data_path} has no captions; leave it out"
+                )
+            from opendit.encoders.text import load_text_encoder  # seconds to import
+
+            text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
+            longest = {} if max_text_tokens is None else {"max_tokens": max_text_tokens}
+            encoder = load_text_encoder(text_encoder, device=device, dtype=dtype, **longest)
+        if rank == 0:
+            precision = str(inner(codec).dtype)[6:]
+            captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
+            print(f"{about.text}\nencoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
+        counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
+        if world_size > 1:
+            # Only to wait for each other at the end, which may be long after the first rank is through.
+            store = dist.PrefixStore("default", meet(place))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
+        index = make_latents(
+            dataset,
+            codec,
+            output,
+            image_size=image_size,
+            flips=about.random_flip,
+            encoder=encoder,
+            counted=counted,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            shard_size=shard_size,
+            tar_bytes=tar_bytes,
+            rank=rank,
+            world_size=world_size,
+            max_bad=about.max_bad,
+            patience=data_timeout,
+            on_hang=supervisor.fail,
+        )
+        if index is not None:
+            skipped = f", {len(index['skipped']):,} unreadable files left out" if index["skipped"] else ""
+            noun = noun_of(index)
+            shards = f"{len(index['shards']):,} shard{'s'[: len(index['shards']) != 1]}"
+            print(f"{index['count']:,} {noun} in {shards}{skipped}: train with --data_path {output}")
+        return index
+
+
+def _count_captions(dataset: MediaDataset, encoder: TextEncoder | None) -> CaptionCount:
+    """The count of the captions, with lines printed on those that are cut and on those that say nothing."""
+    if encoder is None:
+        found = count_captions(dataset)
+        lines = found.for_any_encoder()
+    else:
+        found = count_captions(dataset, encoder.count_tokens, MOST_TOKENIZED)
+        lines = found.cut(encoder.max_tokens, encoder.name)
+    for line in (*found.without_words(), *lines):
+        print(line, flush=True)
+    return found
+
+
+def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
+    """auto: fp16 on a GPU, whose ten bits of mantissa are what the latents are stored with, else fp32."""
+    if device.type != "cuda":
+        if mixed_precision in ("fp16", "bf16"):
+            raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")
+        return torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(mixed_precision, torch.float16)

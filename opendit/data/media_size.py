@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from opendit.common.safe_files import replacing
-from opendit.data.base import BadSample
+from opendit.common.utils import hash_parts
+from opendit.data.base import BadSample, MediaDataset, Size
 from opendit.data.clips import clip_size
 from opendit.data.frame_times import Timeline
 from opendit.data.memory_file import as_file
@@ -21,7 +22,13 @@ HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
 _WHOLE = 4 * HEAD  # bytes up to which a clip is read at once
 _ROWS = 4096  # looked at between two steps of the progress bar
 
-Size = tuple[int, int, int]  # frames, height and width, upright; all 0 of a medium that can't be read
+
+def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
+    """Return (rows, 3) int32, the size of every row's medium. look: finds the size of a row's, or raises BadSample; it
+    is called from several threads."""
+    known = dataset.fingerprint()
+    name = hash_parts(SIZES, known.identity, known.contents or "", dataset.shapes().read_as)
+    return known_sizes(name, len(dataset), look)
 
 
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:

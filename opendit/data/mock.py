@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import Embedding, MediaDataset
+from opendit.data.base import PLAIN, Description, Embedding, Fingerprint, Item, MediaDataset, View
+from opendit.data.sources import Request
 from opendit.encoders.text import text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
@@ -22,9 +23,6 @@ class MockDataset(MediaDataset):
     ``text_encoder`` captions: words for ``bytes``, random embeddings of the encoder's width for another one.
     Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or sizes that the VAE can't take.
     """
-
-    kind = "latents"
-    scaling_factor, shift_factor = 1.0, 0.0
 
     def __init__(
         self,
@@ -49,10 +47,11 @@ class MockDataset(MediaDataset):
             )
         self.sample_shape = (2 * channels, *frames, image_size // downscale, image_size // downscale)
         self.vae, self.seed = vae, seed
-        self.conditioning = "text" if text_encoder else "label"
+        self.has_captions = text_encoder is not None
         self.class_names = [] if text_encoder else [str(label) for label in range(num_classes or CLASSES)]
         # Of captions that a frozen encoder has seen; the bytes encoder is a part of the model and is given words.
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
+        self.max_tokens, self.empty_caption = 0, None
         if self.text_encoder:
             _, self.width, longest = text_geometry(self.text_encoder)
             self.max_tokens = max_text_tokens or longest
@@ -61,20 +60,19 @@ class MockDataset(MediaDataset):
     def __len__(self) -> int:
         return ROWS
 
-    def load(self, row: int, flip: bool) -> Tensor:
+    def read(self, row: int, view: View = PLAIN) -> Item:
         half = self.sample_shape[0] // 2
         mean = self._normal(row, _LATENT, (half, *self.sample_shape[1:]))
         moments = torch.cat([mean, torch.zeros_like(mean)])
-        return moments.flip(-1) if flip else moments
-
-    def label(self, row: int) -> int:
-        return row % max(1, self.num_classes)
+        return Item(
+            moments.flip(-1) if view.flip else moments,
+            row % max(1, len(self.class_names)),
+            self.caption(row),
+            embedding=self._random_embedding(row) if self.text_encoder else None,
+        )
 
     def caption(self, row: int) -> str | None:
-        return f"sample number {row}" if self.conditioning == "text" else None
-
-    def embedding(self, row: int) -> Embedding | None:
-        return self._random_embedding(row) if self.text_encoder else None
+        return f"sample number {row}" if self.has_captions else None
 
     def _random_embedding(self, row: int) -> Embedding:
         numbers = self._normal(row, _TEXT, (self.max_tokens + 1, self.width)).half()
@@ -84,11 +82,38 @@ class MockDataset(MediaDataset):
         generator = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 2 * row + stream]))
         return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
 
-    def identity(self) -> str:
-        return hash_parts("mock", str(self.sample_shape), str(self.text_encoder), str(self.num_classes))
+    def fingerprint(self) -> Fingerprint:
+        classes = str(len(self.class_names))
+        return Fingerprint(lambda: hash_parts("mock", str(self.sample_shape), str(self.text_encoder), classes))
 
-    def describe(self) -> str:
-        words = f"with captions ({self.text_encoder or 'bytes'})" if self.conditioning == "text" else ""
-        words = words or f"of {self.num_classes:,} classes"
+    def describe(self) -> Description:
+        words = f"with captions ({self.text_encoder or 'bytes'})" if self.has_captions else ""
+        words = words or f"of {len(self.class_names):,} classes"
         channels, *sides = self.sample_shape
-        return f"mock: random latents ({'x'.join(map(str, (channels // 2, *sides)))}, --vae {self.vae}) {words}"
+        shape = "x".join(map(str, (channels // 2, *sides)))
+        return Description(
+            text=f"mock: random latents ({shape}, --vae {self.vae}) {words}",
+            kind="latents",
+            conditioning="text" if self.has_captions else "label",
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            seed=self.seed,
+            vae=self.vae,
+            scaling_factor=1.0,
+            shift_factor=0.0,
+            text_encoder=self.text_encoder,
+            max_tokens=self.max_tokens,
+            empty_caption=self.empty_caption,
+        )
+
+
+def open_source(asked: Request) -> MockDataset:
+    return MockDataset(
+        asked.image_size,
+        asked.num_frames if asked.use_video else None,
+        vae=asked.vae,
+        seed=asked.seed,
+        num_classes=asked.num_classes,
+        text_encoder=asked.text_encoder,
+        max_text_tokens=asked.max_text_tokens,
+    )

@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from opendit.data.base import BadSample
+from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
 from opendit.data.medium import COLOURS
-from opendit.data.picture_colours import Convert, conversion_of, kind_of_picture, note_codes
 
 # Of one picture: where Pillow itself stops. Decoded they are 4 bytes each, and some modes need three times that for a
 # moment: 2 GiB.
@@ -132,7 +132,7 @@ class PictureFile(io.BufferedReader):
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
     """A picture file as 8-bit sRGB, upright, its transparent pixels blended onto white.
 
-    Colours are converted as ``opendit.data.picture_colours`` says, HDR by the rule of ``opendit.data.colours``.
+    Colours are converted as ``opendit.data.colours`` says, HDR by the rule of ``opendit.data.colours``.
 
     16-bit greys are divided by 257. Greys of 32-bit integers are taken for 16-bit ones where they fit, those of
     floating-point numbers for numbers from 0 to 1, 255 or 65,535, whichever is the first that holds them all; where

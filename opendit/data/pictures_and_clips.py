@@ -1,18 +1,17 @@
-"""The base of data sets of pictures and clips, for files in any place."""
+"""The base class of data sets of pictures and clips, wherever their files lie."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
-from opendit.data.base import BadSample, MediaDataset
+from opendit.data.base import BadSample, ClipReading, Item, MediaDataset, Shapes, View
 from opendit.data.clips import check_window, read_clip
+from opendit.data.enlarging import Small
 from opendit.data.frame_times import Timeline
 from opendit.data.images import to_tensor
-from opendit.data.media_size import Size
 from opendit.data.picture_file import fill_crop
 from opendit.data.video_readers import choose_reader
 
@@ -23,14 +22,14 @@ class PicturesAndClips(MediaDataset):
     """Pictures as (3, image_size, image_size) in [-1, 1]; with ``use_video`` clips as (3, num_frames, image_size,
     image_size), and pictures among them as clips of one frame. A picture run leaves the clips out.
 
-    num_frames, frame_interval, fps, short_clips: see ``read_clip``. video_reader: of ``video_readers.CHOICES``.
-    training: read each clip from a place drawn for the sample; else its middle. random_flip: None means no, for
-    captions may speak of left and right. seed, max_bad: see ``MediaDataset``.
+    num_frames, frame_interval, fps, short_clips: see ``read_clip``. video_reader: one of ``video_readers.CHOICES``.
+    training: read each clip from a place drawn for the sample instead of its middle. random_flip: None means no, since
+    captions may speak of left and right. seed, max_bad: see ``Description``.
 
-    shortened: how many reads so far took a clip at a smaller interval than asked for (short_clips "interval").
-
-    Raises ValueError, naming the flag, for windows that can't be read and for a reader that is not there.
+    Raises ValueError, naming the flag, for windows that can't be read and for a reader that is not installed.
     """
+
+    rated = 32  # clips whose frame rate is looked up
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class PicturesAndClips(MediaDataset):
         check_window(num_frames, frame_interval, short_clips, fps)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
         self.fps = fps
-        # Settled here, once: what reads is forked from this process, and is told of in the run's first lines.
+        # Chosen once, here: worker processes are forked from this one, and the run's first lines name the reader.
         self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
         self.use_video, self.image_size = use_video, image_size
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
@@ -58,39 +57,44 @@ class PicturesAndClips(MediaDataset):
         self.random_flip = bool(random_flip)
         self.random_window = training and use_video
 
-    rated = 32  # clips whose frame rate is looked up
+    @property
+    def clip_reading(self) -> ClipReading | None:
+        """How clips are read; None in a picture run."""
+        if not self.use_video:
+            return None
+        return ClipReading(
+            num_frames=self.num_frames,
+            frame_interval=self.frame_interval,
+            short_clips=self.short_clips,
+            fps=self.fps,
+        )
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        """A picture, or the middle of a clip."""
-        return self.load_at(row, flip, None)
+    def picture_sample(self, picture: Image.Image, view: View) -> Item:
+        """Crop a picture for ``read``."""
+        height, width = view.shape[1:] if view.shape else (self.image_size, self.image_size)
+        pixels = to_tensor(fill_crop(picture, height, width), view.flip, view.as_bytes)
+        return Item(pixels[:, None] if self.use_video else pixels)
 
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        return self.load_sized(row, flip, start, (self.num_frames, self.image_size, self.image_size))
-
-    def picture_sample(self, picture: Image.Image, flip: bool, shape: Size) -> Tensor:
-        """A picture as ``load_sized`` returns it. shape: (frames, height, width), of which the frames don't count."""
-        pixels = to_tensor(fill_crop(picture, *shape[1:]), flip, self.as_bytes)
-        return pixels[:, None] if self.use_video else pixels
-
-    def clip_sample(self, path: str, flip: bool, start: float | None, shape: Size, name: str | None = None) -> Tensor:
-        """A clip's file as ``load_sized`` returns it; unless ``self.enlarges``, one that is smaller comes as small as
-        it is, and not mirrored. name: what the file is known by, as of ``read_clip``. Raises BadSample."""
-        frames, height, width = shape
+    def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
+        """Read a clip's file for ``read``. name: of the file in messages, see ``read_clip``. Raises BadSample."""
+        frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         clip, _, shortened = read_clip(
             path,
             frames,
             self.frame_interval,
             (height, width),
-            start=start,
+            start=view.start,
             fps=self.fps,
             short_clips=self.short_clips,
-            as_bytes=self.as_bytes,
-            enlarge=self.enlarges,
+            as_bytes=view.as_bytes,
+            enlarge=view.enlarge,
             name=name,
             reader=self.video_reader,
         )
-        self.shortened += shortened
-        return clip.flip(-1) if flip and clip.shape[-2:] == (height, width) else clip
+        if clip.shape[-2:] == (height, width):
+            return Item(clip.flip(-1) if view.flip else clip, shortened=shortened)
+        small = Small(clip.shape[-2], clip.shape[-1], view.flip)  # mirrored once it is enlarged
+        return Item(clip, shortened=shortened, small=small, whole=(height, width))
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
@@ -100,22 +104,24 @@ class PicturesAndClips(MediaDataset):
             return None
         return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")
 
-    def sizes_key(self) -> str:
-        return "" if self.fps is None else f"{self.fps!r} {self.short_clips}"
+    def media_shapes(self, keys: np.ndarray | int, media: Callable[[], np.ndarray]) -> Shapes:
+        """Return the shapes of the data set. keys, media: see ``Shapes``."""
+        read_as = "" if self.fps is None else f"{self.fps!r} {self.short_clips}"
+        return Shapes(keys=keys, media=media, read_as=read_as, frame_rates=partial(self._frame_rates, keys))
 
-    def frame_rates(self) -> list[float]:
-        keys = self.shape_keys() if self.use_video else None
-        rows = np.flatnonzero(keys != PICTURE) if keys is not None else np.zeros(0, np.int64)
-        if keys is None and self.use_video:
-            rows = np.arange(len(self))
+    def _frame_rates(self, keys: np.ndarray | int) -> list[float]:
+        if not self.use_video:
+            return []
+        rows: Sequence[int] = np.flatnonzero(keys != PICTURE) if isinstance(keys, np.ndarray) else range(len(self))  # pyright: ignore[reportAssignmentType]
+        places = np.unique(np.linspace(0, len(rows) - 1, self.rated).round().astype(int)).tolist() if len(rows) else []
         found = []
-        for row in rows[np.unique(np.linspace(0, len(rows) - 1, self.rated).round().astype(int))] if len(rows) else ():
+        for place in places:
             with suppress(BadSample):
-                found.append(self.rate_at(int(row)))
+                found.append(self.rate_at(int(rows[place])))
         return [rate for rate in found if rate > 0]
 
     def rate_at(self, row: int) -> float:
-        """Frames a second of a row's clip, as of ``clip_rate``."""
+        """Return the frames per second of a row's clip; see ``clip_rate``."""
         raise NotImplementedError
 
     def window_note(self) -> str:

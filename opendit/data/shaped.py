@@ -7,14 +7,12 @@ no later start looks at every row.
 from collections.abc import Callable
 
 import numpy as np
-from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.all_but import AllBut
-from opendit.data.base import MediaDataset, name_few
+from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
 from opendit.data.held_out import SomeRows
 from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares
-from opendit.data.row_arrays import next_of_key, stream_of
+from opendit.data.row_arrays import AllBut, stream_of
 from opendit.data.size_cache import LARGE, KeptArrays, kept
 
 _LOOKED_AT = 10_000  # media whose crop is told of
@@ -24,54 +22,41 @@ class ShapedDataset(SomeRows):
     """The rows of ``whole`` that a shape was found for, each read at its own.
 
     found: arrays ``rows`` (n,) int64, rising, of ``whole``, left out for all, and ``keys`` (n,) int16, the number of
-    each one's shape; ``about["note"]``, what else is said of it. shapes: (m, 3) int32, frames, height and width of
-    each; tokens: (m,) of each.
+    each one's shape; ``about["note"]``, the end of its line in the log. sizes: (m, 3) int32, frames, height and width
+    of each shape; tokens: (m,) of each.
 
     Raises ValueError if no row has a shape.
     """
 
-    def __init__(self, whole: MediaDataset, found: KeptArrays, shapes: np.ndarray, tokens: np.ndarray):
+    def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
         rows = found.arrays["rows"] if "rows" in found.arrays else AllBut(len(whole), np.zeros(0, np.int64))
         super().__init__(whole, rows, found.about["note"])
-        self.keys, self.shapes, self.tokens = found.arrays["keys"], shapes, tokens
-        self._identity: str | None = found.about.get("identity")
+        self.keys, self.sizes, self.tokens = found.arrays["keys"], sizes, tokens
+        self._shaped: str | None = found.about.get("identity")
 
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        frames, height, width = self.shapes[self.keys[row]].tolist()
-        return self.whole.load_sized(self._of(row), flip, start, (frames, height, width))
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        frames, height, width = self.sizes[self.keys[row]].tolist()
+        return super().read(row, view._replace(shape=(frames, height, width)))
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        return self.load_at(row, flip, None)
-
-    def side_lengths(self, row: int) -> tuple[int, ...]:
-        return tuple(self.shapes[self.keys[row], 1:].tolist())
-
-    def shape_keys(self) -> np.ndarray:
+    def _find_keys(self, keys: np.ndarray | int) -> np.ndarray | int:
         return self.keys
 
-    def shape_key(self, row: int) -> int:
-        return int(self.keys[row])
-
-    def next_row(self, row: int) -> int:
-        """The next one of this shape."""
-        return next_of_key(self.keys, row)
-
     def token_counts(self) -> Lengths:
-        """The tokens of every row's sample, int32."""
+        """Return the tokens of every row's sample, int32."""
         return Lengths(self.keys, self.tokens.astype(np.int32))
 
-    def identity(self) -> str:
-        if self._identity is None:
-            of_rows = stream_of(self.keys, lambda keys: self.shapes[keys].astype(np.int32))
-            self._identity = hash_parts("shaped", super().identity(), of_rows)
-        return self._identity
+    def _identity(self, whole: Fingerprint) -> str:
+        if self._shaped is None:
+            of_rows = stream_of(self.keys, lambda keys: self.sizes[keys].astype(np.int32))
+            self._shaped = hash_parts("shaped", super()._identity(whole), of_rows)
+        return self._shaped
 
 
 def shape_media(
     dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str, *, large: int = LARGE
 ) -> ShapedDataset:
-    """The pixels of a data set at the shapes of ``table``. interval: of a clip's frames. large: rows from which on what
-    is found is kept in a file.
+    """Return the pixels of a data set at the shapes of ``table``. interval: of a clip's frames. large: number of rows
+    from which on the result is kept in a file.
 
     Media that can't be read, and those that are smaller than every shape, are left out, counted and named. Raises
     ValueError, naming ``flag`` and what to do, if none is left, or more than the data set's ``max_bad`` can't be read.
@@ -82,9 +67,10 @@ def shape_media(
 
     def name() -> str:
         # Notes hold the name of a file, too.
-        how = f"{interval} {upscale} {dataset.max_bad} {dataset.sizes_key()} {dataset.source(0)}"
+        how = f"{interval} {upscale} {dataset.describe().max_bad} {dataset.shapes().read_as} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
-        return hash_parts("shapes as shown", dataset.identity(), dataset.contents() or "", *arrays, how)
+        known = dataset.fingerprint()
+        return hash_parts("shapes as shown", known.identity, known.contents or "", *arrays, how)
 
     return _shaped(dataset, find, table.shapes, table.tokens, name, large)
 
@@ -92,7 +78,7 @@ def shape_media(
 def _shaped(
     dataset: MediaDataset,
     find: Callable[[], KeptArrays],
-    shapes: np.ndarray,
+    sizes: np.ndarray,
     tokens: np.ndarray,
     name: Callable[[], str],
     large: int,
@@ -101,14 +87,14 @@ def _shaped(
 
     def find_with_identity() -> KeptArrays:  # which takes seconds, too, where rows are many
         found = find()
-        identity = ShapedDataset(dataset, found, shapes, tokens).identity()
+        identity = ShapedDataset(dataset, found, sizes, tokens).fingerprint().identity
         return found._replace(about={**found.about, "identity": identity})
 
-    return ShapedDataset(dataset, find() if len(dataset) < large else kept(name(), find_with_identity), shapes, tokens)
+    return ShapedDataset(dataset, find() if len(dataset) < large else kept(name(), find_with_identity), sizes, tokens)
 
 
 def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
-    """chosen: (rows,) the number of each row's shape, -1 for none."""
+    """Return the rows with a shape. chosen: (rows,) the number of each row's shape, -1 for none."""
     rows = np.flatnonzero(chosen >= 0)
     return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
@@ -116,18 +102,18 @@ def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
 def _shapes_of_media(
     dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str
 ) -> tuple[np.ndarray, str]:
-    """(The number of every row's shape, -1 for none; what is said of them)."""
-    sizes = dataset.media_sizes()
+    """Return (the number of every row's shape, -1 for none; a line about them)."""
+    sizes, about = dataset.shapes().media(), dataset.describe()
     if sizes is None:
-        own = dataset.sample_shape[1:] if len(dataset.sample_shape) == 4 else (1, *dataset.sample_shape[1:])
+        own = about.sample_shape[1:] if len(about.sample_shape) == 4 else (1, *about.sample_shape[1:])
         sizes = np.broadcast_to(np.array(own, dtype=np.int32), (len(dataset), 3))
     chosen = assign(sizes, interval, table, upscale)
     broken = np.flatnonzero((sizes == 0).any(axis=1))
-    if len(broken) > dataset.max_bad * len(dataset):
+    if len(broken) > about.max_bad * len(dataset):
         named = name_few([dataset.source(row) for row in broken[:5].tolist()])
         raise ValueError(
             f"{flag}: the size of {len(broken):,} of {len(dataset):,} files can't be read, more than --max_bad "
-            f"{dataset.max_bad:g}: {named}; remove or repair them"
+            f"{about.max_bad:g}: {named}; remove or repair them"
         )
     small = np.flatnonzero((chosen < 0) & (sizes > 0).all(axis=1))
     if not (chosen >= 0).any():
@@ -157,9 +143,12 @@ def _shapes_of_media(
 def shape_latents(
     dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, large: int = LARGE
 ) -> ShapedDataset:
-    """Cached latents, whose shapes are what they are. Raises ValueError, naming ``flag``, for one of more than ``most``
-    tokens or one that the model's patch does not divide. token: with sides in latents. large: as of ``shape_media``."""
-    ends, sizes = zip(*dataset.latent_sizes(), strict=True)
+    """Return cached latents at the shapes that they have. token: with sides in latents. large: see ``shape_media``.
+
+    Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the
+    model's patch does not divide.
+    """
+    ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
     shapes, chosen = np.unique(np.array(sizes, np.int32)[counts > 0], axis=0, return_inverse=True)
     keys, counts = chosen.reshape(-1).astype(np.int16), counts[counts > 0]
@@ -179,10 +168,19 @@ def shape_latents(
         return KeptArrays({"keys": np.repeat(keys, counts)}, {"note": note})
 
     def name() -> str:
-        known = (dataset.contents() or "", shapes.tobytes(), keys.tobytes(), counts.astype(np.int64).tobytes(), note)
-        return hash_parts("shapes of latents", dataset.identity(), *known)
+        fingerprint = dataset.fingerprint()
+        known = (fingerprint.contents or "", shapes.tobytes(), keys.tobytes(), counts.astype(np.int64).tobytes(), note)
+        return hash_parts("shapes of latents", fingerprint.identity, *known)
 
     return _shaped(dataset, find, shapes, tokens, name, large)
+
+
+def _latent_sizes(dataset: MediaDataset) -> list[tuple[int, Size]]:
+    sizes = dataset.shapes().latents
+    if sizes is not None:
+        return sizes()
+    frames, height, width = (1, *dataset.describe().sample_shape[1:])[-3:]
+    return [(len(dataset), (frames, height, width))]
 
 
 def _shown(shape: np.ndarray) -> str:

@@ -12,13 +12,13 @@ from typing import cast
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import MediaDataset, flip_note
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
 from opendit.data.images import to_tensor
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import center_crop
+from opendit.data.sources import Request
 
 _DIGITS = [str(digit) for digit in range(10)]
 _CLOTHES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
@@ -143,21 +143,34 @@ class ArrayDataset(MediaDataset):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def load(self, row: int, flip: bool) -> Tensor:
-        return to_tensor(center_crop(Image.fromarray(self.images[row]), self.sample_shape[1]), flip, self.as_bytes)
-
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        return of_picture(Image.fromarray(self.images[row]))
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        picture = center_crop(Image.fromarray(self.images[row]), self.sample_shape[1])
+        return Item(to_tensor(picture, view.flip, view.as_bytes), int(self.labels[row]))
 
     def label(self, row: int) -> int:
         return int(self.labels[row])
 
-    def identity(self) -> str:
-        return hash_parts("\0".join(self.class_names), self.images.tobytes(), self.labels.tobytes())
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return of_picture(Image.fromarray(self.images[row]))
 
-    def describe(self) -> str:
+    def fingerprint(self) -> Fingerprint:
+        names = "\0".join(self.class_names)
+        return Fingerprint(lambda: hash_parts(names, self.images.tobytes(), self.labels.tobytes()))
+
+    def describe(self) -> Description:
         c, h, w = self.sample_shape
-        return (
-            f"{self.name} ({self.split}) in {self.folder}: {len(self):,} pictures of {self.num_classes:,} classes, "
-            f"{c}x{h}x{w}, {flip_note(self)}"
+        return Description(
+            text=f"{self.name} ({self.split}) in {self.folder}: {len(self):,} pictures of {len(self.class_names):,} "
+            f"classes, {c}x{h}x{w}, {flip_note(self.random_flip)}",
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            random_flip=self.random_flip,
+            seed=self.seed,
         )
+
+
+def open_source(asked: Request) -> ArrayDataset | None:
+    known = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
+    if known is None:
+        return None
+    return ArrayDataset(*known, asked.image_size, seed=asked.seed, random_flip=asked.random_flip, split=asked.split)

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opendit.common.utils import hash_parts
-from opendit.data.digits import SIZE, SPLITS, digits_split
-from opendit.data.moving_digits import DIGIT_NAMES, DIRECTIONS, parse_caption, render
+from opendit.data.digits import DIGIT_NAMES, DIRECTIONS, SIZE, SPLITS, digits_split, parse_caption, render
 from opendit.evaluation.media import Media, array_media
 
 VERSION = "1"  # of the code that decides the features; increase it with every change but that of a constant below

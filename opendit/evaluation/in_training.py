@@ -11,7 +11,7 @@ from torch import Tensor
 from opendit.common.utils import hash_parts
 from opendit.config.evaluate import rename_for_training
 from opendit.config.names import DIGITS
-from opendit.data.moving_digits import all_captions
+from opendit.data.digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import Codec
@@ -57,8 +57,9 @@ class RunEvaluation:
             shape = to_uint8(spec.codec.decode(latents)).shape[1:]
         numbers = torch.arange(self.count)
         if config.text is None:
-            self._prompts, self._choices = None, numbers % len(spec.dataset.class_names)
-            digits = len(spec.dataset.class_names) == 10
+            classes = spec.dataset.describe().num_classes
+            self._prompts, self._choices = None, numbers % classes
+            digits = classes == 10
             captions, asked = None, asked_of_labels(self._choices.numpy()) if digits else None
         else:
             of_digits = flags.features == DIGITS

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from opendit.common.utils import sha256_of
-from opendit.data.animation_header import SUFFIXES as ANIMATIONS
-from opendit.data.animation_header import is_animation
+from opendit.data.animations import SUFFIXES as ANIMATIONS
+from opendit.data.animations import is_animation
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import read_clip
 from opendit.data.contents import hash_files

@@ -15,7 +15,7 @@ from opendit.checkpoint.lock import lock_folder
 from opendit.common.stages import Stages
 from opendit.config.evaluate import EvaluateConfig
 from opendit.config.names import DIGITS
-from opendit.data.moving_digits import all_captions
+from opendit.data.digits import all_captions
 from opendit.encoders.conditioner import CaptionConditioner
 from opendit.encoders.video_vae import FrameCodec
 from opendit.evaluation.digits import AskedDigits, asked_of_captions, asked_of_labels

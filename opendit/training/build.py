@@ -131,7 +131,7 @@ def _first_values(spec: RunSpecification, model: DiT) -> Values:
     initial = InitialValues(model, seed)
     if spec.initial is None or spec.initial_config is None:
         return initial
-    start = adapt(model, spec.initial, spec.initial_config, spec.dataset.class_names, fresh=initial.whole)
+    start = adapt(model, spec.initial, spec.initial_config, spec.dataset.describe().class_names, fresh=initial.whole)
     spec.notes += [f"--pretrained: {line}" for line in start.describe()]
     if spec.lora is not None:
         add_lora(model, spec.lora, start.untrained, seed)

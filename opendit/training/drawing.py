@@ -135,6 +135,6 @@ class SampleGrids:
         if spec.model_config.text is not None:
             captions = example_captions(spec.dataset, count=8 if spec.flags.use_video else 16)
             return cast(CaptionConditioner, spec.conditioner).encode(captions), captions
-        names = spec.dataset.class_names
+        names = spec.dataset.describe().class_names
         labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)
         return labels.to(spec.mesh.device), [names[label] for label in labels]

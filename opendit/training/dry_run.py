@@ -93,7 +93,7 @@ def _dry_run(flags: TrainConfig) -> None:
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:,.1f} M parameters",
-        "data": f"not found: {flags.data_path}" if missing else dataset.describe(),
+        "data": f"not found: {flags.data_path}" if missing else dataset.describe().text,
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {plan.vae})",
         "tokens": f"{config.tokens:,} a sample, {(flags.tokens or config.tokens) * samples:,} a step",
         "work": f"{work(flop)} a training sample, {work(flop * together * flags.grad_accumulation * ranks / world)} a "

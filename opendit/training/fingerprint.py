@@ -119,19 +119,20 @@ BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_paral
 def fingerprint(spec: RunSpecification) -> dict[str, Any]:
     """Return the fingerprint of a run as JSON values. It reads some of the data's files; call it on one rank."""
     flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
+    data, about = dataset.fingerprint(), dataset.describe()
     cuda = mesh.device.type == "cuda"
     found = {name: getattr(flags, name) for name in by_value(flags.objective)}
     found |= {
         "data_path": flags.data_path,
-        "data": dataset.identity(),
+        "data": data.identity,
         "samples": len(dataset),
-        "contents": dataset.contents(),
-        "validation": None if spec.validation is None else f"{number_of_losses(spec)} of {spec.validation.identity()}",
-        "random_flip": dataset.random_flip,
+        "contents": data.contents,
+        "validation": spec.validation and f"{number_of_losses(spec)} of {spec.validation.fingerprint().identity}",
+        "random_flip": about.random_flip,
         **_encoders(spec),
         "global_batch": spec.schedule.global_batch,
         "order": KEYED,
-        "blend": getattr(dataset, "blend", None),
+        "blend": about.blend,
         "parts": spec.schedule.micro_batches,
         "split": f"{flags.batch_size} x {mesh.dp_size} x {flags.grad_accumulation}",
         "world_size": mesh.world_size,
@@ -160,9 +161,10 @@ def by_value(objective: str) -> list[str]:
 def _encoders(spec: RunSpecification) -> dict[str, str | None]:
     """Return the hashes of the frozen networks that see every sample; None for one that sees none."""
     vae = text = None
-    if spec.dataset.kind == "pixels":
+    about = spec.dataset.describe()
+    if about.kind == "pixels":
         vae = "none" if spec.vae == "none" else _network(vae_folder(spec.vae))
-    if getattr(spec.conditioner, "encoder", None) is not None and getattr(spec.dataset, "text_encoder", None) is None:
+    if getattr(spec.conditioner, "encoder", None) is not None and about.text_encoder is None:
         text = _network(encoder_folder(cast(str, spec.flags.text_encoder)))
     base = str(spec.initial.path) if spec.lora and spec.initial else None
     return {

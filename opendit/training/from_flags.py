@@ -15,10 +15,11 @@ from opendit.config.architectures import parse_given, patch_size
 from opendit.config.components import BatchFlags, DataFlags
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
+from opendit.data.base import Description
 from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
-from opendit.data.sources.base import NoSplit
+from opendit.data.sources import NoSplit
 from opendit.diffusion import Objective, objective_from_flags
 from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
@@ -63,7 +64,7 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
 def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list[str]]:
     """Return the frame rate of the clips that a model of these data draws, and notes to print: --fps, or the rate of
     the files (the median of several) divided by the interval. None for pictures, and if the files have no rate."""
-    rates = [] if not data.use_video or data.fps is not None else dataset.frame_rates()
+    rates = [] if not data.use_video or data.fps is not None else dataset.shapes().frame_rates()
     if not rates:
         return data.fps, []
     drawn, low, high = median(rates) / data.frame_interval, min(rates), max(rates)
@@ -78,8 +79,6 @@ def clip_fps(data: DataFlags, dataset: MediaDataset) -> tuple[float | None, list
 def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, MediaDataset | None]:
     """Split the data set of --data_path into what is trained on and what is validated on (None if nothing is).
 
-    Validation samples are neither mirrored nor randomly cropped.
-
     Raises:
         ValueError, FileNotFoundError, DataError: --validate_path can't be read or has other samples than the model's,
             or the held-out share leaves nothing to train on; the message names the flag.
@@ -87,11 +86,8 @@ def held_out(flags: TrainConfig, dataset: MediaDataset) -> tuple[MediaDataset, M
     if not flags.validates:
         return dataset, None
     if flags.validate_path is None:
-        training, validation = hold_out(dataset, flags.validate_share)
-    else:
-        training, validation = dataset, _open(flags, dataset)
-    validation.random_flip = validation.random_window = False
-    return training, validation
+        return hold_out(dataset, flags.validate_share)
+    return dataset, _open(flags, dataset)
 
 
 def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
@@ -105,7 +101,7 @@ def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
             found = open_data(theirs, SEED)
     except (ValueError, OSError, DataError) as error:
         raise type(error)(str(error).replace("--data_path", "--validate_path")) from error
-    if path != "mock" and found.identity() == training.identity():
+    if path != "mock" and found.fingerprint().identity == training.fingerprint().identity:
         raise ValueError(
             f"--validate_path {path}: these are the samples that are trained on; to hold a share of them out, give "
             "--validate_share 0.01 in its place"
@@ -117,7 +113,7 @@ def _open(flags: TrainConfig, training: MediaDataset) -> MediaDataset:
         ("class_names", "the classes {} where --data_path has {}"),
         ("text_encoder", "captions encoded by {} where those of --data_path are by {}"),
     ):
-        theirs, ours = (getattr(each, what, None) for each in (found, training))
+        theirs, ours = (getattr(each.describe(), what) for each in (found, training))
         if theirs != ours:
             raise ValueError(
                 f"--validate_path {path}: has {name.format(_shown(theirs), _shown(ours))}; give "
@@ -138,10 +134,11 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
     Raises ValueError for flags of captions that don't fit the data set.
     """
     path = flags.data_path
-    if dataset.conditioning == "text":
+    about = dataset.describe()
+    if about.conditioning == "text":
         if flags.num_classes is not None:
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
-        cached, given = getattr(dataset, "text_encoder", None), flags.text_encoder
+        cached, given = about.text_encoder, flags.text_encoder
         if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
@@ -211,8 +208,9 @@ def caption_notes(
     if text.inside:
         found = count_captions(dataset, name=name)
         return [*found.without_words(), *found.cut(text.max_tokens, text.name)]
-    if encoder is None or getattr(dataset, "text_encoder", None) is not None:
-        return [*count_captions(dataset, name=name).without_words(), *dataset.cached_captions()]
+    about = dataset.describe()
+    if encoder is None or about.text_encoder is not None:
+        return [*count_captions(dataset, name=name).without_words(), *about.cut_captions]
     found = count_captions(dataset, encoder.count_tokens, MOST_TOKENIZED, name)
     advice = "" if encoder.kind == "clip" else takes_whole(found.longest)
     return [*found.without_words(), *found.cut(encoder.max_tokens, encoder.name, advice)]
@@ -347,26 +345,27 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:
     """Return the model's condition, as an argument of model_config: num_classes or text."""
-    if dataset.conditioning == "text":
-        name, cached = cast(str, flags.text_encoder), getattr(dataset, "text_encoder", None)
+    about = dataset.describe()
+    if about.conditioning == "text":
+        name, cached = cast(str, flags.text_encoder), about.text_encoder
         kind, width, longest = text_geometry(name)
-        tokens = flags.max_text_tokens or (dataset.max_tokens if cached and name != "bytes" else longest)
+        tokens = flags.max_text_tokens or (about.max_tokens if cached and name != "bytes" else longest)
         check_tokens(name, kind, longest, tokens)
         return {"text": TextConfig(kind, width, tokens, flags.cross_attention)}
-    check_classes(flags.num_classes, flags.data_path, dataset)
-    return {"num_classes": flags.num_classes or dataset.num_classes}
+    check_classes(flags.num_classes, flags.data_path, about)
+    return {"num_classes": flags.num_classes or about.num_classes}
 
 
-def check_classes(num_classes: int | None, data_path: str, dataset: MediaDataset) -> None:
+def check_classes(num_classes: int | None, data_path: str, about: Description) -> None:
     """Check that ``num_classes`` has a row for each label. Raises ValueError, which names a sample if one can be
     found."""
-    if not num_classes or num_classes >= dataset.num_classes:
+    if not num_classes or num_classes >= about.num_classes:
         return
-    found = dataset.largest_label()
+    found = about.largest_label()
     sample = f" ({found[1]} has the label {found[0]})" if found and found[0] >= num_classes else ""
     raise ValueError(
-        f"--num_classes {num_classes}: --data_path {data_path} has {dataset.num_classes} classes, "
-        f"labels 0 to {dataset.num_classes - 1}{sample}; leave the flag out or raise it"
+        f"--num_classes {num_classes}: --data_path {data_path} has {about.num_classes} classes, "
+        f"labels 0 to {about.num_classes - 1}{sample}; leave the flag out or raise it"
     )
 
 
@@ -384,16 +383,16 @@ def _check_decodes(data: DataFlags, channels: int, side: int) -> None:
 def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, int, tuple[int, int], int | None]:
     """Return the VAE's name, latent channels, latent height and width, and latent frames. Raises ValueError if sizes
     don't divide."""
-    patch = patch_size(flags.model)
-    if dataset.kind == "latents":
-        channels, *frames, height, width = dataset.sample_shape
+    patch, about = patch_size(flags.model), dataset.describe()
+    if about.kind == "latents":
+        channels, *frames, height, width = about.sample_shape
         if "vae" in flags.given:
             _check_decodes(flags, channels // 2, width)
-        vae = flags.vae if "vae" in flags.given else dataset.vae
+        vae = flags.vae if "vae" in flags.given else cast(str, about.vae)
         return vae, channels // 2, (height, width), frames[0] if frames else None
     if flags.use_video:
         assert not isinstance(patch, int), "--use_video is for models of clips"
-        channels, downscale, temporal = video_geometry(flags.vae, dataset.sample_shape[0])
+        channels, downscale, temporal = video_geometry(flags.vae, about.sample_shape[0])
         frames, side = latent_frames(flags.num_frames, temporal), math.lcm(*patch[1:])
         if frames % patch[0]:
             raise ValueError(
@@ -402,7 +401,7 @@ def _latent_geometry(flags: TrainConfig, dataset: MediaDataset) -> tuple[str, in
             )
     else:
         assert isinstance(patch, int), "models of clips need --use_video"
-        (channels, downscale), frames, side = codec_geometry(flags.vae, dataset.sample_shape[0]), None, patch
+        (channels, downscale), frames, side = codec_geometry(flags.vae, about.sample_shape[0]), None, patch
     multiple = downscale * side
     if flags.image_size % multiple:
         raise ValueError(

@@ -320,13 +320,14 @@ def _codec(
         return None
     if isinstance(dataset, MockDataset):
         return None
+    about = dataset.describe()
     # fp16 keeps Stable Diffusion's VAE much nearer to fp32 than bf16 does (docs/log/2026-11-21-vae-precision.md).
     dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
     load = load_video_codec if flags.use_video else load_codec
     try:
-        return load(vae, channels=dataset.sample_shape[0], device=mesh.device, dtype=dtype)
+        return load(vae, channels=about.sample_shape[0], device=mesh.device, dtype=dtype)
     except (ValueError, OSError) as error:
-        if dataset.kind != "latents" or "vae" in flags.given:
+        if about.kind != "latents" or "vae" in flags.given:
             raise
         notes.append(f"no sample grids: the latents' VAE can't be loaded ({error})")
         return None
@@ -336,9 +337,10 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
     """Return the flags that would name the VAE and the text encoder of cached latents if only the cache's index names
     them. An index may come from a stranger: unless the user has named them too, or they are well-known names, they are
     not loaded."""
-    if dataset.kind != "latents" or isinstance(dataset, MockDataset):
+    about = dataset.describe()
+    if about.kind != "latents" or isinstance(dataset, MockDataset):
         return []
-    named = {"vae": vae, "text_encoder": dataset.text_encoder and flags.text_encoder}
+    named = {"vae": vae, "text_encoder": about.text_encoder and flags.text_encoder}
     return [
         f"--{flag} {shlex.quote(name) if name.isprintable() else ascii(name)}"
         for flag, name in named.items()
@@ -352,7 +354,7 @@ def _conditioner(
     """Make the conditioner. Cached embeddings need an encoder only ``for_grids``."""
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
-    encoder, empty = None, None if config.text.inside else getattr(dataset, "empty_caption", None)
+    encoder, empty = None, None if config.text.inside else dataset.describe().empty_caption
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = for_grids or empty is None
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words

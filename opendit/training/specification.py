@@ -75,7 +75,9 @@ class RunSpecification:
 
     def latents_of(self, dataset: MediaDataset, seed: int) -> Latents:
         """Return the same for another data set of its kind, with the VAE's noise keyed by ``seed``."""
-        cached = (dataset.scaling_factor, dataset.shift_factor) if dataset.kind == "latents" else None
+        about, cached = dataset.describe(), None
+        if about.scaling_factor is not None and about.shift_factor is not None:
+            cached = about.scaling_factor, about.shift_factor
         return Latents(self.codec, cached, self.vae != "none", seed)
 
     @property
@@ -93,7 +95,7 @@ class RunSpecification:
             "model": self.flags.model,
             "config": self.model_config.to_dict(),
             "objective": self.objective.to_dict(),
-            "class_names": self.dataset.class_names,
+            "class_names": self.dataset.describe().class_names,
             "captions": example_captions(self.dataset),
             "vae": _path_or_name(self.vae),
             "text_encoder": _path_or_name(self.flags.text_encoder),
@@ -108,7 +110,7 @@ class RunSpecification:
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
     """Return captions to draw if nobody names one: distinct ones, spread evenly over the data set. Rows that can't be
     read are left out; the loader replaces and counts them."""
-    if dataset.conditioning != "text":
+    if dataset.describe().conditioning != "text":
         return []
     found: dict[str, None] = {}
     for row in range(0, len(dataset), max(1, len(dataset) // (4 * count))):
@@ -157,9 +159,10 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
         )
     *frames, height, width = config.patch
     along = frames[0] if frames else 1
-    if dataset.kind == "latents":
+    about = dataset.describe()
+    if about.kind == "latents":
         return shape_latents(dataset, TokenSize(along, 1, (height, width)), flags.tokens, flag)
-    channels = dataset.sample_shape[0]
+    channels = about.sample_shape[0]
     downscale, temporal = codec_geometry(flags.vae, channels)[1], 1
     if flags.use_video:
         _, downscale, temporal = video_geometry(flags.vae, channels)

@@ -53,7 +53,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
         f"{3 * config.forward_flops() / 1e9:.2f} GFLOP a training sample",
-        "data": spec.dataset.describe(),
+        "data": spec.dataset.describe().text,
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {spec.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),

@@ -71,7 +71,8 @@ class FixedSamples:
         numbers = np.arange(count)
         self.rows = permuted(numbers % len(dataset), len(dataset), SEED, 1, 0)
         self.quantiles = torch.from_numpy((permuted(numbers, count, SEED, 2, 0) + 0.5) / count)
-        keys = np.array([dataset.shape_key(int(row)) for row in self.rows])
+        shapes = dataset.shapes()
+        keys = np.array([shapes.key(int(row)) for row in self.rows])
         self.micro_batches: list[list[int]] = []
         self.new: list[int] = []
         for key in np.unique(keys):
@@ -218,7 +219,7 @@ class Validation:
         work = rounds * mesh.pp_size / (3 * every * flags.grad_accumulation)
         if mesh.is_main:
             logger.info(
-                f"validation: {self.count:,} losses on {dataset.describe()}, every {every:,} steps: "
+                f"validation: {self.count:,} losses on {dataset.describe().text}, every {every:,} steps: "
                 f"{work:.2%} of the run's work"
             )
 

@@ -8,7 +8,7 @@ import torch
 import opendit
 from benchmarks.bench_approximations import Clips, Digits, Row, line, main, records, whole
 from opendit.data import digits_split
-from opendit.data.moving_digits import DIRECTIONS
+from opendit.data.digits import DIRECTIONS
 from opendit.diffusion import FlowObjective
 from opendit.evaluation.digits import real_clips
 from opendit.evaluation.metrics import Moments, frechet_distance

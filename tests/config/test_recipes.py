@@ -220,11 +220,11 @@ def test_random_latents_are_the_model_s_size_and_depend_on_the_row_alone(text, f
     options = dict(seed=1, vae="ema", text_encoder=text, max_text_tokens=6, num_classes=7)
     data, again = (MockDataset(24, frames, **options) for _ in range(2))
     shape = (8, 3, 3) if frames is None else (8, 5, 3, 3)
-    assert data.sample_shape == shape and (data.conditioning == "text") == (text is not None)
+    assert data.sample_shape == shape and (data.describe().conditioning == "text") == (text is not None)
     item, same, other = data[SampleKey(11, 0, 0)], again[SampleKey(11, 5, 3)], data[SampleKey(12, 0, 0)]
     assert item.x.shape == shape and torch.equal(item.x, same.x) and not torch.equal(item.x, other.x)
     assert item.x[4:].abs().max() == 0  # no deviation: the latent is the mean
-    many = torch.stack([data.load(row, False)[:4] for row in range(200)])
+    many = torch.stack([data.read(row).x[:4] for row in range(200)])
     assert abs(many.mean()) < 4 / math.sqrt(many.numel()) and abs(many.std() - 1) < 0.02
     if text == "t5":
         assert item.embedding.tokens.shape == (6, 1024) and item.embedding.mask.all()

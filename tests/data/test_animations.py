@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageSequence, features
 
 from opendit.data import SampleKey, build_dataset, check_csv, clips, make_csv
-from opendit.data.animation_header import count_frames, is_animated, is_animation
-from opendit.data.animations import AnimationReader
+from opendit.data.animations import AnimationReader, count_frames, is_animated, is_animation
 from opendit.data.base import BadSample
 from opendit.data.csv_table import read_csv
 from opendit.data.media_size import file_size
@@ -213,10 +212,10 @@ def test_tables_tell_animations_from_pictures(folder):
 
 def test_a_run_on_clips_reads_them(folder):
     data = build_dataset(str(folder / "all.csv"), 16, seed=0, use_video=True, num_frames=4, split="test")
-    assert f"{len(KINDS) + 2} clips and {len(KINDS) - 1} pictures" in data.describe()
+    assert f"{len(KINDS) + 2} clips and {len(KINDS) - 1} pictures" in data.describe().text
     for row in range(len(data)):
         name = data.source(row)
-        x = data.load(row, False)
+        x = data.read(row).x
         if "still" in name:
             assert x.shape == (3, 1, 16, 16) and data.media_size(row)[0] == 1
             continue
@@ -248,9 +247,9 @@ def test_tars_hold_the_same(folder):
         assert len(tars) == len(files)
         for row in range(len(files)):
             assert torch.equal(tars[SampleKey(row, 2, row)].x, files[SampleKey(row, 2, row)].x), files.source(row)
-            assert tars.shape_key(row) == files.shape_key(row)
+            assert tars.shapes().key(row) == files.shapes().key(row)
             assert tars.source(row).endswith(files.source(row)[-4:])
-        assert use_video is False or np.array_equal(tars.media_sizes(), files.media_sizes())
+        assert use_video is False or np.array_equal(tars.shapes().media(), files.shapes().media())
 
 
 def test_an_index_of_before_does_not_make_stills_of_animations(folder, monkeypatch):
@@ -264,14 +263,14 @@ def test_an_index_of_before_does_not_make_stills_of_animations(folder, monkeypat
     make_indexes(str(folder / "tars"), num_workers=1)
     data = build_dataset(str(folder / "tars"), 16, seed=0, use_video=True, num_frames=3)
     with pytest.raises(BadSample, match=r"0.tar: 0.gif: an animation that is taken for a picture; run preprocess"):
-        data.load(0, False)
-    assert data.load(1, False).shape == (3, 1, 16, 16)
+        data.read(0)
+    assert data.read(1).x.shape == (3, 1, 16, 16)
     monkeypatch.undo()
-    before = data.identity()
+    before = data.fingerprint().identity
     index_of(folder / "tars" / "0.tar").unlink()
     make_indexes(str(folder / "tars"), num_workers=1)
     data = build_dataset(str(folder / "tars"), 16, seed=0, use_video=True, num_frames=3)
-    assert data.load(0, False).shape == (3, 3, 16, 16) and data.identity() != before
+    assert data.read(0).x.shape == (3, 3, 16, 16) and data.fingerprint().identity != before
     assert TarIndex(index_of(folder / "tars" / "0.tar")).header.pictures == 1
 
 

@@ -38,17 +38,17 @@ def blend(folder, text):
 def test_rows_are_those_of_the_sources(folder):
     data = blend(folder, "sources: [{path: a, weight: 3}, {path: c, weight: 1, classes: {hound: dog}}]")
     parts = [build_dataset(str(folder / name), 8, seed=3) for name in "ac"]
-    assert len(data) == 20 and data.class_names == ["cat", "dog"] and data.shape_keys() is None
+    assert len(data) == 20 and data.class_names == ["cat", "dog"] and data.shapes().array is None
     for row in range(20):
         part, place = (parts[0], row) if row < 14 else (parts[1], row - 14)
         item, same = data[SampleKey(row, 2, 1)], part[SampleKey(place, 2, 1)]
         assert torch.equal(item.x, same.x) and item.y == same.y and data.source(row) == part.source(place)
-    assert data.files_of_sources() == [(14, None), (6, None)]
+    assert data.describe().files() == [(14, None), (6, None)]
     inline = build_dataset(f"{folder}/a:0.7,{folder}/b:0.3", 8, seed=3)
-    assert len(inline) == 24 and inline.blend.count("0.7") == 1
+    assert len(inline) == 24 and inline.describe().blend.count("0.7") == 1
     union = blend(folder, "{classes: union, sources: [{path: a, epochs: 3}, {path: c, epochs: 1}]}")
     assert union.class_names == ["cat", "dog", "hound"] and union.label(19) == 2
-    assert union.source_rows().epoch == 3 * 14 + 6
+    assert union.describe().sources.epoch == 3 * 14 + 6
 
 
 @pytest.mark.parametrize("how", [{"bucket_tokens": 64}, {"pack_tokens": 64}, {}])
@@ -64,10 +64,10 @@ def test_epochs_of_a_source_are_of_the_rows_that_are_left(tmp_path, how):
         left = shape_media(data, shape_table(32, 1, TokenSize(1, 1, (4, 4)), 64), 1, 1.25, "--bucket_tokens")
     else:
         left, _ = hold_out(data, 0.25)
-    sizes = left.source_rows().sizes
-    assert left.source_rows().epoch == sizes[0] + 2 * sizes[1] and min(sizes) > 0
+    sizes = left.describe().sources.sizes
+    assert left.describe().sources.epoch == sizes[0] + 2 * sizes[1] and min(sizes) > 0
     schedule = build_schedule(left, 1, 1, 3, **how)
-    steps = 32 * left.source_rows().epoch  # of one sample each; packs come in windows of 192, which 32 x 30 make
+    steps = 32 * left.describe().sources.epoch  # of one sample each; packs come in windows of 192, which 32 x 30 make
     rows = [row for step in range(steps) for row in schedule.rows(step)]
     counts = np.bincount(rows, minlength=len(left))
     assert (set(counts[: sizes[0]]), set(counts[sizes[0] :])) == ({32}, {64})
@@ -121,7 +121,7 @@ def test_captions_come_from_a_table_and_from_tars(tmp_path):
     make_indexes(str(tmp_path / "tars"), num_workers=1)
     data = blend(tmp_path, "sources: [{path: some.csv, weight: 1}, {path: tars, weight: 2}]")
     parts = [build_dataset(str(tmp_path / name), 8, seed=3) for name in ("some.csv", "tars")]
-    assert data.conditioning == "text" and len(data) == 12
+    assert data.describe().conditioning == "text" and len(data) == 12
     for row in range(12):
         part, place = (parts[0], row) if row < 5 else (parts[1], row - 5)
         item, same = data[SampleKey(row, 2, 1)], part[SampleKey(place, 2, 1)]

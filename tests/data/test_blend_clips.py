@@ -101,9 +101,11 @@ def test_tars_of_clips_alone_and_of_pictures_alone(sources, tmp_path):
         make_indexes(str(tmp_path / name))
     both = f"{tmp_path}/clips:0.5,{tmp_path}/pictures:0.5"
     data = build_dataset(both, 16, seed=0, **VIDEO)
-    assert data.shape_keys().tolist() == [1] * 4 + [0] * 3
+    assert data.shapes().array.tolist() == [1] * 4 + [0] * 3
     with build_loader(
         data, build_schedule(data, 2, 1, 0), dp_rank=0, dp_size=1, batch_size=2, end_step=6, num_workers=0
     ) as batches:
         assert {tuple(batch.x.shape[1:]) for batch in batches} == {(3, FRAMES, 16, 16), (3, 1, 16, 16)}
-    assert build_dataset(f"{tmp_path}/clips:1,{sources}/b.csv:1", 16, seed=0, **VIDEO).shape_keys().tolist() == [1] * 8
+    assert (
+        build_dataset(f"{tmp_path}/clips:1,{sources}/b.csv:1", 16, seed=0, **VIDEO).shapes().array.tolist() == [1] * 8
+    )

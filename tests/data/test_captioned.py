@@ -19,6 +19,7 @@ from opendit.data import (
     build_schedule,
     csv_table,
 )
+from opendit.data.base import View
 from opendit.data.clips import clip_window
 from opendit.data.csv_table import TableRow
 from opendit.diffusion.random import Stream, uniform
@@ -58,12 +59,16 @@ def rewrite(csv, name, change):
 
 def test_pictures_and_clips(csv):
     data = video(csv)
-    assert data.conditioning == "text" and data.num_classes == 0 and data.sample_shape == (3, 4, 16, 16)
+    assert (
+        data.describe().conditioning == "text"
+        and data.describe().num_classes == 0
+        and data.sample_shape == (3, 4, 16, 16)
+    )
     assert len(data) == CLIPS + PICTURES
     items = data.__getitems__([SampleKey(row, 7, row) for row in range(len(data))])
     starts = uniform(3, 7, torch.arange(len(data)), Stream.CROP).tolist()
     for row, item in enumerate(items):
-        kind, name = data.shape_key(row), item.text.removeprefix("a, ")
+        kind, name = data.shapes().key(row), item.text.removeprefix("a, ")
         assert item.text == data.caption(row) and item.y == 0 and item.skipped == ()
         if kind == 0:
             assert item.x.shape == (3, 1, 16, 16)
@@ -71,8 +76,8 @@ def test_pictures_and_clips(csv):
         else:
             length = 20 + int(name.removeprefix("clip").removesuffix(".mp4"))
             assert numbers(item.x) == clip_window(length, 4, 2, starts[row])
-    assert "14 clips and 11 pictures with captions, 3x4x16x16, frame interval 2, read by " in data.describe()
-    assert f"read by {data.video_reader} ({data.why_reader}), not mirrored" in data.describe()
+    assert "14 clips and 11 pictures with captions, 3x4x16x16, frame interval 2, read by " in data.describe().text
+    assert f"read by {data.video_reader} ({data.why_reader}), not mirrored" in data.describe().text
 
 
 def test_windows_are_drawn_for_each_sample_in_training_only(csv):
@@ -82,14 +87,14 @@ def test_windows_are_drawn_for_each_sample_in_training_only(csv):
     middle = clip_window(20 + CLIPS - 1, 4, 2, None)
     evaluated = video(csv, training=False)
     assert {tuple(numbers(evaluated[SampleKey(row, step, 0)].x)) for step in range(5)} == {tuple(middle)}
-    assert numbers(video(csv).load(row, False)) == middle
+    assert numbers(video(csv).read(row).x) == middle
 
 
 def test_pictures_only(csv):
     data = CaptionedDataset(csv, 16, seed=0)
     assert len(data) == PICTURES and data.sample_shape == data[SampleKey(0, 0, 0)].x.shape == (3, 16, 16)
     assert [data.caption(row) for row in range(PICTURES)] == [f"a, picture{i}.png" for i in range(PICTURES)]
-    assert "11 pictures with captions (14 clips left out: no --use_video), 3x16x16" in data.describe()
+    assert "11 pictures with captions (14 clips left out: no --use_video), 3x16x16" in data.describe().text
     clips = rewrite(csv, "clips.csv", lambda line: line if "mp4" in line else None)
     with pytest.raises(ValueError, match="clips.csv: holds clips only; add --use_video"):
         CaptionedDataset(clips, 16, seed=0)
@@ -97,14 +102,14 @@ def test_pictures_only(csv):
 
 def test_mirroring_is_off_unless_asked_for(csv):
     plain, mirrored = video(csv), video(csv, random_flip=True)
-    assert not plain.random_flip and "randomly mirrored" in mirrored.describe()
+    assert not plain.random_flip and "randomly mirrored" in mirrored.describe().text
     ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[None, :, None] * 4, (64, 64, 3))
     encode(csv.parent / "ramp.mp4", [ramp] * 8)
     Image.fromarray(ramp).save(csv.parent / "ramp.png")
     (csv.parent / "ramp.csv").write_text("ramp.mp4,x\nramp.png,y")
     data = video(csv.parent / "ramp.csv", random_flip=True)
     for row in (0, 1):
-        assert torch.equal(data.load(row, True), data.load(row, False).flip(-1))
+        assert torch.equal(data.read(row, View(flip=True)).x, data.read(row).x.flip(-1))
     assert len({data[SampleKey(0, step, 0)].x[0, 0, 0, 0].item() > 0 for step in range(12)}) == 2
 
 
@@ -118,7 +123,7 @@ def test_a_bad_row_is_replaced_by_the_next_of_its_shape(csv):
     assert [data.next_row(row) for row in range(7)] == [2, 3, 5, 4, 6, 0, 1]
     for row, text in ((2, "five"), (3, "four"), (6, "one")):
         item = data[SampleKey(row, 0, 0)]
-        assert item.text == text and item.x.shape[1] == (4 if data.shape_key(row) else 1)
+        assert item.text == text and item.x.shape[1] == (4 if data.shapes().key(row) else 1)
         assert len(item.skipped) == 1 and data.paths[row] in item.skipped[0]
     with pytest.raises(DataError, match="3 files in turn can't be read: .*clip0.mp4: too short: 20 frames"):
         video(csv.parent / "bad.csv", num_frames=30, max_bad=0.5)[SampleKey(2, 0, 0)]
@@ -127,7 +132,8 @@ def test_a_bad_row_is_replaced_by_the_next_of_its_shape(csv):
 def test_short_clips_can_be_read_at_a_smaller_interval(csv):
     data = video(csv, num_frames=16, frame_interval=3, short_clips="interval", training=False)
     clip = next(row for row in range(len(data)) if data.caption(row) == "a, clip0.mp4")
-    assert numbers(data.load(clip, False)) == clip_window(20, 16, 1, None) and data.shortened == 1
+    item = data.read(clip)
+    assert numbers(item.x) == clip_window(20, 16, 1, None) and item.shortened
     with pytest.raises(ValueError, match="--short_clips both"):
         video(csv, short_clips="both")
     with pytest.raises(ValueError, match="--frame_interval 0: not positive"):
@@ -147,7 +153,7 @@ def test_clips_read_at_a_smaller_interval_are_counted(csv, workers):
         loader.close()
         assert loader.shortened == 2 * shortened == sum(batch.shortened for batch in batches)  # in two epochs
         assert loader.skipped >= 2 * skipped and bool(loader.skipped) == bool(skipped)
-        assert ("(smaller where a clip is too short)" in data.describe()) == (short_clips == "interval")
+        assert ("(smaller where a clip is too short)" in data.describe().text) == (short_clips == "interval")
 
 
 def test_media_without_a_known_suffix(tmp_path, monkeypatch):
@@ -160,9 +166,9 @@ def test_media_without_a_known_suffix(tmp_path, monkeypatch):
         names.append(path.name)
     (tmp_path / "media.csv").write_text("".join(f"{name},{name}\n" for name in [*names, "gone.dat"]))
     data = video(tmp_path / "media.csv", max_bad=0.5)
-    assert [data.shape_key(row) for row in range(len(names) + 1)] == [1, 1, *[0] * len(formats), 1]
+    assert [data.shapes().key(row) for row in range(len(names) + 1)] == [1, 1, *[0] * len(formats), 1]
     for row in range(len(names)):
-        frames = data.load(row, False)
+        frames = data.read(row).x
         assert frames.shape[1] == (4 if row < 2 else 1) and (row < 2 or abs(frames[0].mean() - 0.57) < 0.03)
     os.mkfifo(tmp_path / "pipe")  # opening it would take for ever
     assert not TableRow(tmp_path / "pipe", "x").is_picture
@@ -205,8 +211,12 @@ def test_what_is_no_file_is_named_at_the_start(csv):
 def test_identity_tells_paths_captions_and_order(csv):
     other = rewrite(csv, "other.csv", lambda line: line.replace('"a, clip3', '"b, clip3'))
     fewer = rewrite(csv, "fewer.csv", lambda line: None if "clip3" in line else line)
-    names = {video(csv).identity(), video(other).identity(), video(fewer).identity()}
-    assert len(names) == 3 and video(csv, seed=9, training=False).identity() in names
+    names = {
+        video(csv).fingerprint().identity,
+        video(other).fingerprint().identity,
+        video(fewer).fingerprint().identity,
+    }
+    assert len(names) == 3 and video(csv, seed=9, training=False).fingerprint().identity in names
 
 
 # ---------------------------------------------------------------- --data_path
@@ -283,6 +293,6 @@ def test_workers_ranks_and_restarts_give_the_same_batches(csv):
 
 def test_labelled_data_has_no_text():
     data = build_dataset("digits", 8, seed=0)
-    assert data.conditioning == "label" and data.caption(0) is None
+    assert data.describe().conditioning == "label" and data.caption(0) is None
     loader = build_loader(data, build_schedule(data, 4, 1, 0), dp_rank=0, dp_size=1, batch_size=4, num_workers=0)
     assert next(loader).text is None

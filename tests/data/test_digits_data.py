@@ -28,7 +28,7 @@ def test_the_split_never_changes():
 def test_native_size_is_untouched_and_never_mirrored():
     data = build_dataset("digits", 8, seed=3)
     images, labels = digits_split("train")
-    assert len(data) == len(images) and data.kind == "pixels" and data.num_classes == 10
+    assert len(data) == len(images) and (about := data.describe()).kind == "pixels" and about.num_classes == 10
     assert data.sample_shape == (1, 8, 8) and not data.random_flip
     for row in (0, 700, len(data) - 1):
         item = data[SampleKey(row, 5, 9)]
@@ -52,4 +52,4 @@ def test_held_out_pictures_and_mirroring_on_request():
     mirrored = (x == images[:64].flip(-1)).flatten(1).all(1) & (x != images[:64]).flatten(1).any(1)
     assert 10 < int(mirrored.sum()) < 54
     assert torch.equal(x[~mirrored], images[:64][~mirrored])
-    assert "digits (test): 359 pictures of 10 classes" in data.describe()
+    assert "digits (test): 359 pictures of 10 classes" in data.describe().text

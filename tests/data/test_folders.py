@@ -57,7 +57,7 @@ def test_links_that_lead_back_up(tmp_path):
     named = " ".join(found.ignored.named)
     for name in ("above", "a/deep/self", "a/deep/class", "b/root", "b/other/deep/self"):
         assert f"{data}/{name} (a link that leads back up)" in named
-    assert "a link that leads back up" in FolderDataset(str(data), 8).describe()
+    assert "a link that leads back up" in FolderDataset(str(data), 8).describe().text
 
 
 def test_links_without_end(tmp_path):
@@ -84,10 +84,10 @@ def test_what_is_no_file_is_named_and_not_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "a" / "socket.png"))
         data = build_dataset(str(tmp_path), 8, seed=0)
-    assert len(data) == 1 and "\n" not in data.describe()
+    assert len(data) == 1 and "\n" not in data.describe().text
     for name in ("pipe (a named pipe)", "pipe.png (a named pipe)", "zero.png (a device)", "socket.png (a socket)"):
-        assert f"{tmp_path}/a/{name}" in data.describe()
-    assert f"{tmp_path}/a/linked.png (a named pipe)" in data.describe()
+        assert f"{tmp_path}/a/{name}" in data.describe().text
+    assert f"{tmp_path}/a/linked.png (a named pipe)" in data.describe().text
 
 
 def test_what_was_ignored_is_counted_by_suffix(tmp_path):
@@ -96,7 +96,7 @@ def test_what_was_ignored_is_counted_by_suffix(tmp_path):
     for name in ("a/x.txt", "b/y.TXT", "b/deep/z.json", "b/clip.mp4", "b/art.eps", "a/README", "a/.hidden.png"):
         (tmp_path / name).write_text("-")
     picture(tmp_path / "a" / ".thumbs" / "1.png")
-    assert FolderDataset(str(tmp_path), 8).describe() == (
+    assert FolderDataset(str(tmp_path), 8).describe().text == (
         f"{tmp_path}: 3 pictures of 2 classes, 3x8x8, randomly mirrored; ignored 1 file of PostScript, which is a "
         "program and no picture (1 .eps), 1 file of clips, which need a CSV (python preprocess.py folder) (1 .mp4), "
         "4 files of suffixes that are not read (2 .txt, 1 without one, 1 .json), 1 picture outside the class "
@@ -109,7 +109,7 @@ def test_many_suffixes_stay_one_short_line(tmp_path):
     for i in range(300):
         (tmp_path / "a" / f"{i}.kind{i}").touch()
     (tmp_path / "a" / "x.new\nline").touch()
-    line = FolderDataset(str(tmp_path), 8).describe()
+    line = FolderDataset(str(tmp_path), 8).describe().text
     assert "301 files of suffixes" in line and "295 of others" in line and len(line) < 500 and line.isprintable()
 
 
@@ -130,7 +130,9 @@ def test_folders_that_cannot_be_read_are_called_that(tmp_path, monkeypatch):
         picture(tmp_path / f"{name}.png")
     deny(monkeypatch, tmp_path / "a" / "deep")
     data = FolderDataset(str(tmp_path), 8)
-    assert len(data) == 2 and f"folders that can't be read: {tmp_path}/a/deep (Permission denied)" in data.describe()
+    assert (
+        len(data) == 2 and f"folders that can't be read: {tmp_path}/a/deep (Permission denied)" in data.describe().text
+    )
     for denied in (tmp_path / "b", tmp_path):
         deny(monkeypatch, denied)
         with pytest.raises(ValueError) as caught:
@@ -183,11 +185,11 @@ def test_names_that_are_not_utf8(tmp_path):
     data = build_dataset(os.fsdecode(root), 8, seed=0)
     assert data.class_names == ["caf\\xe9", "tea"] and data[SampleKey(0, 0, 0)].y == 0
     assert os.fsencode(data.paths[0]) == os.path.join(root, b"caf\xe9/\xff\n.png")
-    assert data.describe().isprintable() and "tea/\\xfe (a named pipe)" in data.describe()
+    assert data.describe().isprintable() and "tea/\\xfe (a named pipe)" in data.describe().text
     "".join(data.class_names).encode()  # as logs and checkpoints need it
-    first = data.identity()
+    first = data.fingerprint().identity
     os.rename(os.path.join(root, b"caf\xe9"), os.path.join(root, b"caf\xe8"))
-    assert len({first, build_dataset(os.fsdecode(root), 8, seed=0).identity()}) == 2
+    assert len({first, build_dataset(os.fsdecode(root), 8, seed=0).fingerprint().identity}) == 2
     os.unlink(data.paths[1])
     with open(data.paths[1], "w") as file:
         file.write("no picture")

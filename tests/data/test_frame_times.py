@@ -129,9 +129,9 @@ def test_data_sets_count_and_read_frames_by_time(files, tmp_path):
     write_csv(tmp_path / "clips.csv", rows)
     how = dict(seed=0, use_video=True, num_frames=4)
     data = build_dataset(str(tmp_path / "clips.csv"), 16, fps=8, **how)
-    assert data.media_sizes()[:, 0].tolist() == [24, 24, 23] and "8 frames a second" in data.describe()
+    assert data.shapes().media()[:, 0].tolist() == [24, 24, 23] and "8 frames a second" in data.describe().text
     every = build_dataset(str(tmp_path / "clips.csv"), 16, **how)
-    assert every.media_sizes()[:, 0].tolist() == [36, 180, 40]
+    assert every.shapes().media()[:, 0].tolist() == [36, 180, 40]
     assert every.frame_rate() == pytest.approx(30, rel=1e-3)
     kept, _, dropped = check_rows(rows, num_frames=23, fps=8, num_workers=1)
     assert len(kept) == 3

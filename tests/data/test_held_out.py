@@ -14,7 +14,7 @@ from PIL import Image
 
 from opendit.common.utils import hash_parts
 from opendit.data import build_dataset, build_loader, build_schedule
-from opendit.data.base import BadSample, MediaDataset, SampleKey
+from opendit.data.base import BadSample, Description, Fingerprint, Item, MediaDataset, SampleKey, Shapes
 from opendit.data.blend import BlendedDataset
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.order.sequences import permuted
@@ -24,31 +24,28 @@ class Numbers(MediaDataset):
     """Row i holds the number i; rows of a file are next to each other, and shapes alternate."""
 
     def __init__(self, count: int, rows_of_a_file: int = 1, shapes: int = 1, broken=frozenset()):
-        self.count, self.rows_of_a_file, self.shapes, self.broken = count, rows_of_a_file, shapes, broken
-        self.sample_shape, self.class_names, self.max_bad = (1,), ["one"], 1.0
+        self.count, self.rows_of_a_file, self.kinds, self.broken = count, rows_of_a_file, shapes, broken
 
     def __len__(self):
         return self.count
 
-    def load(self, row, flip):
+    def read(self, row, view=None):
         if row in self.broken:
             raise BadSample(f"file {row}", "broken")
-        return torch.tensor([float(row)])
+        return Item(torch.tensor([float(row)]))
 
-    def label(self, row):
-        return 0
+    def shapes(self):
+        return Shapes(keys=np.arange(self.count) % self.kinds)
 
-    def file_numbers(self):
-        return np.arange(self.count) // self.rows_of_a_file if self.rows_of_a_file > 1 else None
+    def files(self):
+        numbers = np.arange(self.count) // self.rows_of_a_file if self.rows_of_a_file > 1 else None
+        return [(self.count, numbers)]
 
-    def shape_key(self, row):
-        return row % self.shapes
-
-    def identity(self):
-        return str(self.count)
+    def fingerprint(self):
+        return Fingerprint(lambda: str(self.count))
 
     def describe(self):
-        return "numbers"
+        return Description(text="numbers", sample_shape=(1,), class_names=["one"], max_bad=1.0, files=self.files)
 
 
 def read(dataset) -> list[int]:
@@ -69,7 +66,7 @@ def test_the_two_parts_are_all_rows_once_and_files_whole(count, share, other, ro
     assert read(hold_out(dataset, share)[1]) == read(held)
     small, large = sorted((share, other))
     assert set(read(hold_out(dataset, small)[1])) <= set(read(hold_out(dataset, large)[1]))
-    assert training.identity() != dataset.identity() != held.identity()
+    assert training.fingerprint().identity != dataset.fingerprint().identity != held.fingerprint().identity
 
 
 def test_the_share_is_not_a_block_of_rows():
@@ -90,16 +87,14 @@ def test_training_never_reads_a_held_out_row_not_even_for_a_broken_one(workers):
     assert all(len({row % 2 for row in rows}) == 1 for rows in seen)  # those of one shape stay together
 
 
-def test_what_only_some_data_sets_have_is_there_in_copies_too():
-    dataset = build_dataset("digits", 8, seed=0)
-    dataset.scaling_factor = 2.0
+def test_all_else_is_as_in_the_whole_in_copies_too():
+    dataset = build_dataset("digits", 8, seed=0, random_flip=True)
     training, _ = hold_out(dataset, 0.25)
+    whole = dataset.describe()
     for each in (training, copy.copy(training), pickle.loads(pickle.dumps(training))):
-        assert each.scaling_factor == 2.0 and not hasattr(each, "empty_caption") and len(each) == len(training)
-    other = copy.copy(training)
-    other.as_bytes = True
-    assert not training.as_bytes and not dataset.as_bytes and other.as_bytes
-    assert "1,078 of them, 360 held out" in training.describe()
+        about = each.describe()
+        assert about.random_flip and about.class_names == whole.class_names and len(each) == len(training)
+    assert "1,078 of them, 360 held out" in training.describe().text
 
 
 def test_nothing_left_is_refused():
@@ -121,7 +116,7 @@ def test_a_picture_s_captions_are_on_one_side(tmp_path):
 def listed_sides(dataset, share):
     """(rows that are left, rows that are held out), of a list of all rows: what runs of before had."""
     numbers, files = [], 0
-    for rows, file_of in dataset.files_of_sources():
+    for rows, file_of in dataset.describe().files():
         numbers.append(files + (np.arange(rows) if file_of is None else file_of))
         files = int(numbers[-1].max()) + 1
     chosen = np.zeros(files, dtype=bool)
@@ -142,19 +137,21 @@ def test_both_sides_are_those_of_lists_of_all_rows(of, share):
     files = sum(-(-count // rows) for count, rows, _ in of)
     if max(1, round(share * files)) >= files:
         return
-    keys = dataset.shape_keys()
+    keys = dataset.shapes().array
     sides = listed_sides(dataset, share)
     for side, rows in zip(hold_out(dataset, share), sides, strict=True):
         assert side.rows[:].tolist() == rows.tolist()
-        assert side.identity() == hash_parts("rows", dataset.identity(), rows.astype(np.int64).tobytes())
-        assert (side.shape_keys() is None) == (keys is None)
-        assert keys is None or side.shape_keys().tolist() == keys[rows].tolist()
+        assert side.fingerprint().identity == hash_parts(
+            "rows", dataset.fingerprint().identity, rows.astype(np.int64).tobytes()
+        )
+        assert (side.shapes().array is None) == (keys is None)
+        assert keys is None or side.shapes().array.tolist() == keys[rows].tolist()
         if of[1:]:
-            assert side.source_rows().ends == tuple(np.searchsorted(rows, dataset.ends).tolist())
+            assert side.describe().sources.ends == tuple(np.searchsorted(rows, dataset.ends).tolist())
         for row in range(len(side)):
             later = [(row + step) % len(side) for step in range(1, len(side) + 1)]
-            assert side.next_row(row) == next(n for n in later if side.shape_key(n) == side.shape_key(row))
-    assert f"{len(sides[0]):,} of them, {len(sides[1]):,} held out" in hold_out(dataset, share)[0].describe()
+            assert side.next_row(row) == next(n for n in later if side.shapes().key(n) == side.shapes().key(row))
+    assert f"{len(sides[0]):,} of them, {len(sides[1]):,} held out" in hold_out(dataset, share)[0].describe().text
 
 
 @pytest.mark.parametrize("share", [0.001, 0.999])
@@ -166,7 +163,7 @@ def test_what_is_in_memory_are_the_fewer_rows(share):
     try:
         sides = hold_out(dataset, share)
         for side in sides:
-            side.identity()
+            assert side.fingerprint().identity
             assert len({int(side.rows[row]) for row in range(0, len(side), 997)}) == -(-len(side) // 997)
         held = tracemalloc.get_traced_memory()[0]
     finally:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from opendit.data import DataError, SampleKey, build_dataset
-from opendit.data.base import to_pixels
+from opendit.data.base import View, to_pixels
 from opendit.data.images import FolderDataset, PathTable, to_tensor
 from opendit.data.picture_file import center_crop
 from opendit.diffusion.random import Stream, integers
@@ -114,10 +114,10 @@ def test_classes_are_sorted_subfolders_searched_to_any_depth(tmp_path):
     picture(tmp_path / "loose.png")
     (tmp_path / "a" / "notes.txt").write_text("-")
     data = FolderDataset(str(tmp_path), 8)
-    assert data.class_names == ["a", "b"] and len(data) == 2 and data.num_classes == 2
+    assert data.class_names == ["a", "b"] and len(data) == 2 and data.describe().num_classes == 2
     assert [data.label(row) for row in range(2)] == [0, 1]
     assert data.sample_shape == (3, 8, 8) == tuple(data[SampleKey(0, 0, 0)].x.shape)
-    assert "2 pictures of 2 classes" in data.describe() and "\n" not in data.describe()
+    assert "2 pictures of 2 classes" in data.describe().text and "\n" not in data.describe().text
 
 
 def test_a_flat_folder_is_one_class(tmp_path):
@@ -145,7 +145,7 @@ def test_a_folder_of_splits_is_not_taken_for_classes(tmp_path):
     tree(tmp_path / "val")
     with pytest.raises(ValueError, match=r"holds splits.*--data_path .*/train"):
         build_dataset(str(tmp_path), 8, seed=0)
-    assert build_dataset(str(tmp_path / "train"), 8, seed=0).num_classes == 2
+    assert build_dataset(str(tmp_path / "train"), 8, seed=0).describe().num_classes == 2
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
@@ -188,7 +188,6 @@ def test_bytes_become_the_same_pixels_on_the_device(tmp_path, flip):
     (tmp_path / "a").mkdir()
     noise(21, 17).save(tmp_path / "a" / "x.png")
     data = FolderDataset(str(tmp_path), 16)
-    floats = data.load(0, flip)
-    data.as_bytes = True
-    as_bytes = data.load(0, flip)
+    floats = data.read(0, View(flip=flip)).x
+    as_bytes = data.read(0, View(flip=flip, as_bytes=True)).x
     assert as_bytes.dtype == torch.uint8 and torch.equal(to_pixels(as_bytes), floats)

@@ -10,9 +10,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from opendit.data import BatchSchedule, DataError, LatentDataset, SampleKey, build_dataset, build_loader
+from opendit.data.base import View
 from opendit.data.latents import write_shard
-from opendit.data.latents_program import pick_dtype
-from opendit.data.make_latents import make_latents
+from opendit.data.make_latents import make_latents, pick_dtype
 from opendit.diffusion.random import Stream, integers
 from opendit.encoders import VAECodec, sample_moments
 
@@ -78,21 +78,21 @@ def test_round_trip(pictures, codec, made):
     source = build_dataset(str(pictures), 16, seed=3)
     rows = torch.cat([load_file(path)["rows"] for path in sorted(made.glob("*.safetensors"))]).tolist()
     data = build_dataset(str(made), 16, seed=3)
-    assert isinstance(data, LatentDataset) and data.kind == "latents" and data.random_flip
-    assert len(data) == 44 and data.num_classes == 2 and data.sample_shape == (8, 8, 8)
+    assert isinstance(data, LatentDataset) and data.describe().kind == "latents" and data.random_flip
+    assert len(data) == 44 and data.describe().num_classes == 2 and data.sample_shape == (8, 8, 8)
     assert (data.vae, data.scaling_factor, data.shift_factor) == ("small", 0.5, 0)
     flips = integers(3, 6, torch.arange(44), Stream.FLIP, 2)
     assert 0 < int(flips.sum()) < 44
     for i, row in enumerate(rows):
         item = data[SampleKey(i, 6, i)]
-        x = source.load(row, bool(flips[i]))
+        x = source.read(row, View(flip=bool(flips[i]))).x
         torch.testing.assert_close(item.x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
         assert item.y == source.label(row) and item.x.dtype == torch.float32
         assert not torch.allclose(item.x, codec.moments(x[None].flip(-1))[0], rtol=1e-3, atol=1e-3)
     noise = torch.randn(1, 4, 8, 8)
     latents = sample_moments(item.x[None], noise, data.scaling_factor, data.shift_factor)
     torch.testing.assert_close(latents, codec.encode(x[None], noise), rtol=2e-3, atol=2e-3)
-    assert "cached latents (4x8x8, --vae small) of 44 pictures" in data.describe()
+    assert "cached latents (4x8x8, --vae small) of 44 pictures" in data.describe().text
 
 
 def test_mirroring_can_be_turned_off_or_left_out(pictures, codec, made, tmp_path):
@@ -119,8 +119,7 @@ def test_worker_processes_read_the_same(made):
 
 def test_what_a_sample_takes_of_its_shard_is_counted(made):
     data = LatentDataset(made, 16)
-    data.load(3, False)
-    assert data.bytes_read == 2 * 2 * 4 * 8 * 8  # float16, means and deviations of 4 channels
+    assert data.read(3).bytes_read == 2 * 2 * 4 * 8 * 8  # float16, means and deviations of 4 channels
 
 
 def test_a_deleted_or_damaged_shard_is_made_again_and_the_others_kept(pictures, codec, made, tmp_path, monkeypatch):

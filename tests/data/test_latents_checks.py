@@ -15,10 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import train
-from opendit.data import BatchSchedule, DataError, build_dataset, build_loader
-from opendit.data import verification as verification_module
+from opendit.data import BatchSchedule, DataError, build_dataset, build_loader, contents
+from opendit.data.contents import Verification
 from opendit.data.make_latents import make_latents
-from opendit.data.verification import Verification
 from opendit.encoders import VAECodec
 from tests.encoders.test_vae import small_vae
 from tests.ranks import run_ranks
@@ -193,9 +192,9 @@ def test_the_index_has_every_shard_s_checksum_and_old_caches_have_none(made, cac
     new = build_dataset(str(cache), 16, seed=0)
     edit(cache, lambda index: [entry.pop("sha256") for entry in index["shards"]])
     old = build_dataset(str(cache), 16, seed=0)
-    assert "made by an earlier version" in old.describe() and "earlier" not in new.describe()
-    assert old.identity() == new.identity()
-    verification = old.verification(0, 1)
+    assert "made by an earlier version" in old.describe().text and "earlier" not in new.describe().text
+    assert old.fingerprint().identity == new.fingerprint().identity
+    verification = old.fingerprint().checksums.verification(0, 1)
     verification.check()
     verification.close()
 
@@ -226,14 +225,14 @@ def test_a_flipped_bit_ends_the_reading_with_the_shard_s_name(workers, cache):
 
 def test_the_ranks_share_the_files(cache):
     data = build_dataset(str(cache), 16, seed=0)
-    shares = [set(data.verification(rank, 3).files) for rank in range(3)]
+    shares = [set(data.fingerprint().checksums.verification(rank, 3).files) for rank in range(3)]
     assert set().union(*shares) == set(data.checksums) and sum(map(len, shares)) == 4
 
 
 def test_a_verification_ends_at_once_wherever_it_is(tmp_path, monkeypatch):
     with open(tmp_path / "large", "wb") as file:
         file.truncate(1 << 36)
-    monkeypatch.setattr(verification_module, "READ_AT_ONCE", 1 << 20)
+    monkeypatch.setattr(contents, "READ_AT_ONCE", 1 << 20)
     verification = Verification(tmp_path, {"large": "0" * 64}, "--data_path X")
     assert not threads()
     verification.check()

@@ -6,8 +6,7 @@ from copy import copy
 import pytest
 
 from opendit.data import build_dataset
-from opendit.data.latents_folder import index_locked
-from opendit.data.latents_index import read_indexes
+from opendit.data.latents_index import index_locked, read_indexes
 from opendit.data.make_latents import make_latents
 from opendit.data.shards.latents import tars_of
 from opendit.encoders import VAECodec

@@ -24,6 +24,7 @@ from opendit.data import (
     build_loader,
     loader,
 )
+from opendit.data.base import PLAIN, Description, Fingerprint, Item
 from opendit.data.blend import BlendedDataset
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.held_out import SomeRows
@@ -34,8 +35,6 @@ from tests.data.shards.tars import captioned, picture, write_tar
 
 class Numbers(MediaDataset):
     """Row r is a 1x1 picture of value r, class r % 7; ``bad`` rows can't be read; ``deadly`` ones kill the process."""
-
-    sample_shape, class_names = (1, 1, 1), [str(i) for i in range(7)]
 
     def __init__(self, size, bad=(), deadly=()):
         self.size, self.bad, self.deadly = size, frozenset(bad), frozenset(deadly)
@@ -50,8 +49,14 @@ class Numbers(MediaDataset):
             raise BadSample(f"file{row}", "broken")
         return torch.full((1, 1, 1), float(row))
 
-    def label(self, row):
-        return row % 7
+    def read(self, row, view=PLAIN):
+        return Item(self.load(row, view.flip), row % 7)
+
+    def fingerprint(self):
+        return Fingerprint(lambda: str(self.size))
+
+    def describe(self):
+        return Description(text="numbers", sample_shape=(1, 1, 1), class_names=[str(i) for i in range(7)])
 
 
 def collect(dataset, schedule, **options):

@@ -23,13 +23,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import preprocess
-from opendit.data import look, look_fonts
+from opendit.data import look
 from opendit.data.base import DataError
 from opendit.data.csv_table import TableRow, write_csv
-from opendit.data.fill import MediumTokens, fill_of
-from opendit.data.look_page import GAP, LINE, THUMBNAIL, Findings, Look, draw_histograms, draw_sheet
+from opendit.data.digits import make_demo
+from opendit.data.look import GAP, LINE, THUMBNAIL, Findings, Look, MediumTokens, draw_histograms, draw_sheet, fill_of
 from opendit.data.medium import Medium
-from opendit.data.moving_digits import make_demo
 from opendit.data.order.schedule import SourceRows
 from opendit.data.shards import remote
 from opendit.data.video_file import write_mp4
@@ -110,9 +109,9 @@ def test_what_is_built_in(data, name, count, medium):
 def test_tars_and_blends(data, tmp_path):
     tars = found_in(data / "tars")
     assert {each.medium for each in tars.looks} == {Medium(1, 17, 20)} and tars.looks[3].words == "a 3"
-    assert "5 pictures with captions, 3x256x256" in tars.dataset.describe()
+    assert "5 pictures with captions, 3x256x256" in tars.dataset.describe().text
     blend = found_in(f"{data / 'tars'}:0.5,{data / 'demo' / 'demo.csv'}:0.5")
-    assert "3x16x256x256" in blend.dataset.describe()
+    assert "3x16x256x256" in blend.dataset.describe().text
     assert [each.medium for each in blend.looks] == [Medium(1, 17, 20)] * 5 + [SEEN["demo"]] * 4
     run(f"{data / 'tars'}:0.5,{data / 'demo' / 'demo.csv'}:0.5", tmp_path)
 
@@ -194,7 +193,8 @@ def test_every_source_is_looked_into():
 
 
 def findings(*looks):
-    dataset = SimpleNamespace(conditioning="label", num_classes=3, source_rows=lambda: None)
+    about = SimpleNamespace(conditioning="label", num_classes=3, sources=None)
+    dataset = SimpleNamespace(describe=lambda: about)
     return Findings(dataset, list(looks), [], MediumTokens(16, 1, 1, 16, 1), list(looks))
 
 
@@ -234,7 +234,7 @@ def test_words_of_other_scripts(installed, data, tmp_path, monkeypatch):
     square_font(tmp_path / "wqy-microhei.ttf")
     fonts = [str(tmp_path / "wqy-microhei.ttf")] if installed else []
     monkeypatch.setattr(matplotlib.font_manager, "findSystemFonts", lambda: fonts)
-    caches = look_fonts.font_files, look_fonts.loaded_fonts, look_fonts.families
+    caches = look.font_files, look.loaded_fonts, look.families
     for each in caches:
         each.cache_clear()
     white = np.full((4, 4, 3), 255, np.uint8)

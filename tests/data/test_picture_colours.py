@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
 
-from opendit.data import picture_colours
+from opendit.data import colours
 from opendit.data.base import BadSample
-from opendit.data.picture_colours import MAX_PROFILE
+from opendit.data.colours import MAX_PROFILE
 from opendit.data.picture_file import as_rgb, read_picture
 from tests.data.test_colours import srgb, with_chunk
 
@@ -251,4 +251,4 @@ def test_what_png_says_in_several_ways(tmp_path):
 
 
 def test_the_caches_of_strangers_profiles_are_bounded():
-    assert picture_colours.transform_of.cache_info().maxsize * MAX_PROFILE <= 2**26
+    assert colours.transform_of.cache_info().maxsize * MAX_PROFILE <= 2**26

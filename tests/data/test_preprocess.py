@@ -89,7 +89,7 @@ def test_alone_it_prints_its_usage():
 
 def test_the_job_makes_a_data_set(job):
     data = build_dataset(str(job[1]), 32, seed=0)
-    assert len(data) == 59 and data.num_classes == 2 and data[SampleKey(0, 0, 0)].x.shape == (8, 16, 16)
+    assert len(data) == 59 and data.describe().num_classes == 2 and data[SampleKey(0, 0, 0)].x.shape == (8, 16, 16)
     assert len(data.index["skipped"]) == 1 and data.random_flip
     assert Path(data.vae).is_absolute() and load_codec(data.vae, channels=3, device="cpu").downscale == 2
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from opendit.common.utils import hash_parts
 from opendit.data import build_dataset, build_loader
-from opendit.data.base import MediaDataset
+from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.media_size import known_sizes
 from opendit.data.order.buckets import TokenSize, shape_table
@@ -63,16 +63,19 @@ def shaped(path, most=64, upscale=1.25, fine=False, **options):
 
 def test_sizes_are_those_of_the_files(media, tmp_path):
     pictures = build_dataset(str(media / "pictures"), 64, seed=0)
-    assert pictures.media_sizes().tolist() == [[1, *size] for size in SIZES]
+    assert pictures.shapes().media().tolist() == [[1, *size] for size in SIZES]
     video = dict(seed=0, use_video=True, num_frames=8)
     captioned = build_dataset(str(media / "media.csv"), 64, **video)
-    assert captioned.media_sizes().tolist() == [[1, *size] for size in SIZES] + [list(clip) for clip in CLIPS]
+    assert captioned.shapes().media().tolist() == [[1, *size] for size in SIZES] + [list(clip) for clip in CLIPS]
     (tmp_path / "tars").mkdir()
     make_shards(str(media / "media.csv"), str(tmp_path / "tars"), shard_size=10**6, num_workers=1)
     tars = build_dataset(str(tmp_path / "tars"), 64, **video)
-    assert sorted(tars.media_sizes().tolist()) == sorted(captioned.media_sizes().tolist())
+    assert sorted(tars.shapes().media().tolist()) == sorted(captioned.shapes().media().tolist())
     blend = build_dataset(f"{media / 'media.csv'}:1,{tmp_path / 'tars'}:2", 64, **video)
-    assert len(blend.media_sizes()) == 22 and blend.media_sizes()[:11].tolist() == captioned.media_sizes().tolist()
+    assert (
+        len(blend.shapes().media()) == 22
+        and blend.shapes().media()[:11].tolist() == captioned.shapes().media().tolist()
+    )
 
 
 def test_sizes_are_looked_up_once(cache):
@@ -97,7 +100,7 @@ def test_a_table_may_tell_the_sizes(media):
     told += [f"{lines[1]},640,480,", f"{lines[9]},300,200,77", f"{lines[10]},x,200,77"]
     (media / "told.csv").write_text("\n".join(told))
     data = build_dataset(str(media / "told.csv"), 64, seed=0, use_video=True, num_frames=8)
-    assert data.media_sizes().tolist() == [[1, 640, 480], [77, 300, 200], list(CLIPS[1])]
+    assert data.shapes().media().tolist() == [[1, 640, 480], [77, 300, 200], list(CLIPS[1])]
 
 
 def test_pictures_lie_on_their_side(tmp_path):
@@ -126,21 +129,21 @@ def test_samples_have_their_shape(media):
     data = shaped(media / "pictures")
     assert (
         len(data) == len(SIZES)
-        and "left out" not in data.describe()
-        and "7 shapes of 16 to 64 tokens" in data.describe()
+        and "left out" not in data.describe().text
+        and "7 shapes of 16 to 64 tokens" in data.describe().text
     )
     for row in range(len(data)):
-        frames, height, width = data.shapes[data.shape_key(row)].tolist()
-        assert tuple(data.load(row, False).shape) == (3, height, width) and frames == 1
+        frames, height, width = data.sizes[data.shapes().key(row)].tolist()
+        assert tuple(data.read(row).x.shape) == (3, height, width) and frames == 1
 
 
 def test_clips_have_the_length_that_they_have(media):
     data = shaped(media / "media.csv", most=512, use_video=True, num_frames=8)
-    lengths = [data.load(row, False).shape[1] for row in range(len(data))]
+    lengths = [data.read(row).x.shape[1] for row in range(len(data))]
     assert lengths[-3:] == [8, 8, 2] and set(lengths[:-3]) == {1}
     assert data.token_counts()[:].max() <= 512
     short = shaped(media / "media.csv", most=512, use_video=True, num_frames=8, frame_interval=2)
-    assert [short.load(row, False).shape[1] for row in range(len(short))][-3:] == [8, 4, 2]
+    assert [short.read(row).x.shape[1] for row in range(len(short))][-3:] == [8, 4, 2]
 
 
 def test_too_small_or_unreadable_media_are_left_out_and_named(media, tmp_path):
@@ -149,8 +152,8 @@ def test_too_small_or_unreadable_media_are_left_out_and_named(media, tmp_path):
     (tmp_path / "05.png").write_bytes(b"no picture")
     Image.fromarray(gradient(4, 4)).save(tmp_path / "07.png")
     data = shaped(tmp_path)
-    assert len(data) == 28 and "05.png" in data.describe() and "07.png" in data.describe()
-    assert "1 left out, unreadable" in data.describe() and "--max_upscale 1.25" in data.describe()
+    assert len(data) == 28 and "05.png" in data.describe().text and "07.png" in data.describe().text
+    assert "1 left out, unreadable" in data.describe().text and "--max_upscale 1.25" in data.describe().text
     opened = build_dataset(str(tmp_path), 64, seed=0)
     for number in range(8, 12):
         (tmp_path / f"{number:02d}.png").write_bytes(b"no picture")
@@ -168,13 +171,13 @@ def test_batches_have_one_shape_and_the_budgets_samples(media, workers):
         for batch in loader:
             rows = schedule.rows(batch.step)
             of_batch = [rows[place] for place in batch.index.tolist()]
-            key = data.shape_key(of_batch[0])
-            assert len(of_batch) == 512 // data.tokens[key] and {data.shape_key(row) for row in of_batch} == {key}
-            assert tuple(batch.x.shape[2:]) == tuple(data.shapes[key]) and batch.segments_in_step == len(rows)
+            key = data.shapes().key(of_batch[0])
+            assert len(of_batch) == 512 // data.tokens[key] and {data.shapes().key(row) for row in of_batch} == {key}
+            assert tuple(batch.x.shape[2:]) == tuple(data.sizes[key]) and batch.segments_in_step == len(rows)
             for x, row, text in zip(batch.x, of_batch, batch.text, strict=True):
                 assert text == data.caption(row)
                 if x.shape[1] == 1:
-                    assert torch.equal(x, data.load(row, False))
+                    assert torch.equal(x, data.read(row).x)
             seen += len(of_batch)
     assert seen > 60 * len(data) - 3 * 512
 
@@ -192,22 +195,20 @@ def test_cached_latents_keep_their_shapes():
 class Latents(MediaDataset):
     """On paper: so many rows in turn of latents of each size."""
 
-    kind, sample_shape, class_names = "latents", (8, 4, 4, 4), ["one"]
-
     def __init__(self, runs):
         self.counts, self.sizes = zip(*runs, strict=True)
 
     def __len__(self):
         return sum(self.counts)
 
-    def latent_sizes(self):
-        return list(zip(np.cumsum(self.counts).tolist(), self.sizes, strict=True))
+    def shapes(self):
+        return Shapes(latents=lambda: list(zip(np.cumsum(self.counts).tolist(), self.sizes, strict=True)))
 
-    def identity(self):
-        return str((self.counts, self.sizes))
+    def fingerprint(self):
+        return Fingerprint(lambda: str((self.counts, self.sizes)))
 
     def describe(self):
-        return "latents"
+        return Description(text="latents", kind="latents", sample_shape=(8, 4, 4, 4), class_names=["one"])
 
 
 SIDES = st.tuples(st.integers(0, 9), st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)))
@@ -223,12 +224,12 @@ def test_shapes_of_latents_are_those_of_a_list_of_all_rows(cache, runs, held, ke
         sizes = sizes[data.rows[:]]
     shapes, keys = np.unique(sizes, axis=0, return_inverse=True)
     found = shape_latents(data, TokenSize(1, 1, (1, 1)), 64, "--bucket_tokens", large=1 if kept else 2**20)
-    assert found.shapes.tolist() == shapes.tolist() and found.keys.tolist() == keys.reshape(-1).tolist()
-    assert found.shapes.dtype == np.int32 and found.keys.dtype == np.int16 and isinstance(found.keys, np.memmap) == kept
+    assert found.sizes.tolist() == shapes.tolist() and found.keys.tolist() == keys.reshape(-1).tolist()
+    assert found.sizes.dtype == np.int32 and found.keys.dtype == np.int16 and isinstance(found.keys, np.memmap) == kept
     assert found.token_counts()[:].tolist() == sizes.prod(axis=1).tolist()
-    rows = hash_parts("rows", data.identity(), np.arange(len(data)).tobytes())
-    assert found.identity() == hash_parts("shaped", rows, sizes.tobytes())
-    assert f"{len(shapes)} shape" in found.describe() and found.rows[:].tolist() == list(range(len(data)))
+    rows = hash_parts("rows", data.fingerprint().identity, np.arange(len(data)).tobytes())
+    assert found.fingerprint().identity == hash_parts("shaped", rows, sizes.tobytes())
+    assert f"{len(shapes)} shape" in found.describe().text and found.rows[:].tolist() == list(range(len(data)))
 
 
 def test_shapes_of_latents_take_no_memory_for_each_row(cache):
@@ -245,16 +246,16 @@ def test_shapes_of_latents_take_no_memory_for_each_row(cache):
 
 def same(one, other):
     assert np.array_equal(one.rows, other.rows) and np.array_equal(one.keys, other.keys)
-    assert one.describe() == other.describe() and one.identity() == other.identity()
-    assert torch.equal(one.load(len(one) - 1, False), other.load(len(one) - 1, False))
+    assert one.describe().text == other.describe().text and one.fingerprint().identity == other.fingerprint().identity
+    assert torch.equal(one.read(len(one) - 1).x, other.read(len(one) - 1).x)
 
 
 def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatch):
     data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
     in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
     rows, keys = in_memory.rows.astype(np.int64), in_memory.shapes[in_memory.keys].astype(np.int32)
-    whole = hash_parts("shaped", hash_parts("rows", data.identity(), rows.tobytes()), keys.tobytes())
-    assert in_memory.identity() == whole
+    whole = hash_parts("shaped", hash_parts("rows", data.fingerprint().identity, rows.tobytes()), keys.tobytes())
+    assert in_memory.fingerprint().identity == whole
     same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
     monkeypatch.setattr(type(data), "media_sizes", lambda self: 1 / 0)
     again = shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1)

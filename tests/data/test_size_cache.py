@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from opendit.data import build_dataset, size_cache
+from opendit.data.base import Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.order.buckets import TokenSize
 from opendit.data.shaped import shape_latents
@@ -36,8 +37,8 @@ def facts(folder):
     both = build_dataset(str(folder), 8, seed=0, use_video=True, num_frames=2)
     rest, held = hold_out(both, 0.3)
     found = [[data.source(row) for row in range(len(data))] for data in (pictures, both, rest, held)]
-    identities = [data.identity() for data in (pictures, both, rest, held)]
-    keys = [pictures.used.keys, *(data.shape_keys() for data in (both, rest, held))]
+    identities = [data.fingerprint().identity for data in (pictures, both, rest, held)]
+    keys = [pictures.used.keys, *(data.shapes().array for data in (both, rest, held))]
     return found, identities, [each.tolist() for each in keys], keys
 
 
@@ -62,12 +63,12 @@ def test_shapes_of_latents(mixed, monkeypatch):
     data = build_dataset(str(mixed), 8, seed=0)
     sizes = np.array([(1, 4, 4), (2, 4, 8), (1, 4, 4), (2, 2, 2)] * 2, dtype=np.int32)[: len(data)]
     runs = [(end, tuple(size)) for end, size in enumerate(sizes.tolist(), 1)]
-    monkeypatch.setattr(type(data), "latent_sizes", lambda self: runs)
+    monkeypatch.setattr(type(data), "shapes", lambda self: Shapes(latents=lambda: runs))
     small = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
     for _ in ("made", "mapped"):
         large = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens", large=1)
-        assert isinstance(large.keys, np.memmap) and large.identity() == small.identity()
-        assert [large.side_lengths(row) for row in range(len(data))] == [tuple(size[1:]) for size in sizes.tolist()]
+        assert isinstance(large.keys, np.memmap) and large.fingerprint().identity == small.fingerprint().identity
+        assert large.sizes[large.keys, 1:].tolist() == sizes[:, 1:].tolist()
         assert large.token_counts()[np.arange(len(data))].tolist() == [
             small.token_counts()[np.array([row])].item() for row in range(len(data))
         ]

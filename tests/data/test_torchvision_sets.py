@@ -59,8 +59,8 @@ def test_cifar10_from_its_root_or_its_own_folder(tmp_path, unchecked):
     folder = fake_cifar10(tmp_path)
     for path in (tmp_path, folder):
         data = build_dataset(str(path), 32, seed=0, random_flip=False)
-        assert len(data) == 10 and data.num_classes == 10 and data.sample_shape == (3, 32, 32)
-        assert data.class_names[3] == "class 3" and "CIFAR-10 (train)" in data.describe()
+        assert len(data) == 10 and data.describe().num_classes == 10 and data.sample_shape == (3, 32, 32)
+        assert data.class_names[3] == "class 3" and "CIFAR-10 (train)" in data.describe().text
         item = data[SampleKey(5, 0, 0)]
         assert item.y == 3
         assert torch.equal(item.x[1:], torch.full((2, 32, 32), 5 / 127.5 - 1))
@@ -102,7 +102,7 @@ def test_a_root_of_several_sets_asks_which(tmp_path):
     fake_mnist(tmp_path, "FashionMNIST")
     with pytest.raises(ValueError, match=r"several data sets; pass --data_path .*/MNIST/raw or .*/FashionMNIST/raw"):
         build_dataset(str(tmp_path), 28, seed=0)
-    assert "Fashion" in build_dataset(str(tmp_path / "FashionMNIST"), 28, seed=0).describe()
+    assert "Fashion" in build_dataset(str(tmp_path / "FashionMNIST"), 28, seed=0).describe().text
 
 
 def test_stl10(tmp_path, unchecked):

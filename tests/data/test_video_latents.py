@@ -112,21 +112,23 @@ def test_round_trip(csv, codec, made):
     source = build_dataset(str(csv), 16, seed=0, **VIDEO)
     data = build_dataset(str(made), 16, seed=0, **VIDEO)
     rows = torch.cat([load_file(path)["rows"] for path in sorted(made.glob("latents*"))]).tolist()
-    assert isinstance(data, LatentDataset) and data.conditioning == "text" and data.num_classes == 0
+    assert (
+        isinstance(data, LatentDataset) and data.describe().conditioning == "text" and data.describe().num_classes == 0
+    )
     assert sorted(rows) == [row for row in range(14) if row not in (7, 9)] and len(data) == 12
     assert data.sample_shape == (8, FRAMES, 8, 8) and data.text_encoder == "letters" and data.max_tokens == 12
     for i, row in enumerate(rows):
-        item, x = data[SampleKey(i, 3, i)], source.load(row, False)
+        item, x = data[SampleKey(i, 3, i)], source.read(row).x
         assert item.x.shape == (8, 1 if row % 3 == 2 else FRAMES, 8, 8) and item.x.dtype == torch.float32
         torch.testing.assert_close(item.x, codec.moments(x[None])[0], rtol=1e-3, atol=1e-3)
-        assert data.shape_key(i) == source.shape_key(row) and item.text == source.caption(row)
+        assert data.shapes().key(i) == source.shapes().key(row) and item.text == source.caption(row)
         expected = Letters().encode([item.text])
         assert torch.equal(item.embedding.mask, expected.mask[0])
         assert torch.equal(item.embedding.tokens, expected.tokens[0].half() * expected.mask[0, :, None])
         assert torch.equal(item.embedding.pooled, expected.pooled[0].half())
     assert data.empty_caption.mask.tolist() == [True] + [False] * 11
     assert data.empty_caption.tokens[0].tolist() == pytest.approx([1, 1 / 2, 1 / 3], rel=1e-3)
-    assert "8 clips and 4 pictures with captions (encoded by letters)" in data.describe()
+    assert "8 clips and 4 pictures with captions (encoded by letters)" in data.describe().text
 
 
 def test_the_files_are_as_documented(made):
@@ -166,7 +168,7 @@ def test_captioned_pictures_of_an_image_run(csv, codec, tmp_path):
     latents = build_dataset(str(tmp_path), 16, seed=0)
     assert len(latents) == 4 and latents.sample_shape == (8, 8, 8) and latents.text_encoder is None
     assert [latents[SampleKey(row, 0, 0)].text for row in range(4)] == [data.caption(row) for row in range(4)]
-    assert latents[SampleKey(0, 0, 0)].embedding is None and "4 pictures with captions (not" in latents.describe()
+    assert latents[SampleKey(0, 0, 0)].embedding is None and "4 pictures with captions (not" in latents.describe().text
     assert type(build_schedule(latents, 2, 2, 0)) is not BucketSchedule
 
 

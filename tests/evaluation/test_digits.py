@@ -14,8 +14,7 @@ from sklearn.svm import SVC
 
 import opendit
 from opendit.cli import command
-from opendit.data.digits import digits_split
-from opendit.data.moving_digits import DIRECTIONS, caption
+from opendit.data.digits import DIRECTIONS, caption, digits_split
 from opendit.evaluation.digits import (
     ClipShape,
     asked_of_captions,

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from opendit.data import BatchSchedule, build_loader
-from opendit.data.base import MediaDataset
+from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset
 from opendit.data.enlarging import Small, enlarge
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,21 +27,24 @@ def test_bits_are_those_of_a_cpu(height, width, whole):
 class Clips(MediaDataset):
     """Clips smaller than 64 pixels, and some of 64, as data sets of files give them."""
 
-    sample_shape, class_names, random_flip, as_bytes = (3, 4, 64, 64), ["one"], True, True
-
     def __len__(self):
         return 6
 
-    def load_at(self, row, flip, start):
+    def read(self, row, view=PLAIN):
         size = (40 + 8 * min(row, 3), 48 + 8 * min(row, 2))
         clip = torch.randint(0, 256, (4, 3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(row))
-        if self.enlarges:
+        if view.enlarge:
             clip = interpolate(clip, (64, 64), mode="bicubic", antialias=True)
         clip = clip.transpose(0, 1)
-        return clip.flip(-1) if flip and clip.shape[-2:] == (64, 64) else clip
+        if clip.shape[-2:] == (64, 64):
+            return Item(clip.flip(-1) if view.flip else clip)
+        return Item(clip, small=Small(clip.shape[-2], clip.shape[-1], view.flip), whole=(64, 64))
 
-    def label(self, row):
-        return 0
+    def fingerprint(self):
+        return Fingerprint(lambda: "clips")
+
+    def describe(self):
+        return Description(text="clips", sample_shape=(3, 4, 64, 64), class_names=["one"], random_flip=True)
 
 
 def test_pinned_batches_of_workers_are_enlarged_alike():

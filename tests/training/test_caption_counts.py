@@ -14,8 +14,8 @@ import preprocess
 import sample
 import train
 from opendit.data import build_dataset
-from opendit.data.base import BadSample, MediaDataset
-from opendit.data.captions import count_captions, says_nothing, stands_for_nothing
+from opendit.data.base import BadSample, Description, MediaDataset
+from opendit.data.captions import caption_rows, count_captions, says_nothing, stands_for_nothing
 from opendit.encoders.text import fitting_tokens
 from opendit.models.bytes_text import encode_bytes
 from tests.encoders.test_text import save_clip
@@ -77,13 +77,14 @@ def said(capsys) -> list[str]:
 
 
 class Texts(MediaDataset):
-    conditioning = "text"
-
     def __init__(self, texts):
         self.texts, self.asked = texts, 0
 
     def __len__(self):
         return len(self.texts)
+
+    def describe(self):
+        return Description(text="texts", sample_shape=(1,), conditioning="text")
 
     def caption(self, row):
         self.asked += 1
@@ -148,10 +149,10 @@ def test_of_many_some_are_looked_up_in_lots_over_all_of_them():
     assert data.asked == found.counted <= 10_000 and found.counted > 9_000
     assert found.among == f"of the {found.counted:,} looked at among 100,000,000"
     assert found.missing == {"nan": found.counted // 2} and found.longest == 71
-    rows = data.caption_rows()
+    rows = caption_rows(data)
     lots = np.flatnonzero(np.diff(rows) > 1)
     assert rows[0] == 0 and rows[-1] == 10**8 - 1 and (np.diff(rows) > 0).all() and len(lots) <= 100
-    assert len(data.caption_rows(300)) <= 300
+    assert len(caption_rows(data, 300)) <= 300
 
 
 # ------------------------------------------------------------------------------------------ the bytes encoder
@@ -268,11 +269,11 @@ def test_a_frozen_encoders_captions_are_counted_by_its_tokenizer(tmp_path, no_ra
     run(tmp_path / "run 2", tmp_path / "cache", *latents)
     missing, cut = said(capsys)
     assert f"{over} of the 8 looked at among 8 were cut to the 30 tokens" in cut and "none: 2" in missing
-    before = build_dataset(str(tmp_path / "cache"), 16, seed=0).identity()
+    before = build_dataset(str(tmp_path / "cache"), 16, seed=0).fingerprint().identity
     index = json.loads((tmp_path / "cache" / "index.json").read_text())
     del index["sizes"][0]["captions"]  # as an earlier version wrote it
     (tmp_path / "cache" / "index.json").write_text(json.dumps(index))
-    assert build_dataset(str(tmp_path / "cache"), 16, seed=0).identity() == before
+    assert build_dataset(str(tmp_path / "cache"), 16, seed=0).fingerprint().identity == before
     run(tmp_path / "run 3", tmp_path / "cache", *latents)
     assert "did not count those that it cut to the 30 tokens" in said(capsys)[1]
 

@@ -82,14 +82,14 @@ def test_an_error_in_drawing_ends_the_run(start, ranks):
 
 
 def no_memory_at_row_7() -> None:
-    true_load = DigitsDataset.load
+    true_read = DigitsDataset.read
 
-    def load(self, row, flip):
+    def read(self, row, *view):
         if row % 50 == 7:
             raise MemoryError
-        return true_load(self, row, flip)
+        return true_read(self, row, *view)
 
-    DigitsDataset.load = load
+    DigitsDataset.read = read
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -122,16 +122,16 @@ def test_a_stopped_loader_process_is_named_with_its_file(start):
 
 
 def hang_at_step_3() -> None:
-    true_load = DigitsDataset.load
+    true_read = DigitsDataset.read
 
-    def load(self, row, flip):
-        load.read += 1
-        if load.read > 20:
+    def read(self, row, *view):
+        read.count += 1
+        if read.count > 20:
             time.sleep(1000)
-        return true_load(self, row, flip)
+        return true_read(self, row, *view)
 
-    load.read = 0
-    DigitsDataset.load = load
+    read.count = 0
+    DigitsDataset.read = read
 
 
 @pytest.mark.parametrize("workers", [0, 1])

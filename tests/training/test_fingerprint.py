@@ -17,7 +17,7 @@ from opendit.common.utils import hash_parts
 from opendit.config.command_line import parse
 from opendit.config.flags import flags_of
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
-from opendit.data.resolve import build_dataset
+from opendit.data.sources import build_dataset
 from opendit.parallel.mesh import Mesh
 from opendit.training import fingerprint as module
 from opendit.training.fingerprint import (
@@ -240,7 +240,8 @@ def test_the_way_to_a_folder_is_no_part_of_it(form, tmp_path, monkeypatch):
     again = build_dataset(form.format(here=tmp_path.name), 8, seed=0)
     names = "a/0.png a/2.png a/4.png b/1.png b/3.png b/5.png".split()
     plain = hash_parts("folder", "a\0b", "\0".join(names), np.array([0, 0, 0, 1, 1, 1]).tobytes())
-    assert again.identity() == data.identity() == plain and again.contents() == data.contents()
+    known, first = again.fingerprint(), data.fingerprint()
+    assert known.identity == first.identity == plain and known.contents == first.contents
 
 
 def pictures(folder, count: int = 6, shade: int = 0, suffix: str = ".png"):
@@ -282,7 +283,7 @@ def test_captions_are_data(tmp_path):
         rows = zip(("a/0.png", "b/1.png"), captions, strict=True)
         (tmp_path / name).write_text("path,text\n" + "".join(f"{path},{text}\n" for path, text in rows))
         data = build_dataset(str(tmp_path / name), 8, seed=0)
-        return data.identity(), data.contents()
+        return data.fingerprint().identity, data.fingerprint().contents
 
     first = table("one.csv", "red", "blue")
     assert table("two.csv", "red", "blue") == first

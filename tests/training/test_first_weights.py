@@ -135,7 +135,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         model_config=case.wanted,
         initial=weights,
         initial_config=case.found,
-        dataset=SimpleNamespace(class_names=list(case.after)),
+        dataset=SimpleNamespace(describe=lambda: SimpleNamespace(class_names=list(case.after))),
         lora=Lora(case.lora, 4.0, "base") if case.lora else None,
         kernels=SimpleNamespace(ops=None, attend=local_attention, varlen=None),
         sequence=None,

@@ -12,7 +12,7 @@ import preprocess
 import sample
 import train
 from opendit.data.csv_table import TableRow, write_csv
-from opendit.data.moving_digits import make_demo
+from opendit.data.digits import make_demo
 from tests.encoders.test_text import save_clip  # a small CLIP with a tokenizer, in a folder
 from tests.encoders.test_vae import small_vae
 

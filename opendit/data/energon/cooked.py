@@ -6,16 +6,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import BadSample
+from opendit.data.base import PLAIN, BadSample, Description, Item, Shapes, Size, View
 from opendit.data.clips import clip_rate
-from opendit.data.media_size import Size
 from opendit.data.medium import Medium, of_picture
 from opendit.data.memory_file import as_file
 from opendit.data.picture_file import as_rgb, reason
@@ -160,15 +159,17 @@ class CookedDataset(ShardDataset):
         with as_file([(0, content)], len(content)) as path:
             return clip_rate(path)
 
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
+    def read(self, row: int, view: View = PLAIN) -> Item:
         content = self._medium(row)
         if self._video:
-            return self._clip(row, content, flip, start, shape)
-        if isinstance(content, bytes):
-            return self._picture(row, content, flip, shape)
-        return self.picture_sample(self._rgb(row, content), flip, shape)
+            item = self._clip(row, content, view)
+        elif isinstance(content, bytes):
+            item = self._picture(row, content, view)
+        else:
+            item = self.picture_sample(self._rgb(row, content), view)
+        return self._labelled(row, item)
 
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         made = self._cook(row)
         content = made["video" if self._video else "image"]
         if isinstance(content, bytes):
@@ -187,14 +188,16 @@ class CookedDataset(ShardDataset):
     def label(self, row: int) -> int:
         return self._cook(row).get("label", 0)
 
-    def shape_key(self, row: int) -> int:
-        return 0
+    def shapes(self) -> Shapes:
+        shapes = super().shapes()
+        return shapes if shapes.array is not None else replace(shapes, keys=0)
 
-    def identity(self) -> str:
-        return hash_parts(super().identity(), "cooked", self.name, json.dumps(self.subflavors, sort_keys=True))
+    def _identity(self) -> str:
+        return hash_parts(super()._identity(), "cooked", self.name, json.dumps(self.subflavors, sort_keys=True))
 
-    def describe(self) -> str:
-        return f"{super().describe()}; read by {self.name}"
+    def describe(self) -> Description:
+        about = super().describe()
+        return replace(about, text=f"{about.text}; read by {self.name}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_cooked": (None, None)}

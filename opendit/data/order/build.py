@@ -31,12 +31,12 @@ def build_schedule(
         ValueError: there are too few samples.
     """
     if pack_tokens is not None:
-        tokens, sources = cast(ShapedDataset, dataset).token_counts(), dataset.source_rows()
+        tokens, sources = cast(ShapedDataset, dataset).token_counts(), dataset.describe().sources
         return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
     if bucket_tokens is not None:
         return _in_buckets(cast(ShapedDataset, dataset), global_batch, micro_batches, seed, bucket_tokens)
-    keys = dataset.shape_keys()
-    if (sources := dataset.source_rows()) is not None:
+    keys = dataset.shapes().array
+    if (sources := dataset.describe().sources) is not None:
         return BlendSchedule(sources, global_batch, micro_batches, seed, keys)
     shapes = None if keys is None else RowsByKey(keys)
     if shapes is None or len(shapes.values) < 2:
@@ -45,7 +45,7 @@ def build_schedule(
 
 
 def _in_buckets(dataset: ShapedDataset, global_batch: int, micro_batches: int, seed: int, tokens: int) -> BatchSchedule:
-    keys, sources = dataset.shape_keys(), dataset.source_rows()
+    keys, sources = dataset.keys, dataset.describe().sources
     shapes = RowsByKey(keys)
     samples = [tokens // int(dataset.tokens[key]) for key in shapes.values]
     if sources is not None:

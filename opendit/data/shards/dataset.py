@@ -13,27 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from opendit.common.utils import DataError, hash_parts
-from opendit.data.animation_header import HEAD, is_animated, may_be_animation
-from opendit.data.base import BadSample, flip_note
+from opendit.data.animations import HEAD, is_animated, may_be_animation
+from opendit.data.base import (
+    PLAIN,
+    USUALLY_COUNTED,
+    BadSample,
+    Description,
+    Fingerprint,
+    Item,
+    Shapes,
+    Size,
+    View,
+    flip_note,
+)
 from opendit.data.clips import clip_rate, clip_size
+from opendit.data.contents import Checksums
 from opendit.data.files import allow_open_files, printable
-from opendit.data.media_size import SIZES, Size, known_sizes, stored_clip_size, stored_picture_size
+from opendit.data.media_size import SIZES, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium
 from opendit.data.memory_file import as_file
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
-from opendit.data.row_arrays import next_of_key
 from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptRows, Record, TarIndex, is_clip
 from opendit.data.shards.remote import ByteRange, RemoteTars, grouped
 from opendit.data.shards.scan import read_caption
 from opendit.data.shards.store import MOST_OPEN, LocalTars
 from opendit.data.size_cache import kept_array
-from opendit.data.verification import Verification
 
 CHECKED = 1 << 22  # samples whose records are checked at the start
 REMOTE_CAPTIONS = 64  # fetched, one after the other, to be counted before a start
@@ -88,6 +97,8 @@ class ShardDataset(PicturesAndClips):
     size_threads = 8  # threads that look for the sizes of media
     names_file = CLASS_NAMES  # named in messages
     empty_captions = False  # whether a caption may be empty
+    counted_captions = USUALLY_COUNTED
+    note = ""  # what the log's line ends with
 
     def __init__(
         self,
@@ -175,11 +186,17 @@ class ShardDataset(PicturesAndClips):
         suffix = index.header.suffixes[record.suffix].removeprefix(ANIMATED)
         return f"{self.shards[number].name}: {index.key(place)}{suffix}"
 
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: Size) -> Tensor:
+    def read(self, row: int, view: View = PLAIN) -> Item:
         number, _, record = self.find_record(row)
-        if self._is_picture(number, record):
-            return self._picture(row, self.read_medium(row), flip, shape)
-        return self._clip(row, self.read_medium(row), flip, start, shape)
+        content = self.read_medium(row)
+        item = self._picture(row, content, view) if self._is_picture(number, record) else self._clip(row, content, view)
+        return self._labelled(row, item)
+
+    def _labelled(self, row: int, item: Item) -> Item:
+        """Return a sample with its class or its caption."""
+        text, record = self.caption(row), self.find_record(row)[2]
+        size = record.medium_bytes + (0 if text is None else record.text_bytes)
+        return item._replace(y=self.label(row), text=text, bytes_read=size)
 
     def prefetch(self, rows: Sequence[int]) -> None:
         if isinstance(self.store, RemoteTars):  # disks need no prefetching
@@ -209,7 +226,7 @@ class ShardDataset(PicturesAndClips):
             raise BadSample(self.source(row), "damaged: its checksum is not the index's")
         return content
 
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
         number, _, record = self.find_record(row)
         return self._look(self._is_picture(number, record), self.read_medium(row))
 
@@ -243,7 +260,7 @@ class ShardDataset(PicturesAndClips):
         with as_file([(0, content)], len(content)) as path:
             return clip_size(path, count=self.frames_of)
 
-    def media_sizes(self) -> np.ndarray:
+    def _media_sizes(self) -> np.ndarray:
         local = threading.local()
 
         def look(row: int) -> Size:
@@ -254,10 +271,10 @@ class ShardDataset(PicturesAndClips):
                 mine.store = copy.copy(self.store)
             return mine.media_size(row)
 
-        identity = hash_parts(SIZES, self.identity(), self.sizes_key())
+        identity = hash_parts(SIZES, self.fingerprint().identity, self.shapes().read_as)
         return known_sizes(identity, len(self), look, threads=self.size_threads)
 
-    def _picture(self, row: int, content: bytes, flip: bool, shape: Size) -> Tensor:
+    def _picture(self, row: int, content: bytes, view: View) -> Item:
         if self.use_video and may_be_animation(content[:HEAD]) and is_animated(io.BytesIO(content)):
             reason = "an animation that is taken for a picture; run preprocess.py index --force, or cook it as a video"
             raise BadSample(self.source(row), reason)
@@ -265,22 +282,20 @@ class ShardDataset(PicturesAndClips):
             image = read_picture("", content=content)
         except BadSample as bad:
             raise BadSample(self.source(row), str(bad).removeprefix(": ")) from bad
-        return self.picture_sample(image, flip, shape)
+        return self.picture_sample(image, view)
 
-    def _clip(self, row: int, content: bytes, flip: bool, start: float | None, shape: Size) -> Tensor:
+    def _clip(self, row: int, content: bytes, view: View) -> Item:
         with as_file([(0, content)], len(content)) as path:
-            return self.clip_sample(path, flip, start, shape, self.source(row))
+            return self.clip_sample(path, view, self.source(row))
 
     def _is_damaged(self, number: int, record: Record, content: bytes) -> bool:
         return self.shards[number].index.header.checked and zlib.crc32(content) != record.crc32
 
     def _read(self, row: int, number: int, at: int, size: int) -> bytes:
         try:
-            content = self.store.read(number, at, size)
+            return self.store.read(number, at, size)
         except OSError as error:
             raise BadSample(self.source(row), error.strerror or error) from error
-        self.bytes_read += size
-        return content
 
     def _is_picture(self, number: int, record: Record) -> bool:
         return not is_clip(self.shards[number].index.header.suffixes[record.suffix], self.use_video)
@@ -288,7 +303,7 @@ class ShardDataset(PicturesAndClips):
     def label(self, row: int) -> int:
         return max(0, self.find_record(row)[2].label) if self.conditioning == "label" else 0
 
-    def largest_label(self) -> tuple[int, str]:
+    def _find_largest_label(self) -> tuple[int, str]:
         label, tar, key = _largest_label(self.shards)
         return label, f"{tar}: {key}"
 
@@ -303,21 +318,12 @@ class ShardDataset(PicturesAndClips):
         except ValueError as error:
             raise BadSample(self.source(row), error) from error
 
-    def shape_keys(self) -> np.ndarray | None:
-        return self._shapes() if self.use_video and self.pictures and self.clips else None
-
-    def shape_key(self, row: int) -> int:
-        """Return ``PICTURE`` (0) or ``CLIP`` (1)."""
+    def shapes(self) -> Shapes:
         if not self.clips or not self.use_video:
-            return PICTURE
-        if not self.pictures:
-            return CLIP
-        number, _, record = self.find_record(row)
-        return PICTURE if self._is_picture(number, record) else CLIP
-
-    def next_row(self, row: int) -> int:
-        keys = self.shape_keys()
-        return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
+            keys: np.ndarray | int = PICTURE
+        else:
+            keys = self._shapes() if self.pictures else CLIP
+        return self.media_shapes(keys, self._media_sizes)
 
     def _contents(self) -> list[str]:
         """Return texts that identify the tars and their samples."""
@@ -332,18 +338,37 @@ class ShardDataset(PicturesAndClips):
         )
         return [*contents, rows]
 
-    def identity(self) -> str:
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self._identity, checksums=self._checksums())
+
+    def _checksums(self) -> Checksums | None:
+        if not isinstance(self.store, LocalTars):
+            return None
+        known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}
+        return Checksums(Path(), known, self.shown)
+
+    def _identity(self) -> str:
         animated = any(name.startswith(ANIMATED) for shard in self.shards for name in shard.index.header.suffixes)
         kinds = [f"{self.pictures} pictures beside animations"] if animated else []
         names = "\0".join(self.class_names)
         return hash_parts("shards", *self._contents(), names, str(self.used is not None), *kinds)
 
-    def verification(self, share: int, shares: int) -> Verification | None:
-        known = {shard.path: shard.index.header.sha256 for shard in self.shards if shard.index.header.sha256}
-        mine = dict(sorted(known.items())[share::shares])
-        return Verification(Path(), mine, self.shown) if isinstance(self.store, LocalTars) else None
+    def describe(self) -> Description:
+        return Description(
+            text=self._text(),
+            conditioning=self.conditioning,
+            class_names=self.class_names,
+            sample_shape=self.sample_shape,
+            clips=self.clip_reading,
+            random_flip=self.random_flip,
+            random_window=self.random_window,
+            seed=self.seed,
+            max_bad=self.max_bad,
+            counted_captions=((len(self), self.counted_captions),),
+            largest_label=self._find_largest_label,
+        )
 
-    def describe(self) -> str:
+    def _text(self) -> str:
         clips = self.clips if self.use_video else 0
         parts = [f"{count:,} {name}" for count, name in ((clips, "clips"), (self.pictures, "pictures")) if count]
         notes = [f"; {self.clips:,} clips left out: no --use_video"] if self.clips and not self.use_video else []
@@ -351,13 +376,15 @@ class ShardDataset(PicturesAndClips):
         if left_out := sum(header.left_out for header in headers):
             example = next(header.examples[0] for header in headers if header.examples)
             notes.append(f"; {left_out:,} samples left out ({printable(example)})")
-        words = f"of {self.num_classes:,} class{'es' if self.num_classes > 1 else ''}"
+        count = len(self.class_names)
+        words = f"of {count:,} class{'es' if count > 1 else ''}"
         words = "with captions" if self.conditioning == "text" else words
         shape = "x".join(map(str, self.sample_shape))
         window = self.window_note() if clips else ""
         tars = f"{len(self.shards):,} tar{'s' if len(self.shards) > 1 else ''}"
         what = f"{tars} of {' and '.join(parts)} {words}, {shape}{window}"
-        return f"{self.shown.removeprefix('--data_path ')}: {what}, {flip_note(self)}{''.join(notes)}{self.note}"
+        name, mirrored = self.shown.removeprefix("--data_path "), flip_note(self.random_flip)
+        return f"{name}: {what}, {mirrored}{''.join(notes)}{self.note}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_recent": OrderedDict()}

@@ -23,9 +23,8 @@ from opendit.common.rules import listed, one_of, record, string, truth, whole
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError
-from opendit.data.files import printable
+from opendit.data.files import printable, retried_disk
 from opendit.data.folders import CLIPS
-from opendit.data.retry import retried_disk
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
 SUFFIX = ".index"  # after the tar's full name

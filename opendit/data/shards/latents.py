@@ -32,6 +32,7 @@ import tarfile
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,18 @@ from opendit.common.json_file import open_regular, parse_json, parse_text
 from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import hash_parts
-from opendit.data.base import BadSample, Embedding
-from opendit.data.latents_check import REPAIR
-from opendit.data.latents_index import INDEX, TARS_VERSION, CachedLatents, ShardForm, check_indexes
-from opendit.data.latents_schema import LATENTS_SIZES, SHARD
+from opendit.data.base import PLAIN, BadSample, Description, Embedding, Fingerprint, Item, Shapes, Size, View
+from opendit.data.contents import Checksums
+from opendit.data.latents_index import (
+    INDEX,
+    LATENTS_SIZES,
+    REPAIR,
+    SHARD,
+    TARS_VERSION,
+    CachedLatents,
+    ShardForm,
+    check_indexes,
+)
 from opendit.data.medium import Medium
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
@@ -57,7 +66,6 @@ from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
 from opendit.data.shards.store import LocalTars
 from opendit.data.size_cache import kept_array
 from opendit.data.text_cache import padded
-from opendit.data.verification import Verification
 
 ABOUT = "__opendit__/shard.json"  # double underscores: not a sample for readers of WebDataset's tars
 SUFFIX = "safetensors"
@@ -297,15 +305,10 @@ class TarLatents(CachedLatents, ShardDataset):
         self._take(index, name, random_flip, use_video, num_frames, frame_interval, fps)
         self.random_window, self.use_video = False, use_video
         self.empty_caption = empty_caption
-        text = index.get("text")
-        self.text_encoder, self.max_tokens = (text["encoder"], text["max_tokens"]) if text else (None, 0)
         self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
-        self._loaded: tuple[Any, ...] = (None, None)
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
-        """Return a sample's tensors. Raises BadSample if they differ from the index."""
-        if self._loaded[0] == row:  # asked for by the latents and by the caption's embedding
-            return self._loaded[1]
+        """Read a sample's tensors. Raises BadSample for others than the index says."""
         try:
             tensors = self._read_tensors(row)
             shape = list(tensors["moments"].shape)
@@ -320,7 +323,6 @@ class TarLatents(CachedLatents, ShardDataset):
             raise
         except Exception as error:  # of a stranger's bytes
             raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
-        self._loaded = row, tensors
         return tensors
 
     def _read_tensors(self, row: int) -> dict[str, Tensor]:
@@ -331,28 +333,27 @@ class TarLatents(CachedLatents, ShardDataset):
         suffix = self._index(number).header.suffixes[record.suffix]
         return {"moments": read_moments(content, suffix, foreign, self.sample_shape)}
 
-    def load_at(self, row: int, flip: bool, start: float | None) -> Tensor:
-        return self._tensors(row)["moments"][int(flip)].float()
+    def read(self, row: int, view: View = PLAIN) -> Item:
+        tensors, embedding = self._tensors(row), None
+        if self.text_encoder is not None:
+            embedding = padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
+        return self._labelled(row, Item(tensors["moments"][int(view.flip)].float(), embedding=embedding))
 
-    def load_sized(self, row: int, flip: bool, start: float | None, shape: tuple[int, int, int]) -> Tensor:
-        return self.load_at(row, flip, start)  # latents have one shape
+    def preview(self, row: int) -> tuple[Medium, np.ndarray]:
+        return self._shown(self.read(row).x)
 
-    def look_at(self, row: int) -> tuple[Medium, np.ndarray]:
-        return self._looked(self.load(row, False))
+    def shapes(self) -> Shapes:
+        return Shapes(keys=self._shape_keys(), latents=self._sizes, frame_rates=self._recorded_rates)
 
-    def embedding(self, row: int) -> Embedding | None:
-        if self.text_encoder is None:
-            return None
-        tensors = self._tensors(row)
-        return padded(tensors["tokens"], tensors["pooled"], self.max_tokens)
-
-    def shape_keys(self) -> np.ndarray | None:
-        if self._kinds is None and len(set(self._keys)) > 1:
+    def _shape_keys(self) -> np.ndarray | int:
+        if len(set(self._keys)) < 2:
+            return self._keys[0]
+        if self._kinds is None:
             make = partial(np.repeat, np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
-            self._kinds = kept_array(len(self), lambda: hash_parts("keys of latents", self.identity()), make)
+            self._kinds = kept_array(len(self), lambda: hash_parts("keys of latents", self._identity()), make)
         return self._kinds
 
-    def latent_sizes(self) -> list[tuple[int, tuple[int, int, int]]]:
+    def _sizes(self) -> list[tuple[int, Size]]:
         """Return, for each tar, (the end of its rows, (frames, height, width) of their latents)."""
         lengths = {key: self._frames(key) for key in set(self._keys)}
         height, width = self.sample_shape[-2:]
@@ -368,22 +369,19 @@ class TarLatents(CachedLatents, ShardDataset):
                 return self._tensors(row)["moments"].shape[2]
         return frames
 
-    def shape_key(self, row: int) -> int:
-        return self._keys[self.find_record(row)[0]]
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(self._identity, self._contents, self._checksums())
 
-    def verification(self, share: int, shares: int) -> Verification | None:
-        if not isinstance(self.store, LocalTars):
-            return None
-        folder = Path(self.shards[0].path).parent
-        mine = dict(sorted(self.checksums.items())[share::shares])
-        return Verification(folder, mine, self.shown)
-
-    def contents(self) -> str | None:
+    def _contents(self) -> str:
         return hash_parts(*(f"{file} {sha256}" for file, sha256 in sorted(self.checksums.items())))
 
-    def describe(self) -> str:
-        clips = sum(len(tar) for tar, key in zip(self.shards, self._keys, strict=True) if key == max(self._keys))
-        return self._described(self.shown.removeprefix("--data_path "), clips)
+    def _checksums(self) -> Checksums | None:
+        if not isinstance(self.store, LocalTars):
+            return None
+        return Checksums(Path(self.shards[0].path).parent, self.checksums, self.shown)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_loaded": (None, None)}
+    def describe(self) -> Description:
+        clips = sum(len(tar) for tar, key in zip(self.shards, self._keys, strict=True) if key == max(self._keys))
+        about = self._description(self.shown.removeprefix("--data_path "), clips, self.empty_caption)
+        counted = ((len(self), self.counted_captions),)
+        return replace(about, counted_captions=counted, largest_label=self._find_largest_label)

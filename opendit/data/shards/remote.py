@@ -28,8 +28,7 @@ from opendit.common.json_file import MIB
 from opendit.common.safe_files import make_folder, remove, replacing, touch, write_whole
 from opendit.common.stages import Background
 from opendit.common.utils import DataError, read_size
-from opendit.data.files import printable
-from opendit.data.retry import retried
+from opendit.data.files import printable, retried
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 TIME_LIMIT = 30.0  # seconds of one attempt, plus those that its bytes take at the slowest rate

@@ -21,8 +21,8 @@ import numpy as np
 
 from opendit.common.json_file import open_regular
 from opendit.common.utils import sha256_of
-from opendit.data.animation_header import SUFFIXES as ANIMATIONS
-from opendit.data.animation_header import is_animated
+from opendit.data.animations import SUFFIXES as ANIMATIONS
+from opendit.data.animations import is_animated
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
 from opendit.data.picture_file import picture_suffixes

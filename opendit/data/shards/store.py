@@ -9,8 +9,7 @@ from typing import Any
 
 from opendit.common.json_file import open_regular
 from opendit.common.utils import DataError
-from opendit.data.files import printable
-from opendit.data.retry import DOWN, retried_disk
+from opendit.data.files import DOWN, printable, retried_disk
 
 MOST_OPEN = 256  # tars at once, and indexes: a process may have 1,024 files on most systems
 

@@ -27,8 +27,7 @@ from opendit.data.files import printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.latents import read_shard_header
-from opendit.data.latents_check import REPAIR
-from opendit.data.latents_index import INDEX, TARS_VERSION, ShardForm
+from opendit.data.latents_index import INDEX, REPAIR, TARS_VERSION, ShardForm
 from opendit.data.latents_index import write_index as write_latents_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.processes import in_processes

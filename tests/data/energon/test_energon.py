@@ -20,11 +20,11 @@ import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.energon.metadataset import Subset
 from opendit.data.energon.prepared import expand_all
+from opendit.data.energon.source import kept_rows
 from opendit.data.shards import remote
 from opendit.data.shards.index import KeptRows
 from opendit.data.shards.program import make_indexes
-from opendit.data.sources.base import NoSplit
-from opendit.data.sources.energon import kept_rows
+from opendit.data.sources import NoSplit
 from opendit.training.specification import example_captions
 from tests.data.shards.tars import captioned, write_tar
 from tests.encoders.test_vae import small_vae
@@ -43,9 +43,9 @@ def seen(data) -> list:
     """[key, SHA-256 of the pixels, caption or class] of every sample."""
     out = []
     for row in range(len(data)):
-        x = ((data.load(row, False) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
+        x = ((data.read(row).x + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).contiguous()
         key = data.source(row).rpartition(": ")[2].partition(".")[0]
-        text = data.caption(row) if data.conditioning == "text" else data.label(row)
+        text = data.caption(row) if data.describe().conditioning == "text" else data.label(row)
         out.append([key, hashlib.sha256(x.numpy().tobytes()).hexdigest(), text])
     return out
 
@@ -58,10 +58,10 @@ def test_samples_are_those_that_energon_reads(name, split):
     assert [seen(part) for part in parts] == [part["samples"] for part in expected]
     if len(expected) > 1:
         shares = [part["share"] for part in expected]
-        weights = data.source_rows().stages[0][1]
+        weights = data.describe().sources.stages[0][1]
         if name == "epochs.yaml":
             shares = [share * len(part) for share, part in zip(shares, parts, strict=True)]
-            assert data.source_rows().epoch == sum(shares) == 15
+            assert data.describe().sources.epoch == sum(shares) == 15
         assert [float(weight) for weight in weights] == pytest.approx(shares, rel=1e-12)
         assert len(set(data.names)) == len(parts)
 
@@ -88,7 +88,7 @@ def test_indexes_are_made_once_and_those_beside_the_tars_are_taken(folder, tmp_p
     shutil.rmtree(tmp_path / "cache")
     second = opened(folder / "captions")
     assert not (tmp_path / "cache" / "energon").exists()  # not needed
-    assert seen_first == seen(second) and second.verification(0, 1).files  # these have checksums
+    assert seen_first == seen(second) and second.fingerprint().checksums.files  # these have checksums
     (folder / "classes" / "class_names.json").write_text('["a", "b", "c", "d"]')
     data = opened(folder / "classes")
     assert data.class_names == ["a", "b", "c", "d"] and data.random_flip
@@ -101,7 +101,7 @@ def test_captions_and_pictures_reach_a_batch(folder):
     item = opened(folder / "two.yaml")[SampleKey(3, 0, 0)]
     assert item.x.shape == (3, 8, 8) and item.text == "nested 7" and not item.skipped
     assert "4 sources by weight (captions 0.375, captions (val) 0.125, crude 0.1667, captions #2 0.3333)" in (
-        opened(folder / "two.yaml").describe()
+        opened(folder / "two.yaml").describe().text
     )
 
 
@@ -142,8 +142,11 @@ def test_a_function_of_the_user_s_reads_the_samples(folder, cookers):
     expected = EXPECTED["crude"]["train"][0]["samples"]
     data = opened(folder / "crude", energon_cooker=f"{cookers}:upper")
     assert seen(data) == [[key, pixels, text.upper()] for key, pixels, text in expected]
-    assert data.look_at(0)[1].shape == (1, 8, 8, 3)
-    assert f"read by {cookers}:upper" in data.describe() and data.identity() != opened(folder / "crude").identity()
+    assert data.preview(0)[1].shape == (1, 8, 8, 3)
+    assert (
+        f"read by {cookers}:upper" in data.describe().text
+        and data.fingerprint().identity != opened(folder / "crude").fingerprint().identity
+    )
     again = pickle.loads(pickle.dumps(data))
     assert again[SampleKey(1, 0, 0)].text == "CRUDE 1"
     with build_loader(
@@ -162,7 +165,7 @@ def test_a_cooker_of_classes_needs_their_names(folder, cookers):
     (folder / "crude" / "class_names.json").write_text('["x", "y"]')
     data = opened(folder / "crude", energon_cooker=f"{cookers}:parts")
     assert data[SampleKey(2, 0, 0)].y == 1 and data.class_names == ["x", "y"]
-    assert data.look_at(0)[1].shape == (1, 8, 8, 3)
+    assert data.preview(0)[1].shape == (1, 8, 8, 3)
     assert [pixels for _, pixels, _ in seen(data)] == [
         pixels for _, pixels, _ in EXPECTED["crude"]["train"][0]["samples"]
     ]
@@ -338,7 +341,7 @@ def test_a_subset_around_numbers_is_refused(folder):
 
 def test_other_yaml_files_are_this_project_s_blends(folder):
     (folder / "blend.yaml").write_text("sources: [{path: captions, weight: 1}, {path: crude, weight: 3}]\n")
-    assert opened(folder / "blend.yaml").blend == "captions 0.25, crude 0.75"
+    assert opened(folder / "blend.yaml").describe().blend == "captions 0.25, crude 0.75"
 
 
 PATTERNS = st.recursive(

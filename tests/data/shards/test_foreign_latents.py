@@ -12,6 +12,7 @@ from safetensors.torch import save
 
 import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data.base import View
 from opendit.data.latents_index import INDEX
 from opendit.data.order.buckets import TokenSize
 from opendit.data.shaped import shape_latents
@@ -76,7 +77,7 @@ def test_samples_are_the_arrays_that_were_put_there(kind, form, vae, tmp_path):
     folder = write(tmp_path / "tars", samples, kind)
     index_latents(str(folder), form, vae=vae, image_size=16)
     data, codec = build_dataset(str(folder), 16, seed=0), load_codec(vae, channels=3, device="cpu")
-    assert data.kind == "latents" and (data.scaling_factor, data.shift_factor) == (0.3, 0.25)
+    assert data.describe().kind == "latents" and (data.scaling_factor, data.shift_factor) == (0.3, 0.25)
     assert (codec.scaling_factor, codec.shift_factor) == (0.3, 0.25) and data.vae == vae and not data.random_flip
     for row, sample in enumerate(samples):
         stored = sample["moments"].astype(np.float64)
@@ -85,7 +86,7 @@ def test_samples_are_the_arrays_that_were_put_there(kind, form, vae, tmp_path):
         item = pickle.loads(pickle.dumps(data))[SampleKey(row, 3, row)]
         assert item.x.dtype == torch.float32 and item.y == row % 3
         np.testing.assert_allclose(item.x.numpy(), expected, rtol=1e-6)
-    assert f"cached latents (4x4x4, --vae {vae}) of 6 pictures of 3 classes" in data.describe()
+    assert f"cached latents (4x4x4, --vae {vae}) of 6 pictures of 3 classes" in data.describe().text
     schedule = build_schedule(data, 3, 1, 0)
     with build_loader(data, schedule, dp_rank=0, dp_size=1, batch_size=3, end_step=2, num_workers=1) as batches:
         assert sorted(int(y) for batch in batches for y in batch.y) == [0, 0, 1, 1, 2, 2]
@@ -100,10 +101,10 @@ def test_mirror_images_captions_and_a_batch_s_dimension(vae, tmp_path):
     folder = write(tmp_path / "tars", samples, words=lambda i: (f"caption {i}".encode(), "txt"))
     index_latents(str(folder), "mean_std", vae=vae, image_size=16)
     data = build_dataset(str(folder), 16, seed=0)
-    assert data.random_flip and data.conditioning == "text" and data.caption(2) == "caption 2"
+    assert data.random_flip and data.describe().conditioning == "text" and data.caption(2) == "caption 2"
     for row, sample in enumerate(samples):
-        assert np.array_equal(data.load(row, False), sample["moments"])
-        assert np.array_equal(data.load(row, True), sample["moments_flip"][0])
+        assert np.array_equal(data.read(row).x, sample["moments"])
+        assert np.array_equal(data.read(row, View(flip=True)).x, sample["moments_flip"][0])
 
 
 def test_clips(tmp_path):
@@ -116,10 +117,10 @@ def test_clips(tmp_path):
     index_latents(str(tars), "mean_logvar", vae=str(folder), image_size=16, **how)
     data = build_dataset(str(tars), 16, seed=0, **how)
     assert list(data.scaling_factor) == pytest.approx(list(codec.scaling_factor))
-    assert list(data.shift_factor) == pytest.approx(list(codec.shift_factor)) and data.load(0, False).shape[1] == 2
-    assert data.latent_sizes()[-1] == (5, tuple(sides))
+    assert list(data.shift_factor) == pytest.approx(list(codec.shift_factor)) and data.read(0).x.shape[1] == 2
+    assert data.shapes().latents()[-1] == (5, tuple(sides))
     shaped = shape_latents(data, TokenSize(1, 1, (1, 1)), 2**20, "--pack_tokens")
-    assert torch.equal(shaped[SampleKey(3, 0, 3)].x, data.load(3, False))
+    assert torch.equal(shaped[SampleKey(3, 0, 3)].x, data.read(3).x)
     with pytest.raises(ValueError, match="holds latents of clips; add --use_video"):
         build_dataset(str(tars), 16, seed=0)
     with pytest.raises(ValueError, match="--num_frames 6"):

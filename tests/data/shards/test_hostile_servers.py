@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 
 from opendit.config.checks import check_data
-from opendit.data import DataError, SampleKey, build_dataset, retry
+from opendit.data import DataError, SampleKey, build_dataset
+from opendit.data import files as media_files
 from opendit.data.shards import remote
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, write_tar
@@ -68,7 +69,7 @@ def server(tmp_path, monkeypatch):
     make_indexes(str(tar), num_workers=1)
     found = Server({f"/{name}": (tmp_path / name).read_bytes() for name in ("t.tar", "t.tar.index")})
     monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,))
     monkeypatch.setattr(remote, "TIME_LIMIT", 0.4)
     yield found
     found.socket.close()

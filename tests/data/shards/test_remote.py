@@ -15,7 +15,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, retry
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import files as media_files
 from opendit.data.base import to_pixels
 from opendit.data.held_out import hold_out
 from opendit.data.loader import read_batches
@@ -76,7 +77,7 @@ def server(tmp_path, monkeypatch):
     found.faults, found.ranges = [], 0
     threading.Thread(target=found.serve_forever, daemon=True).start()
     monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,) * 4)
     found.address = f"http://127.0.0.1:{found.server_port}"
     yield found
     found.shutdown()
@@ -91,7 +92,7 @@ def test_samples_are_the_local_ones_and_come_once(server, tmp_path):
     local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
     for name in ("/t-{00..01}.tar", "/"):
         data = opened(server, name)
-        assert len(data) == len(local) == 12 and data.identity() == local.identity()
+        assert len(data) == len(local) == 12 and data.fingerprint().identity == local.fingerprint().identity
         for row in range(12):
             one, other = data[SampleKey(row, 0, row)], local[SampleKey(row, 0, row)]
             assert torch.equal(one.x, other.x) and one.text == other.text
@@ -109,7 +110,7 @@ def test_faults_that_pass_are_waited_for_and_others_named(server, monkeypatch, f
     server.faults = [fault] * 2
     assert data[SampleKey(0, 0, 0)].text == "a 0" and not server.faults
     server.faults = [fault] * 50
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,))
     with pytest.raises(DataError, match=rf"^{server.address}/t-00.tar can't be read, 2 attempts: "):
         data[SampleKey(1, 0, 0)]
 
@@ -131,7 +132,7 @@ def test_a_batch_is_fetched_at_once_and_is_the_same(server, tmp_path, workers):
 
 def test_what_is_fetched_ahead_fails_as_what_is_not(server, tmp_path, monkeypatch):
     data = opened(server)
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,))
     keys = [SampleKey(row, 0, row) for row in (0, 7, 8)]
     (tmp_path / "tars" / "t-01.tar").rename(tmp_path / "gone")
     samples = data.items(keys)

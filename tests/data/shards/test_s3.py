@@ -10,7 +10,8 @@ import torch
 from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, retry
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data import files as media_files
 from opendit.data.shards import remote
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, write_tar
@@ -70,7 +71,7 @@ def store(program, tmp_path, monkeypatch):
     for path in (tmp_path / "tars").iterdir():
         boto3.client("s3").put_object(Bucket=BUCKET, Key=f"set/{path.name}", Body=path.read_bytes())
     monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr(retry, "PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,) * 4)
     program.faults, program.ranges = [], 0
     return program
 
@@ -83,7 +84,7 @@ def test_samples_are_the_local_ones_and_come_once(store, tmp_path):
     local = build_dataset(str(tmp_path / "tars"), 8, seed=1)
     for name in ("set/t-{00..01}.tar", "set/"):
         data = opened(name)
-        assert len(data) == len(local) == 12 and data.identity() == local.identity()
+        assert len(data) == len(local) == 12 and data.fingerprint().identity == local.fingerprint().identity
         for row in range(12):
             one, other = data[SampleKey(row, 0, row)], local[SampleKey(row, 0, row)]
             assert torch.equal(one.x, other.x) and one.text == other.text
@@ -102,7 +103,7 @@ def test_faults_that_pass_are_waited_for_and_others_named(store, monkeypatch, fa
     store.faults = [fault] * 2
     assert data[SampleKey(0, 0, 0)].text == "a 0" and not store.faults
     store.faults = [fault] * 500
-    monkeypatch.setattr(retry, "PAUSES", (0.01,))
+    monkeypatch.setattr(media_files, "PAUSES", (0.01,))
     with pytest.raises(DataError, match=rf"^s3://{BUCKET}/set/t-00.tar can't be read, 2 attempts: "):
         data[SampleKey(1, 0, 0)]
     store.faults = []

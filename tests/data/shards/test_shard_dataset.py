@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, size_cache
+from opendit.data.base import View
 from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
@@ -52,12 +53,15 @@ def test_samples_are_those_of_the_files(mixed, use_video, split):
     for row in range(len(files)):
         one, other = (data[SampleKey(row, 5, row)] for data in (shards, files))
         assert torch.equal(one.x, other.x) and (one.text, one.y) == (other.text, other.y)
-        assert shards.shape_key(row) == files.shape_key(row) and shards.next_row(row) == files.next_row(row)
-    keys = [None if data.shape_keys() is None else data.shape_keys().tolist() for data in (shards, files)]
+        assert shards.shapes().key(row) == files.shapes().key(row) and shards.next_row(row) == files.next_row(row)
+    keys = [None if data.shapes().array is None else data.shapes().array.tolist() for data in (shards, files)]
     assert keys == ([[0, 1, 0, 0, 1, 0]] * 2 if use_video else [None, keys[1]])
-    assert ("clips" in shards.describe()) and "with captions" in shards.describe()
+    assert ("clips" in shards.describe().text) and "with captions" in shards.describe().text
     again = pickle.loads(pickle.dumps(shards))
-    assert torch.equal(again.load(1, True), shards.load(1, True)) and again.identity() == shards.identity()
+    assert (
+        torch.equal(again.read(1, View(flip=True)).x, shards.read(1, View(flip=True)).x)
+        and again.fingerprint().identity == shards.fingerprint().identity
+    )
 
 
 def test_a_loader_with_workers_reads_the_same(mixed):
@@ -83,7 +87,7 @@ def test_damage_is_named_by_tar_and_key(tmp_path):
         file.write(b"\0damage\0")
     item = data[SampleKey(2, 0, 0)]
     assert item.text == "a 3" and item.skipped == (f"{path}: 0002.png: damaged: its checksum is not the index's",)
-    check = data.verification(0, 1)
+    check = data.fingerprint().checksums.verification(0, 1)
     check.check()
     check.wait()
     with pytest.raises(DataError, match="x.tar is damaged: its checksum is not the index's"):
@@ -145,7 +149,7 @@ def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
         file.truncate(4 << 40)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = build_dataset(str(tmp_path), 8, seed=0)
-    assert len(data) == rows and data.label(rows - 1) == 0 and data.shape_key(12345) == 0
+    assert len(data) == rows and data.label(rows - 1) == 0 and data.shapes().key(12345) == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
 
 
@@ -182,10 +186,13 @@ def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, k
             number, place, _ = data.find_record(row)
             assert data.starts[number] + place == pictures[row] and data.next_row(row) == (row + 1) % len(data)
         both = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
-        assert isinstance(both.shape_keys(), np.memmap) == (large == 1) and both.shape_keys().tolist() == kinds.tolist()
+        assert (
+            isinstance(both.shapes().array, np.memmap) == (large == 1)
+            and both.shapes().array.tolist() == kinds.tolist()
+        )
     index_alone(tmp_path / "tars", "e", [True, False, True, False, False, False, False])  # the same tar, otherwise
     again = build_dataset(str(tmp_path / "tars"), 8, seed=0, use_video=True)
-    assert again.shape_keys()[-7:].tolist() == [1, 0, 1, 0, 0, 0, 0]
+    assert again.shapes().array[-7:].tolist() == [1, 0, 1, 0, 0, 0, 0]
 
 
 def test_the_next_row_of_a_shape_is_found_without_a_look_at_those_between(tmp_path, kinds, monkeypatch):
@@ -209,7 +216,7 @@ def test_tars_of_one_kind_are_known_by_their_headers(tmp_path, monkeypatch):
     data = build_dataset(str(tmp_path), 8, seed=0)
     assert [data.find_record(row)[0] for row in range(10)] == [0] * 5 + [3] * 5
     both = build_dataset(str(tmp_path), 8, seed=0, use_video=True)
-    assert both.shape_keys().tolist() == [0] * 5 + [1] * 10 + [0] * 5
+    assert both.shapes().array.tolist() == [0] * 5 + [1] * 10 + [0] * 5
 
 
 def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_path, monkeypatch):
@@ -228,7 +235,7 @@ def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_
 
         with monkeypatch.context() as patched:
             patched.setattr(store.LocalTars, "read", together)
-            sizes.append(data.media_sizes().tolist())
+            sizes.append(data.shapes().media().tolist())
         gc.collect()
         assert not [path for path in map(os.path.realpath, glob.glob("/proc/self/fd/*")) if str(mixed) in path]
     assert sizes[0] == sizes[1] == [[1, 17, 20], [9, 32, 40], [1, 17, 20]] * 2 and [

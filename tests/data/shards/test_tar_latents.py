@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
+from opendit.data.base import View
 from opendit.data.make_latents import make_latents
 from opendit.data.order.buckets import TokenSize
 from opendit.data.shaped import shape_latents
@@ -73,13 +74,24 @@ def pictures(media, codec, tmp_path_factory):
 
 
 def same(one, other):
-    assert len(one) == len(other) and one.sample_shape == other.sample_shape and one.random_flip == other.random_flip
-    for name in ("kind", "conditioning", "class_names", "vae", "scaling_factor", "shift_factor", "text_encoder"):
-        assert getattr(one, name) == getattr(other, name)
+    assert len(one) == len(other)
+    one_about, other_about = one.describe(), other.describe()
+    for name in (
+        "kind conditioning class_names sample_shape random_flip vae scaling_factor shift_factor text_encoder max_tokens"
+    ).split():
+        assert getattr(one_about, name) == getattr(other_about, name)
     for row in range(len(one)):
         a, b = one[SampleKey(row, 7, row)], other[SampleKey(row, 7, row)]
-        assert torch.equal(a.x, b.x) and (a.y, a.text) == (b.y, b.text) and one.shape_key(row) == other.shape_key(row)
-        assert torch.equal(one.load(row, True), other.load(row, True)) if one.index["flips"] else True
+        assert (
+            torch.equal(a.x, b.x)
+            and (a.y, a.text) == (b.y, b.text)
+            and one.shapes().key(row) == other.shapes().key(row)
+        )
+        assert (
+            torch.equal(one.read(row, View(flip=True)).x, other.read(row, View(flip=True)).x)
+            if one.index["flips"]
+            else True
+        )
         if a.embedding is not None:
             assert all(map(torch.equal, a.embedding, b.embedding))
 
@@ -89,14 +101,14 @@ def test_pictures_are_those_of_safetensors_files(pictures):
     same(tars, files)
     assert len(list((pictures / "tars").glob("*.tar"))) > 2 and tars.index["skipped"] == files.index["skipped"]
     same(pickle.loads(pickle.dumps(tars)), files)
-    assert "cached latents (4x4x4, --vae ema) of 12 pictures of 2 classes, 16x16" in tars.describe()
-    assert tars.verification(0, 1).files.keys() == {tar["file"] for tar in tars.index["shards"]}
-    flipped = [torch.equal(tars[SampleKey(0, step, 0)].x, tars.load(0, True)) for step in range(20)]
+    assert "cached latents (4x4x4, --vae ema) of 12 pictures of 2 classes, 16x16" in tars.describe().text
+    assert tars.fingerprint().checksums.verification(0, 1).files.keys() == {tar["file"] for tar in tars.index["shards"]}
+    flipped = [torch.equal(tars[SampleKey(0, step, 0)].x, tars.read(0, View(flip=True)).x) for step in range(20)]
     assert 0 < sum(flipped) < 20  # mirrored anew at each use
     schedule = build_schedule(tars, 4, 1, 0)
     with build_loader(tars, schedule, dp_rank=0, dp_size=1, batch_size=4, end_step=3, num_workers=2) as batches:
         assert sorted(int(y) for batch in batches for y in batch.y) == [0] * 6 + [1] * 6
-    assert tars.look_at(0)[0].width == 16
+    assert tars.preview(0)[0].width == 16
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +124,16 @@ def mixed(media, codec, tmp_path_factory):
 def test_clips_captions_and_embeddings_are_those_of_safetensors_files(mixed):
     tars, files = (build_dataset(str(mixed / name), 16, seed=0, **VIDEO) for name in ("tars", "files"))
     same(tars, files)
-    assert sorted(tars.shape_keys()) == sorted(files.shape_keys()) and tars.max_tokens == 12
-    sizes = [sorted(size for _, size in data.latent_sizes()) for data in (tars, files)]
+    assert sorted(tars.shapes().array) == sorted(files.shapes().array) and tars.max_tokens == 12
+    sizes = [sorted(size for _, size in data.shapes().latents()) for data in (tars, files)]
     assert set(sizes[0]) == set(sizes[1]) and sizes[0][0][0] == 1 < sizes[0][-1][0]  # pictures among clips: one frame
     assert (
-        all(map(torch.equal, tars.empty_caption, files.empty_caption)) and "3 clips and 4 pictures" in tars.describe()
+        all(map(torch.equal, tars.empty_caption, files.empty_caption))
+        and "3 clips and 4 pictures" in tars.describe().text
     )
-    assert all(tars.shape_key(tars.next_row(row)) == tars.shape_key(row) for row in range(7))
+    assert all(tars.shapes().key(tars.next_row(row)) == tars.shapes().key(row) for row in range(7))
     assert [shard["count"] for shard in tars.index["shards"]] == [2, 2, 2, 1]  # not one each, nor all in one
-    assert tars.look_at(0)[0] == files.look_at(0)[0]
+    assert tars.preview(0)[0] == files.preview(0)[0]
 
 
 @pytest.mark.parametrize("tokens", ["bucket_tokens", "pack_tokens"])
@@ -161,7 +174,7 @@ def test_pictures_alone_that_were_encoded_as_clips_have_one_frame(media, codec, 
     data = build_dataset(str(media / "pictures.csv"), 16, seed=0, **VIDEO)
     make(data, FrameCodec(codec), tmp_path, tar_bytes=6500, flips=False)
     tars = build_dataset(str(tmp_path), 16, seed=0, **VIDEO)
-    assert tars.load(0, False).shape == (8, 1, 4, 4) and {size for _, size in tars.latent_sizes()} == {(1, 4, 4)}
+    assert tars.read(0).x.shape == (8, 1, 4, 4) and {size for _, size in tars.shapes().latents()} == {(1, 4, 4)}
 
 
 def test_files_are_packed_without_encoding(pictures, media, codec, tmp_path, monkeypatch):
@@ -194,7 +207,7 @@ def test_webdataset_reads_them(pictures):
     found = list(webdataset.WebDataset(tars, shardshuffle=False, empty_check=False))
     assert [int(sample["__key__"]) for sample in found] == [*range(6), *range(7, 13)] and ABOUT not in found[0]
     for row, sample in enumerate(found):
-        assert torch.equal(load(sample["safetensors"])["moments"][1].float(), data.load(row, True))
+        assert torch.equal(load(sample["safetensors"])["moments"][1].float(), data.read(row, View(flip=True)).x)
         assert int(sample["cls"]) == data.label(row)
 
 
@@ -207,7 +220,11 @@ def test_several_sizes_lie_side_by_side(media, codec, pictures, tmp_path):
     assert before == {path.name: path.read_bytes() for path in output.glob("latents-16-*")}
     small, other = (build_dataset(str(output), size, seed=0) for size in (16, 32))
     assert len(small) == len(other) == 12 and other.sample_shape == (8, 8, 8) and small.sample_shape == (8, 4, 4)
-    assert small.identity() == build_dataset(str(pictures / "tars"), 16, seed=0).identity() != other.identity()
+    assert (
+        small.fingerprint().identity
+        == build_dataset(str(pictures / "tars"), 16, seed=0).fingerprint().identity
+        != other.fingerprint().identity
+    )
     with pytest.raises(ValueError, match="made at --image_size 16 and 32, but this run has --image_size 64"):
         build_dataset(str(output), 64, seed=0)
     index = (output / "index.json").read_bytes()
@@ -241,7 +258,7 @@ def test_a_damaged_sample_is_replaced_and_its_tar_named(copy):
     item = data[SampleKey(len(data.shards[0]), 0, 0)]
     assert item.skipped == (f"{data.source(len(data.shards[0]))}: damaged: its checksum is not the index's",)
     assert path in item.skipped[0]
-    check = data.verification(0, 1)
+    check = data.fingerprint().checksums.verification(0, 1)
     check.check()
     check.wait()
     with pytest.raises(DataError, match=f"{path} is damaged"):
@@ -287,7 +304,10 @@ def test_latents_of_a_server(media, codec, tmp_path, monkeypatch):
         far = build_dataset(f"http://127.0.0.1:{server.server_port}", 16, seed=0)
         near = build_dataset(str(tmp_path / "latents"), 16, seed=0)
         same(far, near)
-        assert all(map(torch.equal, far.empty_caption, near.empty_caption)) and far.identity() == near.identity()
+        assert (
+            all(map(torch.equal, far.empty_caption, near.empty_caption))
+            and far.fingerprint().identity == near.fingerprint().identity
+        )
         with pytest.raises(ValueError, match="made at --image_size 16, but this run has --image_size 32"):
             build_dataset(f"http://127.0.0.1:{server.server_port}/", 32, seed=0)
     finally:

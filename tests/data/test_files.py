@@ -8,10 +8,11 @@ import os
 import pytest
 import torch
 
-from opendit.data import DataError, build_dataset, build_loader, build_schedule, retry
+from opendit.data import DataError, build_dataset, build_loader, build_schedule
+from opendit.data import files as media_files
 from opendit.data.base import BadSample
+from opendit.data.contents import Verification
 from opendit.data.shards.program import make_indexes
-from opendit.data.verification import Verification
 from opendit.data.video_file import write_mp4
 from tests.data.shards.tars import captioned, picture, write_tar
 
@@ -20,7 +21,7 @@ DOWN = "5 attempts: Input/output error: its disk or network is down"
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch):
-    monkeypatch.setattr(retry, "PAUSES", (0.0,) * 4)
+    monkeypatch.setattr(media_files, "PAUSES", (0.0,) * 4)
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def tars(tmp_path):
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO])
 def test_a_tar_whose_disk_comes_back_is_read(tars, fails, name, number):
     data = build_dataset(str(tars), 8, seed=0)
-    expected = build_dataset(str(tars), 8, seed=0).load(2, False)
+    expected = build_dataset(str(tars), 8, seed=0).read(2).x
     left = fails(os, name, number, 4)  # of the index, for it is read first
-    assert torch.equal(data.load(2, False), expected) and not left[0]
+    assert torch.equal(data.read(2).x, expected) and not left[0]
     left = fails(os, "pread", number, 4)
     assert data.store.read(0, 0, 9) and not left[0]
 
@@ -98,25 +99,25 @@ def table(tmp_path):
 )
 def test_pictures_and_clips_are_read_when_their_disk_comes_back(table, fails, row, module, name, times):
     data = build_dataset(str(table), 8, seed=0, use_video=True, num_frames=2)
-    expected = data.load(row, False)
+    expected = data.read(row).x
     left = fails(module, name, errno.ESTALE, times)
-    assert torch.equal(data.load(row, False), expected) and not left[0]
+    assert torch.equal(data.read(row).x, expected) and not left[0]
     left[0] = 1000
     with pytest.raises(DataError, match=f"{data.source(row)} can't be read, 5 attempts: Stale file handle: its disk"):
-        data.load(row, False)
+        data.read(row)
 
 
 def test_missing_and_damaged_files_are_not_waited_for(table, tmp_path, monkeypatch):
-    monkeypatch.setattr(retry, "PAUSES", (1000.0,))
+    monkeypatch.setattr(media_files, "PAUSES", (1000.0,))
     data = build_dataset(str(table), 8, seed=0, use_video=True, num_frames=2)
     for name, row in (("0.png", 0), ("1.mp4", 1)):
         content = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(content[: len(content) // 2])
         with pytest.raises(BadSample):
-            data.load(row, False)
+            data.read(row)
         (tmp_path / name).unlink()
         with pytest.raises(BadSample, match="No such file"):
-            data.load(row, False)
+            data.read(row)
 
 
 def test_checksums_wait_for_the_disk_too(tmp_path, fails):

@@ -6,8 +6,7 @@ import socket
 import pytest
 from PIL import Image
 
-from opendit.data import build_dataset, resolve
-from opendit.data.sources import latents
+from opendit.data import build_dataset, latents, sources
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ from opendit.data.sources import latents
 )
 def test_each_mistake_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, data_path, says):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resolve, "INDEX", "latents.json")
+    monkeypatch.setattr(sources, "INDEX", "latents.json")
     for name in ("pipe", "pipe.csv"):
         os.mkfifo(name)
     os.symlink("circle", "circle")
@@ -52,7 +51,7 @@ def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
     def deny(path):
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(resolve.os, "scandir", deny)  # tests may run as root, whom nothing is denied
+    monkeypatch.setattr(sources.os, "scandir", deny)  # tests may run as root, whom nothing is denied
     with pytest.raises(ValueError, match=f"--data_path {tmp_path}: can't be read .Permission denied.; allow it .chmod"):
         build_dataset(str(tmp_path), 8, seed=0)
 

@@ -1,6 +1,12 @@
-"""``--data_path``: which data set it names."""
+"""``--data_path``: which data set it names.
+
+A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and a
+row in ``opendit.config.data_sources.SOURCES``. The function returns None for what is not of its kind. It raises
+ValueError, naming the flag and what to do, for what is of its kind and can't be used.
+"""
 
 import os
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -8,6 +14,8 @@ from typing import Any
 
 from opendit.config.data_sources import (
     ADDRESSES,
+    BLENDS,
+    ENERGON,
     FALLBACK,
     SOURCES,
     check_address,
@@ -22,47 +30,103 @@ from opendit.data.files import kind_of, printable
 from opendit.data.folders import CLIPS
 from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.sources.base import Request
+
+
+class NoSplit(ValueError):
+    """A source that holds one set of samples was asked for a split of it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``--data_path`` and the flags beside it.
+
+    path: the file that data_path names, or the folder, which can be listed; None if it is no path. random_flip: mirror
+    half of the samples; None leaves it to the data set. split: "train" or "test", for a source that has both. max_bad:
+    largest share of unreadable files to skip. vae to max_text_tokens: of random latents. video_reader: one of
+    ``video_readers.CHOICES``. energon_cooker: ``module:function`` that reads the samples of a folder that Energon
+    prepared.
+    """
+
+    data_path: str
+    path: Path | None
+    image_size: int
+    seed: int
+    random_flip: bool | None = None
+    split: str = "train"
+    max_bad: float = 0.05
+    num_frames: int = 16
+    frame_interval: int = 1
+    fps: float | None = None
+    use_video: bool = False
+    short_clips: str = "skip"
+    video_reader: str = "auto"
+    vae: str = "ema"
+    num_classes: int | None = None
+    text_encoder: str | None = None
+    max_text_tokens: int | None = None
+    energon_cooker: str | None = None
+
+    @property
+    def located(self) -> Path:
+        """The path, for sources that are recognised by it."""
+        assert self.path is not None, "a source that has a name has no path"
+        return self.path
+
+    @property
+    def shown(self) -> str:
+        """The flag as messages name it."""
+        return f"--data_path {printable(self.data_path)}"
+
+    def of_clips(self) -> dict[str, Any]:
+        """Return the arguments of data sets of clips and pictures; windows of clips are drawn only in training."""
+        names = "seed num_frames frame_interval fps use_video short_clips video_reader random_flip max_bad"
+        return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
+
+    def of_latents(self) -> dict[str, Any]:
+        """Return the arguments of data sets of cached latents."""
+        return {
+            name: getattr(self, name) for name in "seed random_flip use_video num_frames frame_interval fps".split()
+        }
+
+    def check_split(self) -> None:
+        """Raise NoSplit for a split of a source that has none."""
+        if self.split != "train":
+            raise NoSplit(f"{self.shown}: has no split {self.split!r}; give the folder of that split instead")
 
 
 def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDataset:
-    """The data set of ``--data_path``, by the first of opendit/data/sources that knows it.
+    """Open the data set of ``--data_path``: the first of ``SOURCES`` that knows it.
 
     image_size: pixels of a side. options: more fields of ``Request``, among them ``seed``.
     Raises ValueError or FileNotFoundError, naming the flag and what to do.
     """
     if image_size < 1:
         raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
-    if inline := inline_sources(data_path):
+    named = named_sources().get(data_path)
+    if inline_sources(data_path):
         check_inline(data_path)
-        from opendit.data.sources.several import open_inline  # which opens its sources by this function
-
-        return open_inline(inline, Request(data_path, None, image_size, **options))
-    if is_address(data_path):
+        named = BLENDS
+    elif is_address(data_path):
         check_address(data_path)
-    named = ADDRESSES if is_address(data_path) else named_sources().get(data_path)
+        named = ADDRESSES
     path = None if named else _locate(data_path)
     asked = Request(data_path, path, image_size, **options)
-    files = (
-        [named]
-        if named
-        else sorted(set(SOURCES) - set(named_sources().values()), key=lambda name: (name == FALLBACK, name))
-    )
-    for file in files:
-        dataset = import_module(f"opendit.data.sources.{file}").open_source(asked)
+    unnamed = [module for module, source in SOURCES.items() if source.name is None and module != FALLBACK]
+    for module in [named] if named else [*unnamed, FALLBACK]:
+        dataset = import_module(f"opendit.data.{module}").open_source(asked)
         if dataset is not None:
-            if asked.energon_cooker and file not in ("energon", "several"):
+            if asked.energon_cooker and module not in (ENERGON, BLENDS):
                 raise ValueError(
                     f"--energon_cooker {asked.energon_cooker}: {asked.shown} is no folder that Energon prepared; leave "
                     "it out"
                 )
             return dataset
-    assert path is not None, "what is a name of its own has been opened"
+    assert path is not None, "a source that has a name has been opened"
     raise ValueError(f"{asked.shown}: is {_file_advice(path)}")
 
 
 def _locate(data_path: str) -> Path:
-    """The path that ``--data_path`` names, of a file or of a folder that can be listed.
+    """Return the path that ``--data_path`` names, of a file or of a folder that can be listed.
 
     Raises ValueError or FileNotFoundError, naming the flag and what to do."""
     shown = f"--data_path {printable(data_path)}"
@@ -89,7 +153,7 @@ def _locate(data_path: str) -> Path:
 
 
 def _name_advice(name: str) -> str:
-    """Guess what a name that is no path was meant for, for an error message."""
+    """Guess what a name that is no path meant, for an error message."""
     known = name.lower().replace("-", "").replace("_", "")
     if known in ("cifar10", "cifar100", "mnist", "fashionmnist", "stl10", "svhn"):
         return " (a torchvision data set is named by the folder that it was downloaded to)"

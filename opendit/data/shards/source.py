@@ -14,7 +14,7 @@ from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, i
 from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
 from opendit.data.shards.remote import FileCache, Remote, RemoteTars, expand, fetch_indexes
 from opendit.data.shards.store import size_problem
-from opendit.data.sources.base import Request
+from opendit.data.sources import Request
 from opendit.data.text_cache import EMPTY, load_empty_caption
 
 MOST_EMPTY = 256 * MIB  # bytes of the embedding of an empty caption

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.data.all_but import AllBut
+from opendit.data.row_arrays import AllBut
 
 
 @given(st.integers(1, 60), st.sets(st.integers(0, 59)), st.sampled_from([np.int32, np.int64]), st.data())

@@ -23,7 +23,7 @@ from opendit.data.energon.prepared import NoSuchSplit, PreparedSet, is_prepared,
 from opendit.data.files import printable
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, KeptRows, TarIndex
-from opendit.data.sources.base import NoSplit, Request
+from opendit.data.sources import NoSplit, Request
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
 
