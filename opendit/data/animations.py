@@ -20,20 +20,20 @@ from opendit.data.frame_times import Timeline
 from opendit.data.mp4 import MAX_FRAMES
 from opendit.data.picture_file import PictureFile, on_white, open_picture_file, reason, upright, upright_size
 
-# Of files that are pictures or clips by what is in them.
+# Of files that are pictures or clips depending on their contents.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
 HEAD = 64  # bytes of a file by which :func:`may_be_animation` tells
 _MOST_CHUNKS = 1 << 22  # of a file
 
 
 def may_be_animation(head: bytes) -> bool:
-    """Return whether a file that begins with ``head``, ``HEAD`` bytes or all of it, is of a format that has animations,
-    be it a still picture or not."""
+    """Return True if a file that begins with ``head`` (``HEAD`` bytes, or all of it) has a format with animations, even
+    if it is a still picture."""
     return _format(head) is not None
 
 
 def is_animation(path: str | Path) -> bool:
-    """True if a file holds more than one frame of an animation; False if it can't be read."""
+    """Return True if a file holds more than one frame of an animation, False also if it can't be read."""
     try:
         if problem(path) is not None:
             return False
@@ -44,7 +44,7 @@ def is_animation(path: str | Path) -> bool:
 
 
 def is_animated(file: BinaryIO) -> bool:
-    """True if an open file holds more than one frame of an animation; False if it is broken."""
+    """Return True if an open file holds more than one frame of an animation, False also if it is broken."""
     try:
         return count_frames(file, 2) > 1
     except Exception:  # Pillow raises nearly every type there is
@@ -82,7 +82,8 @@ def count_frames(file: BinaryIO, most: int) -> int:
 
 
 def durations_of(file: BinaryIO) -> list[float] | None:
-    """Seconds of each frame by what stands before it; None of a format that tells them with the frames."""
+    """Return the seconds of each frame as the file's tables give them; None for a format that stores them with the
+    frames."""
     at = file.tell()
     try:
         file.seek(0)
@@ -94,7 +95,7 @@ def durations_of(file: BinaryIO) -> list[float] | None:
 
 
 def _gif(file: BinaryIO) -> Iterator[float]:
-    """GIF89a: the delays of its images, in hundredths of a second in the block before each."""
+    """Yield the delays of a GIF89a's images, which stand in hundredths of a second in the block before each."""
     head = file.read(13)
     _pass_over(file, 3 << (head[10] & 7) + 1 if head[10] & 0x80 else 0)
     delay = 0
@@ -110,7 +111,7 @@ def _gif(file: BinaryIO) -> Iterator[float]:
             if len(head) < 9:
                 return
             _pass_over(file, (3 << (head[8] & 7) + 1 if head[8] & 0x80 else 0) + 1)
-            if not file.read(1):  # a picture of which nothing is there
+            if not file.read(1):  # a picture without data
                 return
             file.seek(-1, os.SEEK_CUR)
             yield delay / 100
@@ -127,7 +128,8 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _png(file: BinaryIO) -> Iterator[float]:
-    """APNG: the delays of its fcTL chunks; nothing of a PNG that says before its picture that it is no animation."""
+    """Yield the delays of an APNG's fcTL chunks; none for a PNG whose chunks before the picture announce no
+    animation."""
     file.seek(8)
     left, animated = 0, False
     for _ in range(_MOST_CHUNKS):
@@ -148,7 +150,7 @@ def _png(file: BinaryIO) -> Iterator[float]:
 
 
 def _webp(file: BinaryIO) -> Iterator[float]:
-    """WebP: the milliseconds of its ANMF chunks."""
+    """Yield the durations of a WebP's ANMF chunks, which are in milliseconds."""
     file.seek(12)
     for _ in range(_MOST_CHUNKS):
         head = file.read(8)
@@ -174,10 +176,11 @@ _SHORTEST, _USUAL = 0.011, 0.1  # seconds: browsers show frames of 10 ms and les
 
 
 class AnimationReader:
-    """Reads an animation as the readers of ``opendit.data.video_readers`` read clips: always from its first frame on,
-    for each is composed of those before it.
+    """Reads an animation as the readers of ``opendit.data.video_readers`` read clips, but always from its first frame
+    on, since each frame is composed of those before it.
 
-    most_pixels: of a frame. Raises BadSample, naming the file and the reason, here and in every method.
+    most_pixels: the largest frame that is read. All methods, and the constructor, raise BadSample, naming the file and
+    the reason.
     """
 
     def __init__(self, path: str, most_pixels: int, time_limit: float = TIME_LIMIT):
@@ -207,7 +210,7 @@ class AnimationReader:
 
     @cached_property
     def durations(self) -> np.ndarray:
-        """(frames,) float64: how many seconds each frame is shown. What is 10 ms or shorter counts as 100 ms."""
+        """The seconds that each frame is shown, (frames,) float64. 10 ms and less count as 100 ms."""
         with self._opened() as (file, image):
             found = durations_of(file)
             if found is None:

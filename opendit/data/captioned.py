@@ -34,7 +34,7 @@ class CaptionedDataset(PicturesAndClips):
 
     def __init__(self, csv_path: str | Path, image_size: int, **options: Any):
         super().__init__(image_size, **options)
-        rows = _told_apart(read_csv(csv_path), self.use_video)
+        rows = _with_kinds(read_csv(csv_path), self.use_video)
         used = [(row, is_picture) for row, is_picture in rows if self.use_video or is_picture]
         if not used:
             raise ValueError(f"--data_path {printable(csv_path)}: holds clips only; add --use_video")
@@ -42,8 +42,8 @@ class CaptionedDataset(PicturesAndClips):
         # In arrays, which forked workers share; see PathTable.
         self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
-        told = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
-        self.told = np.array(told, dtype=np.int32)  # sizes by the table's columns height, width and num_frames
+        columns = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
+        self.column_sizes = np.array(columns, dtype=np.int32)  # from the table's columns height, width and num_frames
         check_files(self.csv_path, self.paths, self.max_bad)
 
     def __len__(self) -> int:
@@ -65,10 +65,10 @@ class CaptionedDataset(PicturesAndClips):
         return open_picture(self.paths[row]) if self.keys[row] == PICTURE else open_clip(self.paths[row])
 
     def media_size(self, row: int) -> Size:
-        picture, told = bool(self.keys[row] == PICTURE), tuple(self.told[row].tolist())
+        picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())
         # The table tells how many frames a clip has, but not in how many seconds.
-        usable = min(told) > 0 and (picture or self.fps is None)
-        return told if usable else file_size(self.paths[row], picture, self.frames_of)
+        usable = min(size) > 0 and (picture or self.fps is None)
+        return size if usable else file_size(self.paths[row], picture, self.frames_of)
 
     def rate_at(self, row: int) -> float:
         return clip_rate(self.paths[row])
@@ -115,11 +115,11 @@ class CaptionedDataset(PicturesAndClips):
         return f"{printable(self.csv_path)}: {what}, {flip_note(self.random_flip)}"
 
 
-def _told_apart(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
+def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
     """Return each row, and whether it is a picture. Without ``use_video`` the first frame of an animation is one."""
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
-    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    picture_suffixes()  # else the threads would race to register Pillow's formats
     with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
         return list(zip(rows, pool.map(lambda row: row.is_picture, rows), strict=True))
 

@@ -18,7 +18,7 @@ from opendit.data.files import printable
 from opendit.encoders.text import HUB, MOST_TEXT_TOKENS, fitting_tokens
 from opendit.models.bytes_text import byte_tokens
 
-# What tables, spreadsheets and programs write where there is no value (pandas' list, JavaScript's and Python's words).
+# Words that tables, spreadsheets and programs write for a missing value (pandas' list, JavaScript's, Python's).
 MISSING = frozenset(
     "nan -nan none null nil n/a #n/a na #na <na> <nan> <null> <none> nat undefined #value! #ref! #name? "
     "1.#qnan -1.#qnan 1.#ind -1.#ind".split()
@@ -46,10 +46,10 @@ def stands_for_nothing(caption: str) -> bool:
 class CaptionCount:
     """Statistics of some of a data set's captions.
 
-    rows: of the data set. name: what lines begin with. counted: captions that were looked at. tokens, words: how many
-    of them have each number of tokens and of words. empty: those that say nothing. missing: words that stand for a
-    missing value, by how they are written. unreadable: those that can't be read, whose samples the loader replaces.
-    longest_at, empty_at, missing_at: where the longest and the first ones are; unreadable_at says why, too.
+    rows: of the data set. name: the beginning of every line. counted: captions that were looked at. tokens, words: how
+    many captions have each number of tokens and of words. empty: captions that say nothing. missing: words that stand
+    for a missing value, by their spelling. unreadable: captions that can't be read, whose samples the loader replaces.
+    longest_at, empty_at, missing_at: where the longest and the first ones are; unreadable_at also gives the reason.
     """
 
     rows: int
@@ -67,12 +67,13 @@ class CaptionCount:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest caption; 0 if there is none."""
+        """Number of tokens of the longest caption; 0 if there is none."""
         return max(self.tokens, default=0)
 
     @property
     def among(self) -> str:
-        """The captions that were looked at, in words: "of 500", or "of the 10,000 looked at among 1,000,000"."""
+        """The number of captions that were counted, in words: "of 500", or "of the 10,000 looked at among
+        1,000,000"."""
         if self.counted == self.rows:
             return f"of {self.rows:,}"
         return f"of the {self.counted:,} looked at among {self.rows:,}"
@@ -82,7 +83,7 @@ class CaptionCount:
         return _above(self.tokens, limit)
 
     def add(self, captions: dict[int, str], source: Callable[[int], str], measure: Measure) -> None:
-        """Counts the captions of some rows. source: what tells where a row comes from."""
+        """Count the captions of some rows. source: returns where a row comes from."""
         lengths = measure([*captions.values()])
         if lengths and (most := max(lengths)) > self.longest:
             self.longest_at = printable(source([*captions][lengths.index(most)]))
@@ -98,8 +99,8 @@ class CaptionCount:
                 self.missing[caption.strip()] += 1
 
     def without_words(self) -> list[str]:
-        """A line each on captions that say nothing, that stand for a missing value and that can't be read; none where
-        there are none."""
+        """Return a line each about captions that say nothing, that are words for a missing value, and that can't be
+        read; none if there are none."""
         lines = []
         if self.empty:
             lines.append(f"{self.name}: {self.empty:,} {self.among} are empty (the first: {self.empty_at})")
@@ -117,8 +118,8 @@ class CaptionCount:
         return lines
 
     def cut(self, limit: int, encoder: str, advice: str = "") -> list[str]:
-        """A line on captions that are longer than the ``limit`` tokens of ``encoder``; none if none is. advice: what
-        follows."""
+        """Return a line about captions that are longer than the ``limit`` tokens of ``encoder``, which ``advice`` ends;
+        none if all fit."""
         if not (over := self.over(limit)):
             return []
         return [
@@ -127,8 +128,9 @@ class CaptionCount:
         ]
 
     def for_any_encoder(self) -> list[str]:
-        """Lines on lengths where no encoder is chosen yet, of a count by :func:`byte_tokens`: what the bytes encoder of
-        a new run will take, and what CLIP and T5 will cut at least, as every word has a token or more."""
+        """Return lines about lengths while no encoder is chosen yet, from a count by :func:`byte_tokens`: the tokens
+        that the bytes encoder of a new run will take, and the captions that CLIP and T5 will cut at least, since every
+        word has one token or more."""
         if not self.tokens:
             return []
         takes = fitting_tokens(self.longest)
@@ -152,7 +154,8 @@ def _above(counts: Counter[int], limit: int) -> int:
 
 
 def takes_whole(tokens: int) -> str:
-    """The end of a line on captions of which the longest has so many tokens: what takes it whole, if anything does."""
+    """Return the end of a line about captions that are cut, the longest at ``tokens`` tokens: the flag that would keep
+    them whole, if there is one."""
     return f"; --max_text_tokens {tokens} takes them whole" if tokens <= MOST_TEXT_TOKENS else ""
 
 

@@ -1,6 +1,6 @@
-"""Tries every medium of a CSV and keeps the rows that can be trained on: what ``preprocess.py check`` does.
+"""``preprocess.py check``: try every medium of a CSV and keep the rows that can be trained on.
 
-Decoders crash and hang on broken files. Each runs in a process of its own, so such a file costs its row, no more.
+Decoders crash and hang on broken files. Each runs in a separate process, so such a file costs only its row.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ TIME_LIMIT = 60.0  # seconds for the two frames of one file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Decodes a picture, or a clip's first and last frame, as training does; raises an exception of any kind."""
+    """Decode a picture, or a clip's first and last frame, as training does. Raises an exception of any kind."""
     return (open_picture(path) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -35,10 +35,10 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """The rows that can be trained on, in their order, what each one's file holds, and for every reason the
-    "path: what is wrong" of the rows dropped for it, each under the first that applies: empty caption, missing,
-    undecodable, too small (a shorter side below ``image_size``), too short. A picture is never too short.
-    """
+    """Return the rows that can be trained on, in their order, the media in their files, and for every reason the "path:
+    what is wrong" of the rows that were dropped for it. A row counts under the first reason that applies: empty
+    caption, missing, undecodable, too small (a shorter side below ``image_size``), too short. A picture is never too
+    short."""
     dropped: dict[str, list[str]] = {reason: [] for reason in REASONS}
     faults: list[tuple[str, str] | None] = [None] * len(rows)
     media: list[Medium | None] = [None] * len(rows)
@@ -81,8 +81,8 @@ def check_rows(
 
 
 def table(media: list[Medium]) -> str:
-    """Minimum, median and maximum of the durations, frames, sizes and frame rates; the first, second and fourth of
-    the clips alone."""
+    """Return a table of the minimum, median and maximum of durations, frames, sizes and frame rates. Durations, frames
+    and rates are of the clips alone."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
@@ -108,7 +108,7 @@ def run(
     image_size: int = 0,
     num_workers: int = 2,
 ) -> None:
-    """``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
+    """Run ``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
     rows = read_csv(csv, name=printable(csv))
     kept, media, dropped = check_rows(
         rows,

@@ -1,7 +1,7 @@
-"""Clips: which frames of a file are read, and reading them upright, resized and cropped.
+"""Clips: choose the frames of a file, and read them upright, resized and cropped.
 
-One of ``opendit.data.video_readers`` decodes only what the frames asked for need. Files that it is not known to get
-right, or that it fails on, PyAV reads, and where their frames have no times it decodes them from the start.
+One of ``opendit.data.video_readers`` decodes only what the wanted frames need. PyAV reads the files that it fails on or
+is not known to get right, and decodes those whose frames have no times from the start.
 """
 
 import os
@@ -65,7 +65,7 @@ class Clip(NamedTuple):
 
 
 class FileMemory:
-    """The last ``REMEMBERED`` files that something is known of, the oldest forgotten first."""
+    """Facts about the last ``REMEMBERED`` files; the oldest are forgotten first."""
 
     def __init__(self):
         self._known: OrderedDict[str, tuple[Any, ...]] = OrderedDict()
@@ -80,18 +80,18 @@ class FileMemory:
         return self._known.get(path)
 
 
-# Of this process. A file that hung would cost its time limit again in every epoch, and decord keeps about 1 KB of every
-# file that it fails to open, each time. Of files whose frames had to be counted by decoding them, how many those are.
+# For this process. A file that hung would cost its time limit again in every epoch, and decord leaks about 1 KB each
+# time that it fails to open a file. _counts: the number of frames of files whose frames only decoding counts.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(
     frames: Tensor, size: int | tuple[int, int], as_bytes: bool = False, enlarge: bool = True
 ) -> Tensor:
-    """The middle of every frame at size x size pixels, or at size = (height, width), bicubic with antialiasing.
+    """Return the middle of every frame at size x size pixels, or at size = (height, width), bicubic with antialiasing.
 
-    frames: (T, H, W, 3) uint8. enlarge: False leaves a middle that is smaller as it is, for ``opendit.data.enlarging``.
-    Returns (3, T, height, width) float32 in [-1, 1], or uint8 whose colours lie next to each other in memory, as a
+    frames: (T, H, W, 3) uint8. enlarge: False leaves a smaller middle at its size, for ``opendit.data.enlarging``.
+    Returns (3, T, height, width) float32 in [-1, 1], or uint8 with the colours next to each other in memory, as a
     decoder gives them.
     """
     # Cut first, so that both axes have one scale (of a square exactly) and a long thin frame costs no more than others.
@@ -110,7 +110,7 @@ def resize_and_crop(
 
 
 def check_window(num_frames: int, frame_interval: int, short_clips: str, fps: float | None = None) -> None:
-    """Raises ValueError, naming the flag, unless such windows of clips can be read."""
+    """Raise ValueError, naming the flag, if such windows of clips can't be read."""
     for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval)):
         if value < 1:
             raise ValueError(f"--{flag} {value}: not positive; give 1 or more")
@@ -137,16 +137,17 @@ def read_clip(
     name: str | None = None,
     reader: str = "auto",
 ) -> Clip:
-    """A window of a clip as (3, num_frames, size, size) float32 in [-1, 1], or uint8, turned as the camera was held,
-    and the interval between its frames. size: a side in pixels, or (height, width). enlarge: as of ``resize_and_crop``.
+    """Read a window of a clip, (3, num_frames, size, size) float32 in [-1, 1] or uint8, turned as the camera was held,
+    and the interval between its frames. size: a side in pixels, or (height, width). enlarge: see
+    :func:`resize_and_crop`.
 
-    Frames are taken by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
-    ``clip_window``. short_clips: what becomes of a clip too short for the window: "skip", or "interval": the largest
-    interval that fits. name: what the file is known by,
-    where ``path`` is that of a copy for this once. reader: of ``video_readers.CHOICES``; all give the same pixels.
+    Frames are chosen by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
+    ``clip_window``. short_clips: how to treat a clip that is too short for the window: "skip" it, or "interval": read
+    it at the largest interval that fits. name: the file's name in messages, if ``path`` is a temporary copy. reader:
+    one of ``video_readers.CHOICES``, which all give the same pixels.
 
-    Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is
-    too short. A file that once took too long fails at once from then on, as long as the process lives.
+    Raises BadSample, naming the file and the reason, if the file can't be read within ``time_limit`` seconds or is too
+    short. A file that once took too long fails at once from then on, as long as the process lives.
     """
     check_window(num_frames, frame_interval, short_clips, fps)
     name = path if name is None else name
@@ -223,10 +224,9 @@ def clip_size(
     whole: bool = True,
     count: Callable[[Timeline], int] | None = None,
 ) -> tuple[int, int, int]:
-    """(frames, height, width) of a clip's file as it is shown. count: how many frames it counts for, if that is not how
-    many it has. whole: whether all of the file is there; else it may be
-    zeros but for an MP4's tables and the beginning of its first frame. Raises BadSample, also for a file of which all
-    is needed."""
+    """Return (frames, height, width) of a clip's file as it is shown. count: returns the number of frames to report
+    instead of those in the file. whole: False if ``path`` has only an MP4's tables and the beginning of its first
+    frame, with zeros elsewhere. Raises BadSample, also for a partial file whose size only the whole file tells."""
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
         reader = _open(path, "auto", stop, whole)[0]
@@ -253,7 +253,8 @@ def colours_in(path: str) -> str:
 
 
 def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
-    """Frames a second of a clip's file, by the times of its frames; 0 of a single frame. Raises BadSample."""
+    """Return the frames per second of a clip's file, by the times of its frames; 0 for a single frame. Raises
+    BadSample."""
     try:
         return _within(time_limit, lambda stop: _open(path, "auto", stop)[0].timeline().rate)
     except TimeoutError:
@@ -261,7 +262,7 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
 
 
 class _Helper:
-    """A thread that does one piece of work after another; to start one for every clip takes 0.1 ms."""
+    """A thread that does one piece of work after another; starting one for every clip takes 0.1 ms."""
 
     def __init__(self):
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -277,20 +278,20 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         work, stop, outcome = job
         try:
             outcome.put((work(stop), None))
-        except BaseException as error:  # handed to who waits
+        except BaseException as error:  # handed to the waiting thread
             outcome.put((None, error))
         del job, work, stop, outcome  # not kept until the next one comes
 
 
-_helpers = threading.local()  # one for every thread that reads: none waits for another's file
+_helpers = threading.local()  # one for every reading thread, so that none waits for another's file
 
 
 def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
-    """``work(stop)``'s result; TimeoutError if it takes longer.
+    """Return ``work(stop)``. Raises TimeoutError if it takes longer than ``seconds``.
 
     It runs in a thread, because decoders and a stalled disk hang inside C code, where no Python signal handler gets to
     run. Such a thread can't be ended: it stays behind, idle, until the process ends, and the next work gets another
-    one; ``stop`` tells one that isn't stuck that nobody waits for it any more.
+    one. ``stop`` tells a thread that isn't stuck that nobody waits for it any more.
     """
     helper = getattr(_helpers, "helper", None)
     if helper is None or not helper.thread.is_alive():  # a forked process has the object and not the thread
@@ -319,10 +320,10 @@ def decode_frames(
     size: int | tuple[int, int] | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """The frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8; raises BadSample.
+    """Decode the frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8. Raises BadSample.
 
-    With ``size`` frames that would take more than ``WINDOW`` bytes come cropped and resized to that size by
-    ``resize_and_crop``: all of them are in memory at no time. reader: as of ``read_clip``.
+    With ``size``, frames that would take more than ``WINDOW`` bytes together are cropped and resized to that size by
+    :func:`resize_and_crop` one after the other. reader: see :func:`read_clip`.
     """
     return decode_chosen(path, lambda timeline: choose(len(timeline.seconds)), stop, size, reader)
 
@@ -367,19 +368,20 @@ def _check_size(path: str, height: int, width: int) -> None:
 
 
 def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
-    """(T, H, W, 3) uint8 to (T, height, width, 3)."""
+    """Resize (T, H, W, 3) uint8 to (T, height, width, 3)."""
     return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
 
 def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> tuple[Reader, bool]:
-    """A file, and whether its frames are found by their numbers; raises BadSample. whole: as of ``clip_size``."""
+    """Open a file. Return its reader, and True if frames are found by their numbers. Raises BadSample. whole: see
+    :func:`clip_size`."""
     reader, _ = choose_reader(reader)
     try:
         state = os.stat(path)
         version = state.st_mtime_ns, state.st_size  # a repaired file is another one
         if (known := _unopened.get(path)) is not None and known[0] == version:
             raise BadSample(path, known[1])
-        if (kind := kind_of(state.st_mode)) is not None:  # to open a pipe may take for ever
+        if (kind := kind_of(state.st_mode)) is not None:  # opening a pipe may block
             raise BadSample(path, f"{kind}, not a file")
         if state.st_size == 0:
             raise BadSample(path, "the file is empty")
@@ -423,7 +425,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, name: str, header: ContainerHeader, whole: bool, count: Callable[[str, Contents], Contents]
 ) -> tuple[Reader, bool]:
-    """count: of the frames of a file that only decoding counts."""
+    """Open a file with a reader, or with PyAV where that is not known to get it right. count: counts the frames of a
+    file that only decoding counts."""
     if reader == "decord" and DecordReader.finds(header):
         try:
             file = OPENERS[reader](name, header.track)
@@ -443,8 +446,8 @@ def _open_with(
 
 
 def count_frames(name: str, contents: Contents, stop: threading.Event) -> Contents:
-    """Decodes a file up to its end, or to the first frame that can't be decoded: its contents, with the frames that
-    there are and their times."""
+    """Decode a file up to its end, or to the first frame that can't be decoded. Return its contents with the number of
+    frames and their times."""
     times: list[int | None] = []
     try:
         with open_container(name) as container:
@@ -464,8 +467,8 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """A name of the file that FFmpeg takes for a path and nothing else ("concat:a|b" may be a file's name as well), and
-    that is UTF-8, as decord wants it."""
+    """Give a name of the file that FFmpeg takes for a path and nothing else (a file may be called "concat:a|b"), and
+    that is UTF-8, as decord needs it."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path

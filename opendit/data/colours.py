@@ -97,8 +97,8 @@ class Conversion:
         return self._by_rows(pixels.shape[:2], pixels.dtype, lambda rows: [pixels[rows, :, n] for n in range(3)])
 
     def from_yuv(self, planes: Sequence[np.ndarray], bits: int, full: bool, matrix: int) -> np.ndarray:
-        """Convert three planes (H, W) of Y, Cb and Cr with so many bits to (H, W, 3) uint8. full: their range. matrix:
-        one of ``MATRICES``."""
+        """Convert three planes (H, W) of Y, Cb and Cr with ``bits`` bits to (H, W, 3) uint8. full: True for full range.
+        matrix: one of ``MATRICES``."""
         red, blue = MATRICES[matrix]
         unit = 1 << (bits - 8)
         black, luma, chroma = (0, 256 * unit - 1, 256 * unit - 1) if full else (16 * unit, 219 * unit, 224 * unit)

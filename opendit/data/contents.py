@@ -23,11 +23,11 @@ _BLOCK = 4096
 
 
 def hash_files(paths: Sequence[str]) -> str:
-    """A hash of the files' sizes and contents, whatever they are called and wherever they lie.
+    """Return a hash of the files' sizes and contents, whatever they are called and wherever they lie.
 
-    Of more than 10,000 files those are looked at that are spread evenly over ``paths``, and of more than 64 MiB in all
-    blocks that are spread evenly over every file, its beginning and end among them: a second or so, for a million
-    pictures or 100 GB of weights as well. A file that can't be read counts as one without contents.
+    Of more than 10,000 files it reads those that are spread evenly over ``paths``, and of more than 64 MiB in all it
+    reads blocks spread evenly over every file, including its beginning and end. So it takes about a second, also for a
+    million pictures or 100 GB of weights. A file that can't be read counts as one without contents.
     """
     rows = _spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
@@ -36,9 +36,9 @@ def hash_files(paths: Sequence[str]) -> str:
 
 
 def _contents(path: str, share: int) -> bytes:
-    """The size of a file and about ``share`` bytes of it."""
+    """Return the size of a file and about ``share`` bytes of it."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would keep us for ever
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
         with open(handle, "rb", buffering=0) as file:
             found = os.fstat(handle)
             if not stat.S_ISREG(found.st_mode):
@@ -55,7 +55,7 @@ def _contents(path: str, share: int) -> bytes:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below ``count``, evenly, the first and the last among them."""
+    """Return at most ``most`` of the numbers below ``count``, evenly spaced, including the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)).tolist() if count else []
 
 

@@ -47,7 +47,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True for a picture by the file's suffix or, only where that says nothing, by its first bytes."""
+        """True for a picture by the file's suffix or, only if that says nothing, by its first bytes."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -55,7 +55,8 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True for a picture that is no animation; all else is read as a clip. Opens files that may be animations."""
+        """True for a picture that is not an animation; everything else is read as a clip. Opens files that may be
+        animations."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -63,10 +64,10 @@ class TableRow:
 
 
 def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
-    """The rows of a CSV, in order; blank lines are passed over.
+    """Read the rows of a CSV, in order, without blank lines.
 
-    Without a header the columns are path and text. A header is a first line with the names path and text. name: what
-    messages call the file; ``--data_path`` and its path unless told otherwise.
+    Without a header the columns are path and text. A header is a first line with the names path and text. name: the
+    file's name in messages, by default ``--data_path`` and its path.
 
     Raises:
         FileNotFoundError, ValueError: with a message that names the file, the line and the fix.
@@ -90,7 +91,7 @@ def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
 
 
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
-    """The number of the line that each row begins on, and its cells."""
+    """Yield the number of the line that each row begins on, and its cells."""
     with open(path, "rb") as file:
         start = file.read(4)
     for begin, what in _BINARY.items():
@@ -138,7 +139,7 @@ def _is_medium(folder: Path, cell: str) -> bool:
 
 
 def _header(folder: Path, name: str, lines: list[Any]) -> tuple[list[str], list[Any]]:
-    """The names of the columns, and the lines without the header."""
+    """Return the names of the columns, and the lines without the header."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -161,7 +162,7 @@ def _header(folder: Path, name: str, lines: list[Any]) -> tuple[list[str], list[
 
 
 def _check_delimiter(folder: Path, name: str, number: int, cells: list[str]) -> None:
-    """Raises ValueError if the first cell is several, with something else than a comma between them."""
+    """Raise ValueError if the first cell holds several values, separated by something other than a comma."""
     for delimiter, plural in _OTHER_DELIMITERS.items():
         first, found, _ = cells[0].partition(delimiter)
         names = {part.strip().lower() for part in cells[0].split(delimiter)}
@@ -182,7 +183,7 @@ class _Table:
     lines: list[tuple[int, list[str]]]
 
     def row(self, number: int, cells: list[str]) -> TableRow:
-        """Raises ValueError, naming the line, if it can't be one."""
+        """Parse one row. Raises ValueError, naming the line, if it is malformed."""
         here = f"{self.name}, line {number}"
         values = dict(zip(self.columns, cells, strict=False))
         if len(cells) < 2 or len(cells) > len(self.columns) or "path" not in values or "text" not in values:
@@ -203,7 +204,7 @@ class _Table:
         return TableRow(medium, values.pop("text").strip(), values)
 
     def _check_doubtful(self, number: int, path: str, cells: list[str], text: str) -> None:
-        """Raises ValueError if a path without a known suffix is something else."""
+        """Raise ValueError if a path without a known suffix is something other than a medium."""
         if os.path.isfile(self.folder / path):
             return
         here = f"{self.name}, line {number}"
@@ -231,7 +232,8 @@ class _Table:
 
 
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:
-    """Writes a CSV with a header, paths relative to its folder where they lie below it; replaced when complete."""
+    """Write a CSV with a header. Paths below its folder are relative to it. The file is replaced when it is
+    complete."""
     path = Path(path)
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()

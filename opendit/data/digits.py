@@ -29,7 +29,7 @@ SPLITS = ("train", "test")
 
 @cache
 def _load() -> tuple[Tensor, Tensor, Tensor]:
-    """All pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and which rows are held out (1797,) bool."""
+    """Return all pictures (1797, 1, 8, 8) in [-1, 1], labels (1797,), and which rows are held out (1797,) bool."""
     from sklearn.datasets import load_digits
 
     data: Any = load_digits()
@@ -43,9 +43,9 @@ def _load() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def digits_split(split: str) -> tuple[Tensor, Tensor]:
-    """The "train" (four fifths of every class) or the held-out "test" pictures.
+    """Return the "train" pictures (four fifths of every class) or the held-out "test" pictures.
 
-    Returns images (N, 1, 8, 8) float32 in [-1, 1] and labels (N,) int64; the split is the same for ever.
+    Returns images (N, 1, 8, 8) float32 in [-1, 1] and labels (N,) int64. The split never changes.
     """
     if split not in SPLITS:
         raise ValueError(f"digits has the splits {' and '.join(SPLITS)}, not {split!r}")
@@ -55,7 +55,8 @@ def digits_split(split: str) -> tuple[Tensor, Tensor]:
 
 
 class DigitsDataset(MediaDataset):
-    """The digits as (1, image_size, image_size); a mirrored digit is no digit, so they are not mirrored by default."""
+    """The digits as (1, image_size, image_size). They are not mirrored by default, since most digits then aren't
+    digits."""
 
     def __init__(self, image_size: int, *, seed: int = 0, random_flip: bool | None = None, split: str = "train"):
         self.images, self.labels = digits_split(split)
@@ -98,14 +99,15 @@ SETTINGS, TABLE, CLIPS = "demo.json", "demo.csv", "clips"
 
 
 def caption(digit: int, direction: str) -> str:
-    """caption(7, "left") -> "a seven moving left"; raises ValueError for anything else than a digit and direction."""
+    """Return a clip's caption: caption(7, "left") is "a seven moving left". Raises ValueError for anything other than a
+    digit and a direction."""
     if digit not in range(10) or direction not in DIRECTIONS:
         raise ValueError(f"there is no clip of {digit!r} moving {direction!r}")
     return f"{name_digit(digit)} moving {direction}"
 
 
 def name_digit(digit: int) -> str:
-    """name_digit(7) -> "a seven"."""
+    """Return a digit's caption: name_digit(7) is "a seven"."""
     return f"a{'n' * (digit == 8)} {DIGIT_NAMES[digit]}"
 
 
@@ -117,7 +119,7 @@ def all_captions(moving: bool) -> list[str]:
 
 
 def parse_caption(text: str) -> tuple[int, str]:
-    """The inverse of ``caption``, whatever the case and spacing; raises ValueError if it is another sentence."""
+    """Invert :func:`caption`, whatever the case and spacing. Raises ValueError for another sentence."""
     words = text.lower().split()
     if len(words) == 4 and words[0] in ("a", "an") and words[1] in DIGIT_NAMES and words[2] == "moving":
         if words[3] in DIRECTIONS:
@@ -126,11 +128,11 @@ def parse_caption(text: str) -> tuple[int, str]:
 
 
 def render(image: Tensor, direction: str, frames: int, size: int, *, jitter_seed: int) -> np.ndarray:
-    """A digit that crosses a black frame at constant speed, from one side to the other and always in view.
+    """Draw a digit that crosses a black frame at constant speed, from one side to the other and always in view.
 
-    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, ``size`` pixels a side, at positions that are
-    no whole numbers of pixels. jitter_seed: draws the offset across the motion, up to an eighth of the frame.
-    Returns uint8 (frames, size, size, 3). Raises ValueError for another shape, direction or too small a frame.
+    image: (8, 8) in [-1, 1]. It is drawn 5/8 as wide as the frame, ``size`` pixels a side, at fractional positions.
+    jitter_seed: seeds the offset across the motion, up to an eighth of the frame. Returns uint8 (frames, size, size,
+    3). Raises ValueError for another shape, an unknown direction or too small a frame.
     """
     if image.shape != (8, 8) or direction not in DIRECTIONS or frames < 1 or size < 8:
         raise ValueError(
@@ -163,10 +165,10 @@ def make_demo(
     seed: int = 0,
     split: str = "train",
 ) -> Path:
-    """Writes folder/clips/*.mp4 and folder/demo.csv, and returns the CSV's path.
+    """Write folder/clips/*.mp4 and folder/demo.csv, and return the CSV's path.
 
-    Clip i shows the i-th of the 40 pairs of digit and direction, over and over, with a digit of the split and an
-    offset keyed by (seed, i): the clips are the same whenever they are made. Those there are kept.
+    Clip i shows the i-th of the 40 pairs of digit and direction, in a cycle, with a digit of the split and an offset
+    keyed by (seed, i): the clips are the same whenever they are made. Existing ones are kept.
 
     Raises:
         ValueError: the folder holds a demo of other settings.

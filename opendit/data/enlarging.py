@@ -19,9 +19,9 @@ _MOST_BITS = 22  # after the point of a weight
 
 
 class Small(NamedTuple):
-    """A sample that is still smaller than it is asked for: it fills the upper left corner of its place in a batch.
+    """A sample that is still smaller than asked for: it fills the upper left corner of its place in a batch.
 
-    height, width: of the corner, in pixels. mirrored: whether it is to be mirrored left to right, once it is enlarged.
+    height, width: of the corner, in pixels. mirrored: mirror it left to right once it is enlarged.
     """
 
     height: int
@@ -30,12 +30,12 @@ class Small(NamedTuple):
 
 
 def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_ONCE) -> Tensor:
-    """A batch in which every :class:`Small` sample is enlarged to all of its place, on ``x``'s device; nothing waits
-    for it but the first time that two sizes meet.
+    """Enlarge every :class:`Small` sample of a batch to its full place, on ``x``'s device. The host waits for the
+    device only the first time that a pair of sizes occurs.
 
-    x: (B, C, [T,] H, W) uint8, in any order of memory. small: B of them, None for a sample that is whole; or None where
-    all are. at_once: values of ``x`` that are worked on together, those of one sample at least. The values are those of
-    ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on a CPU.
+    x: (B, C, [T,] H, W) uint8, in any memory order. small: B of them, None for a sample at its full size; or None if
+    all are. at_once: values of ``x`` that are resized together, at least one sample. The result equals
+    ``torch.nn.functional.interpolate(..., mode="bicubic", antialias=True)`` for uint8 on a CPU, bit for bit.
     """
     if small is None:
         return x
@@ -52,7 +52,7 @@ def enlarge(x: Tensor, small: Sequence[Small | None] | None, at_once: int = AT_O
 
 
 def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """(first, last + 1, (height, width)) of neighbours of one size, ``most`` or fewer."""
+    """Yield (first, last + 1, (height, width)) of neighbours of one size, at most ``most`` of them."""
     first = 0
     for size, same in groupby(small, lambda sample: None if sample is None else sample[:2]):
         end = first + len(list(same))
@@ -63,9 +63,9 @@ def _runs(small: Sequence[Small | None], most: int) -> Iterator[tuple[int, int, 
 
 
 def resize(frames: Tensor, size: tuple[int, int]) -> Tensor:
-    """Frames (..., H, W, C) uint8 at size = (height, width), bicubic with antialiasing, on their device.
+    """Resize frames (..., H, W, C) uint8 to size = (height, width), bicubic with antialiasing, on their device.
 
-    Sums are those of whole numbers, each axis rounded to bytes by itself, the rows first, as PIL does and torch for
+    Sums are of whole numbers, and each axis is rounded to bytes by itself, the rows first, as PIL does and torch for
     uint8 on a CPU.
     """
     for axis, length in ((-2, size[1]), (-3, size[0])):
@@ -87,8 +87,9 @@ def _along(frames: Tensor, axis: int, length: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the taps that resize an axis from ``source`` to ``length`` pixels: (taps, length) the old pixels that each
-    new one is a sum of, their weights as whole numbers, int32 both, and the bits of a weight after its point."""
+    """Return the taps that resize an axis from ``source`` to ``length`` pixels: int32 (taps, length), the old pixels
+    that each new one is a sum of; their weights as whole numbers, int32; and the number of bits after a weight's binary
+    point."""
     places, weights = _exact_taps(source, length)
     largest, bits = max(map(max, weights)), 0
     while bits < _MOST_BITS and int(0.5 + largest * (1 << (bits + 1))) < 1 << 15:  # as many as 16 bits hold
@@ -123,7 +124,8 @@ def _exact_taps(source: int, length: int) -> tuple[list[list[int]], list[list[fl
 
 
 def _cubic(x: float) -> float:
-    """Keys, "Cubic convolution interpolation for digital image processing", 1981, equation 15."""
+    """Return the weight at distance ``x``: Keys, "Cubic convolution interpolation for digital image processing", 1981,
+    equation 15."""
     a, x = _SHARPNESS, abs(x)
     if x < 1:
         return ((a + 2) * x - (a + 3)) * x * x + 1

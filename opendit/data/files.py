@@ -29,9 +29,9 @@ def kind_of(mode: int) -> str | None:
 
 
 def problem(path: str | Path) -> str | None:
-    """Why a path can't be opened as an ordinary file, in a few words, or None if it can be tried.
+    """Return why a path can't be opened as an ordinary file, in a few words, or None if it can be tried.
 
-    Nothing is opened: to open a pipe may take for ever, and a device does what it likes. Links are followed.
+    Nothing is opened, since opening a pipe may block and a device may do anything. Links are followed.
     """
     try:
         kind = kind_of(os.stat(path).st_mode)
@@ -45,7 +45,7 @@ def problem(path: str | Path) -> str | None:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with the home folder that its ~ means. Raises ValueError if that is not known."""
+    """Return a path with ~ replaced by the home folder. Raises ValueError if that is not known."""
     try:
         return Path(path).expanduser() if path.startswith("~") else Path(path)
     except RuntimeError as error:
@@ -54,7 +54,7 @@ def expanded(path: str) -> Path:
 
 
 def bytes_of(path: str | Path) -> int:
-    """A file's size; 0 of what can't be looked at."""
+    """Return a file's size; 0 if it can't be found out."""
     try:
         return os.stat(path).st_size
     except (OSError, ValueError):
@@ -62,8 +62,8 @@ def bytes_of(path: str | Path) -> int:
 
 
 def allow_open_files(most: int = 2**14) -> None:
-    """Lets this process, and those that it starts, have ``most`` files open, as far as the system allows it: the usual
-    limit is 1,024, and a blend of many tars has hundreds of each source."""
+    """Allow this process, and those that it starts, ``most`` open files, as far as the system permits: the usual limit
+    is 1,024, and a blend of many tars opens hundreds for each source."""
     try:
         import resource
     except ImportError:  # no such limit, or none that can be asked for
@@ -76,7 +76,7 @@ def allow_open_files(most: int = 2**14) -> None:
 
 
 def first_bytes(path: str | Path, count: int) -> bytes:
-    """The start of a file; nothing of what can't be read or is no ordinary file."""
+    """Return the start of a file; nothing if it can't be read or is not an ordinary file."""
     try:
         if problem(path) is not None:
             return b""
@@ -88,7 +88,7 @@ def first_bytes(path: str | Path, count: int) -> bytes:
 
 PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the third, ...
 
-# What a disk or a network file system answers while it is away. A file that is damaged or gone has other numbers.
+# Errors of a disk or network file system that is down. A file that is damaged or gone has other numbers.
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
@@ -97,8 +97,8 @@ Result = TypeVar("Result")
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:
-    """``work()`` of a store, up to five times with growing pauses. Raises DataError that names the address; what is
-    not there, or not allowed, is not tried again."""
+    """Return ``work()`` on a store, tried up to five times with growing pauses. Raises DataError that names the
+    address; something missing or forbidden is not tried again."""
     for last in _attempts():
         try:
             return work()
@@ -117,8 +117,8 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """``work()``, which reads a file, likewise while its disk is down; then DataError. Anything else that it raises is
-    raised at once. wait: called with each pause."""
+    """Return ``work()``, which reads a file, tried again while its disk is down, up to five times; then raise
+    DataError. Anything else that it raises is raised at once. wait: called with each pause."""
     for last in _attempts(wait):
         try:
             return work()
@@ -146,13 +146,13 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """The system's number of an error that a disk gives while it is down; None of any other error."""
+    """Return the system's number of an error that a disk gives while it is down; None for any other error."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    # FFmpeg's errors, which have numbers as well, are of classes of its own: it gives EIO of damaged files, too.
+    # Not FFmpeg's own classes of errors, which have numbers as well: it reports EIO for damaged files, too.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:
         return cause.errno
     try:
-        os.stat(path)  # a decoder may not have told why it could not read
+        os.stat(path)  # a decoder may have hidden why it could not read
     except OSError as found:
         return found.errno if found.errno in DOWN else None
     except ValueError:  # a path with a NUL

@@ -40,7 +40,7 @@ class Ignored:
         return bool(self.suffixes or self.hidden or self.outside or self.named or self.unreadable)
 
     def __str__(self) -> str:
-        """On one line, such as "ignored 12 files of suffixes that are not read (10 .txt, 2 .gz), ..."."""
+        """Return one line such as "ignored 12 files of suffixes that are not read (10 .txt, 2 .gz), ..."."""
         kinds: dict[str, Counter[str]] = {}
         for suffix, count in self.suffixes.items():
             kinds.setdefault(_kind(suffix), Counter())[suffix] = count
@@ -88,7 +88,7 @@ def identity_of(folder: str) -> Identity:
 
 
 def folders_above(folder: str) -> frozenset[Identity]:
-    """The identities of a folder and of all that it is in."""
+    """Return the identities of a folder and of all folders above it."""
     path, found = os.path.realpath(folder), set()
     while True:
         found.add(identity_of(path))
@@ -98,8 +98,8 @@ def folders_above(folder: str) -> frozenset[Identity]:
 
 
 def list_folder(folder: str, suffixes: frozenset[str], ignored: Ignored) -> tuple[list[str], list[str]]:
-    """The names of a folder's files with one of ``suffixes`` and of the folders in it, sorted; the rest is counted in
-    ``ignored``. A link to a file that doesn't exist counts as a file, so that the loss shows when it is read.
+    """Return the names of a folder's files with one of ``suffixes``, and of the folders in it, both sorted; count
+    everything else in ``ignored``. A link to a missing file counts as a file, so that the loss shows when it is read.
 
     Raises OSError if the folder can't be read.
     """
@@ -129,7 +129,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _unusual(entry: os.DirEntry[str]) -> str | None:
-    try:  # of most files the kind stands in the folder: nothing is asked of the disk
+    try:  # the folder's listing holds the kind of most files, so that the disk isn't asked
         return None if entry.is_file(follow_symlinks=False) else kind_of(entry.stat().st_mode)
     except OSError:
         return None  # a link to nothing
@@ -143,10 +143,9 @@ def files_below(
     above: frozenset[Identity] = frozenset(),
     visits: int = VISITS,
 ) -> Iterator[str]:
-    """The paths of all files with one of ``suffixes`` below a folder, folder by folder, each sorted: first its files,
-    then its folders. Links are followed, but not to a folder on the way (or of ``above``), and no folder is read more
-    than ``visits`` times. What is left out is counted in ``ignored``.
-    """
+    """Yield the paths of all files with one of ``suffixes`` below a folder, folder by folder, each sorted: first its
+    files, then its folders. Links are followed, but not to a folder on the way (or in ``above``), and no folder is read
+    more than ``visits`` times. Everything that is left out is counted in ``ignored``."""
     todo, seen = [(folder, above)], Counter()
     while todo:
         path, above = todo.pop()

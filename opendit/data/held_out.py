@@ -20,7 +20,7 @@ from opendit.data.base import (
 )
 from opendit.data.medium import Medium
 from opendit.data.order.sequences import permuted
-from opendit.data.row_arrays import AllBut, chosen, stream_of
+from opendit.data.row_arrays import Complement, chosen, stream_of
 from opendit.data.size_cache import kept_array
 
 _DRAWN = 2**17  # places of a permutation that are computed at once
@@ -37,7 +37,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     Raises ValueError if nothing is left to train on.
     """
     files_of = dataset.describe().files
-    sources = [(len(dataset), None)] if files_of is None else files_of()
+    sources: list[tuple[int, np.ndarray | None]] = [(len(dataset), None)] if files_of is None else files_of()
     counts = [rows if file_of is None else int(file_of.max()) + 1 for rows, file_of in sources]
     files = sum(counts)
     count = max(1, round(share * files))
@@ -50,7 +50,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
     fewer_held = 2 * count <= files
     drawn = _drawn(*((0, count) if fewer_held else (count, files)), files)
     few = _rows_of(drawn, sources, counts).astype(np.int32 if len(dataset) < 2**31 else np.int64, copy=False)
-    others = AllBut(len(dataset), few)
+    others = Complement(len(dataset), few)
     training, held = (others, few) if fewer_held else (few, others)
     part = f"{len(training):,} of them, {len(held):,} held out"
     return SomeRows(dataset, training, part), SomeRows(dataset, held, "held out")
@@ -90,7 +90,7 @@ class SomeRows(MediaDataset):
     ValueError without any.
     """
 
-    def __init__(self, whole: MediaDataset, rows: np.ndarray | AllBut, part: str):
+    def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
         if len(rows) == 0:
             raise ValueError("no rows of the data set are chosen")
         self.whole, self.rows, self.part = copy.copy(whole), rows, part

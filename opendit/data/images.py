@@ -38,7 +38,8 @@ CHECKED_HEADERS = 2000
 
 
 def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
-    """8-bit picture -> float32 (C, H, W) in [-1, 1], or uint8, C = 1 for a grey one, mirrored if ``flip``."""
+    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8, mirrored if ``flip``. C is 1 for a grey
+    picture."""
     pixels = torch.from_numpy(np.array(image))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     pixels = pixels.flip(-1) if flip else pixels
@@ -65,7 +66,7 @@ class PathTable(Sequence[Any]):
         return os.fsdecode(self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes())
 
     def encoded(self) -> Iterator[bytes]:
-        """All paths as the file system has them."""
+        """Yield all paths as the file system has them."""
         text, start = self.text.tobytes(), 0
         for end in self.ends.tolist():
             yield text[start:end]
@@ -82,11 +83,11 @@ class PictureFolder(NamedTuple):
 
 
 def find_pictures(folder: str) -> PictureFolder:
-    """The pictures of a folder.
+    """Find the pictures of a folder.
 
-    Every subfolder is a class and its name the class's name, searched to any depth; a folder with pictures
-    and no subfolder is one class. Raises FileNotFoundError (no pictures) or ValueError (a folder that can't be read, a
-    class without pictures, a folder of splits), naming the flag and what to do.
+    Every subfolder is a class, searched to any depth, and gives it its name; a folder with pictures and no subfolder is
+    one class. Raises FileNotFoundError (no pictures) or ValueError (a folder that can't be read, a class without
+    pictures, a folder of splits), naming the flag and what to do.
     """
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
@@ -140,7 +141,8 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 
 
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
-    """Raises ValueError if the folders in ``folder`` are splits, or one has no pictures; ``others``: what it has."""
+    """Raise ValueError if the folders in ``folder`` are splits, or one has no pictures. others: what else each one
+    holds."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -161,9 +163,10 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
-    """Opens up to 2,000 pictures spread evenly over ``paths``, headers only.
+    """Open up to 2,000 pictures spread evenly over ``paths``, headers only.
 
-    Raises ValueError naming the first few if all, or more than the share ``max_bad``, can't be opened."""
+    Raises ValueError naming the first few if all of them, or more than the share ``max_bad``, can't be opened.
+    """
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
     rows: list[int] = np.unique(
         np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_HEADERS)).round().astype(np.int64)
@@ -181,9 +184,8 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
 
 
 class FolderDataset(MediaDataset):
-    """Pictures in folders as (3, image_size, image_size) in [-1, 1]; mirrored at random unless told otherwise.
-
-    Pillow decodes them in the worker process; an unreadable one is replaced by the next readable row."""
+    """Pictures in folders as (3, image_size, image_size) in [-1, 1]; mirrored at random by default. Pillow decodes
+    them in the worker process."""
 
     def __init__(
         self, folder: str, image_size: int, *, seed: int = 0, random_flip: bool | None = None, max_bad: float = 0.05

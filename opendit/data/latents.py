@@ -55,8 +55,8 @@ def shard_name(shard: int, shards: int) -> str:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Writes a shard under another name and renames it, so that a shard that exists is complete; returns its SHA-256,
-    made from what was in memory."""
+    """Write a shard under another name and rename it, so that an existing shard is complete. Return its SHA-256,
+    computed from the bytes in memory."""
     metadata = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True)
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with replacing(path, temporary=path.name + ".partial") as new:
@@ -64,7 +64,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
 
 
 def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """(pictures, settings, skipped files) of a shard; None if it isn't a whole shard of ours."""
+    """Return (pictures, settings, skipped files) of a shard; None if it isn't a complete shard of ours."""
     try:
         with open_safetensors(path) as shard:
             header = parse_text((shard.metadata() or {}).get(_KEY, ""), SHARD, path)
@@ -80,10 +80,11 @@ class LatentDataset(CachedLatents):
     """Cached latents; ``x`` is a picture's means and standard deviations (2C, h, w) float32, or a clip's (2C, t, h, w).
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
-    text_encoder: whose embeddings of the captions are there, None without any; max_tokens: their length.
+    text_encoder: the encoder whose embeddings of the captions are cached, None without any; max_tokens: their length.
     use_video, num_frames, frame_interval, fps: of the run that reads them.
-    Raises ValueError if they were made for another ``image_size`` or other clips, hold no mirror images though
-    ``random_flip`` asks for them, or miss a shard, and if the index or a shard's header says what can't be.
+
+    Raises ValueError if they were made for another ``image_size`` or other clips, have no mirror images though
+    ``random_flip`` asks for them, or lack a shard, and if the index or a shard's header contradicts itself.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class LatentDataset(CachedLatents):
         return len(self.labels)
 
     def _find(self, row: int) -> tuple[int, int, dict[str, Any]]:
-        """(shard, row in the shard, its mapped tensors)."""
+        """Return (shard, row in the shard, its mapped tensors)."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         if shard not in self._open:
             file = safe_open(self.folder / self.index["shards"][shard]["file"], "pt")

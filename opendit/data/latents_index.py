@@ -1,7 +1,7 @@
 """The index of a folder of cached latents, and what all data sets of them share.
 
 ``index.json`` of safetensors files (version 1) is of pictures of one size; that of tars (version 2) holds one such
-index for every size. It is written last: shards that no index names are unfinished.
+index for every size. It is written last, so shards that no index names are unfinished.
 """
 
 import fcntl
@@ -77,7 +77,7 @@ _MORE = {
 }
 _KIND = {"format": string(64), "version": COUNT}
 LATENTS_INDEX = FileKind(record(_KIND | _OF_ONE_SIZE, _MORE), 32 * MIB)
-# Of tars: an index for every size of the pictures.
+# For tars: an index for every picture size.
 LATENTS_SIZES = FileKind(record(_KIND | {"sizes": listed(record(_OF_ONE_SIZE, _MORE), 1, 1000)}), 256 * MIB)
 
 
@@ -97,7 +97,7 @@ class ShardLayout(NamedTuple):
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
-    """Raises ValueError if the parts of an index, each of which keeps its rule, do not go together."""
+    """Raise ValueError if the fields of an index, each of which is valid, contradict each other."""
 
     def require(right: bool, problem: str) -> None:
         if not right:
@@ -127,9 +127,10 @@ def layout_of(index: dict[str, Any]) -> ShardLayout:
 
 
 def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict[str, np.ndarray]:
-    """The small tensors of a shard, whose file, size, tensors and shapes must be those that the index says.
+    """Read the small tensors of a shard, whose file, size, tensors and shapes must be those in the index.
 
-    Raises ValueError naming the file and what is wrong."""
+    Raises ValueError naming the file and what is wrong.
+    """
     path = folder / shard["file"]
     if not path.is_file():
         raise ValueError(f"{path} is missing, or no regular file; {REPAIR}")
@@ -149,7 +150,7 @@ def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict
 
 
 def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
-    """Raises ValueError unless a shard has the tensors of ``rows`` samples; None stands for any length."""
+    """Raise ValueError if a shard lacks a tensor of ``rows`` samples, or has others. None stands for any length."""
     moments = (rows, layout.views, *layout.shape)
     wanted = {"moments": ("F16", moments), "labels": ("I64", (rows,)), "rows": ("I64", (rows,))}
     if not layout.classes:
@@ -171,7 +172,7 @@ def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
 
 
 def _check_values(small: dict[str, np.ndarray], file: safe_open, layout: ShardLayout) -> None:
-    """Raises ValueError for labels without a class, captions that are no UTF-8, and ends that are no ends."""
+    """Raise ValueError for labels without a class, captions that are not UTF-8, and invalid offsets."""
     labels = small["labels"]
     wrong = (labels < 0) | (labels >= layout.classes)
     if layout.classes and wrong.any():
@@ -213,8 +214,8 @@ FORMAT, FILES_VERSION, TARS_VERSION = "opendit-latents", 1, 2
 @dataclass(frozen=True)
 class ShardForm:
     """The format of a cache's shards. pattern: of their names. name: (shard, shards) -> a name. header: path ->
-    (samples, settings, skipped files), None of what is no whole shard. write: (path, tensors, settings, skipped) ->
-    its SHA-256; a shard that exists is complete. version: of the index."""
+    (samples, settings, skipped files), None for an incomplete shard. write: (path, tensors, settings, skipped) -> its
+    SHA-256; an existing shard is complete. version: of the index."""
 
     pattern: str
     name: Callable[[int, int], str]
@@ -224,8 +225,8 @@ class ShardForm:
 
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
-    """The indexes, checked, in what an index.json says, one for each size; None if it is something else's. Raises
-    ValueError for one that can't be true, and for another version's."""
+    """Return the checked indexes in the content of an index.json, one for each size; None if the file is something
+    else. Raises ValueError for an index that can't be true, and for another version's."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version = index.get("version")
@@ -258,7 +259,7 @@ def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> dict[str, Any]:
-    """That of pictures of this size. Raises ValueError, which begins with ``name``."""
+    """Return the index of pictures of this size. Raises ValueError, which begins with ``name``."""
     found = next((index for index in indexes if index["image_size"] == image_size), None)
     if found is None:
         sizes = [str(index["image_size"]) for index in indexes]
@@ -342,7 +343,7 @@ class CachedLatents(MediaDataset):
 
     @property
     def checksums(self) -> dict[str, str]:
-        """The SHA-256 of each file that the index has one of."""
+        """The SHA-256 of each file for which the index has one."""
         of_shards = {shard["file"]: shard["sha256"] for shard in self.index["shards"] if "sha256" in shard}
         return of_shards | self.index.get("checksums", {})
 
@@ -410,8 +411,8 @@ LOCK = ".index.lock"
 
 @contextmanager
 def index_locked(folder: Path, form: ShardForm) -> Iterator[None]:
-    """Nobody else changes the folder's index meanwhile; for moments, not for as long as encoding takes. Of latents in
-    files, which are of one size alone, nothing is locked."""
+    """Keep all other processes from changing the folder's index. Hold it for moments, not for as long as encoding
+    takes. Nothing is locked for latents in files, which have only one size."""
     if form.version != TARS_VERSION:
         yield
         return
@@ -422,10 +423,11 @@ def index_locked(folder: Path, form: ShardForm) -> Iterator[None]:
 
 
 def take_index(folder: Path, settings: dict[str, Any], form: ShardForm) -> dict[str, str]:
-    """Takes what is to be made out of the index, so that nobody reads it while it changes; returns the checksums that
-    the index had of it.
+    """Take the latents that are about to be made out of the index, so that nobody reads them while they change. Return
+    the checksums that the index had of them.
 
-    Raises ValueError if the folder holds something else, or latents of other data."""
+    Raises ValueError if the folder holds something else, or latents of other data.
+    """
     with index_locked(folder, form):
         indexes, others = _indexes(folder, settings, form)
         if others:
@@ -437,17 +439,18 @@ def take_index(folder: Path, settings: dict[str, Any], form: ShardForm) -> dict[
 
 
 def put_index(folder: Path, settings: dict[str, Any], form: ShardForm, index: dict[str, Any]) -> None:
-    """Writes what was made into the folder's index, beside what others have put there by now. To be called under
-    ``index_locked``.
+    """Write the latents that were made into the folder's index, beside those that others have put there meanwhile. Call
+    it under :func:`index_locked`.
 
-    Raises ValueError as :func:`take_index`."""
+    Raises ValueError as :func:`take_index` does.
+    """
     write_index(folder, form.version, [*_indexes(folder, settings, form)[1], index])
 
 
 def _indexes(
     folder: Path, settings: dict[str, Any], form: ShardForm
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All indexes of a folder, and those of other sizes."""
+    """Return all indexes of a folder, and those of other sizes."""
     tars = form.version == TARS_VERSION
     if any(folder.glob("latents-*.safetensors" if tars else "latents-*.tar")):
         fix = "give --shard_size as a number of pictures to go on with them" if tars else "give --shard_size as 1GB"
@@ -471,7 +474,7 @@ def _indexes(
 
 
 def complete_shards(folder: Path, settings: dict[str, Any], form: ShardForm) -> set[str]:
-    """Names of the whole shards in a folder; raises ValueError if one was made with other settings."""
+    """Return the names of the complete shards in a folder. Raises ValueError if one was made with other settings."""
     kept = set()
     for path in sorted(folder.glob(form.pattern)):
         header = form.header(path)

@@ -40,8 +40,8 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 12
 @dataclass(frozen=True)
 class MediumTokens:
     """Counts the tokens of a medium at its own aspect ratio and length: scaled down to the area of ``image_size``
-    squared, never up, every ``frame_interval``-th frame, or ``fps`` a second, ``num_frames`` at most; ``token_pixels``
-    rows and columns of pixels and ``token_frames`` frames are a token."""
+    squared, never up, every ``frame_interval``-th frame, or ``fps`` per second, at most ``num_frames``. A token is
+    ``token_pixels`` rows and columns of pixels and ``token_frames`` frames."""
 
     image_size: int
     num_frames: int
@@ -59,9 +59,9 @@ class MediumTokens:
 
 @dataclass(frozen=True)
 class BudgetFill:
-    """budget: tokens of a sequence. fill: share of the sequences' tokens that are used, the emptiest sequence apart,
-    which more media would fill; None where the media fill no other. too_long: share of the media that are longer than
-    a sequence and left out."""
+    """budget: tokens of a sequence. fill: share of the sequences' tokens that are used, without the emptiest sequence,
+    which more media would fill; None if there is only that one. too_long: share of the media that are longer than a
+    sequence and left out."""
 
     budget: int
     fill: float | None
@@ -69,7 +69,8 @@ class BudgetFill:
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
-    """Sequences of ``budget`` tokens filled with whole media, longest first, each into the fullest that takes it."""
+    """Fill sequences of ``budget`` tokens with whole media, longest first, each into the fullest sequence with room for
+    it."""
     fitting = sorted((length for length in lengths if length <= budget), reverse=True)
     free: list[int] = []  # of each sequence, rising
     for length in fitting:
@@ -89,8 +90,8 @@ CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansf
 
 @cache
 def font_files() -> list[str]:
-    """DejaVu Sans, which matplotlib brings and which has more of the world's letters than Pillow's font, and one for
-    Chinese, Japanese and Korean if there is any."""
+    """Return the files of DejaVu Sans, which comes with matplotlib and has more of the world's letters than Pillow's
+    font, and of an installed font for Chinese, Japanese and Korean, if there is one."""
     import matplotlib
     from matplotlib.font_manager import findSystemFonts  # the manager's own list may be older than a font
 
@@ -105,7 +106,7 @@ def font_files() -> list[str]:
 
 @cache
 def families() -> list[str]:
-    """matplotlib's names of the fonts: it takes each glyph from the first that has it."""
+    """Return matplotlib's names of the fonts; it takes each glyph from the first that has it."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
@@ -116,14 +117,14 @@ def families() -> list[str]:
 
 @cache
 def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
-    """Pillow's fonts, each with the characters that it has."""
+    """Return Pillow's fonts, each with the characters that it has."""
     from matplotlib.ft2font import FT2Font
 
     return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in font_files()]
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
-    """The font that lacks the fewest characters of a text, which Pillow draws in one font."""
+    """Return the font that lacks the fewest characters of a text, which Pillow draws in one font."""
     return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
 
 
@@ -136,7 +137,7 @@ INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 @dataclass(frozen=True)
 class Look:
     """One row that was opened. words: its caption or its class. frames: thumbnails, (h, w, 3) uint8 each: one of a
-    picture, three of a clip; none of a row that is not on the contact sheet."""
+    picture, three of a clip; none if the row is not on the contact sheet."""
 
     row: int
     source: str
@@ -147,10 +148,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Findings:
-    """The findings in ``dataset``: looks at rows in their order, and "file: reason" for every bad one.
+    """What was found in ``dataset``: the opened rows in their order, and "file: reason" for every bad one.
 
-    drawn: the looks that figures are made from; with several sources as many of each as its weight asks for, so that
-    some may occur twice and others not."""
+    drawn: the rows that figures are made from; with several sources as many of each as its weight asks for, so that
+    some may occur twice and others not at all.
+    """
 
     dataset: MediaDataset
     looks: list[Look]
@@ -168,12 +170,12 @@ class Findings:
 
     @property
     def counted(self) -> str:
-        """Name the unit that figures count."""
+        """The unit that figures count."""
         return "rows looked into" if self.dataset.describe().sources is None else "samples by weight"
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines on captions that are long, and on those that say nothing, of the rows that were opened."""
+        """Lines about captions that are long and captions that say nothing, of the rows that were opened."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -182,7 +184,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """Describe how many rows were opened and, with several sources, the samples that they stand for."""
+        """The number of rows that were opened and, with several sources, the samples that they stand for, in words."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -192,7 +194,7 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """A PNG of thumbnails in the data set's order, each over its size and its words."""
+    """Draw a PNG of thumbnails in the data set's order, each over its size and its words."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
     lines: list[list[tuple[int, Look]]] = []  # of each the place in its line
@@ -247,7 +249,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 def draw_histograms(found: Findings) -> bytes:
-    """A PNG of six parts: sizes, aspect ratios, durations, captions or classes, tokens, and fill by budget."""
+    """Draw a PNG of six plots: sizes, aspect ratios, durations, captions or classes, tokens, and fill by budget."""
     import matplotlib
 
     with matplotlib.rc_context({"font.family": families()}), warnings.catch_warnings():
@@ -318,7 +320,7 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
 
 
 def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
-    """One HTML page that needs no other file: what the data set is, the bad rows, both pictures, and a table."""
+    """Return one HTML page that needs no other file: the data set's line, the bad rows, both pictures, and a table."""
     media = [each.medium for each in found.drawn]
     of_clips = [each.medium for each in found.clips]
     columns = {
@@ -398,7 +400,8 @@ def run(
     token_frames: int = 1,
     num_workers: int = 2,
 ) -> None:
-    """``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be read."""
+    """Run ``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be
+    read."""
     refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
     dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
@@ -429,10 +432,11 @@ def open_any(
     energon_cooker: str | None = None,
     fps: float | None = None,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
-    """The data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames, frame_interval): what
-    was given, else what cached latents were made at, else 256, 16, 1.
+    """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
+    frame_interval): the given values, else those that cached latents were made at, else 256, 16, 1.
 
-    Raises ValueError or FileNotFoundError, which name the flag."""
+    Raises ValueError or FileNotFoundError, which name the flag.
+    """
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
         index = next((each for each in indexes if each["image_size"] == image_size), indexes[-1])
@@ -481,8 +485,8 @@ def _has_clips(dataset: MediaDataset) -> bool:
 
 
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
-    """So many rows, or as many as there are, rising. They are spread evenly; of several sources each has as many as its
-    weight at the beginning makes it, one at least, and a small source's are repeated."""
+    """Return ``samples`` rows, or as many as there are, in rising order and spread evenly. Of several sources each gets
+    its initial share by weight, at least one row, and the rows of a small source are repeated."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -495,13 +499,14 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """``count`` of the rows 0 to ``size`` - 1, rising; more than there are: each as often, or once more than others."""
+    """Return ``count`` of the rows 0 to ``size`` - 1, in rising order. If that is more than there are, each row occurs
+    equally often, give or take one."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 
 
 def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, tokens: MediumTokens) -> Findings:
-    """Opens ``samples`` rows (0: all), see :func:`draw_rows`, and keeps thumbnails of up to ``pictures`` of them."""
+    """Open ``samples`` rows (0: all), see :func:`draw_rows`, and keep thumbnails of up to ``pictures`` of them."""
     samples = min(samples or len(dataset), len(dataset))
     drawn = draw_rows(dataset, samples)
     rows = (np.unique(drawn) if samples < len(dataset) else np.arange(len(dataset))).tolist()
@@ -542,8 +547,8 @@ class _Opener:
 
 
 def thumbnail(frame: np.ndarray) -> np.ndarray:
-    """(H, W) or (H, W, 3) uint8 -> (h, w, 3) of at most ``THUMBNAIL`` pixels a side; small ones are magnified by a
-    whole number, so that their pixels show."""
+    """Scale (H, W) or (H, W, 3) uint8 to (h, w, 3) of at most ``THUMBNAIL`` pixels a side. Small frames are magnified
+    by a whole number, so that their pixels show."""
     image = Image.fromarray(np.ascontiguousarray(frame)).convert("RGB")
     longest = max(image.size)
     if longest > THUMBNAIL:

@@ -30,15 +30,16 @@ class CaptionedFiles:
 
 
 def class_caption(name: str) -> str:
-    """ApplyEyeMakeup -> "apply eye makeup"; YoYo -> "yo yo"; TVShow -> "TV show"; play_piano -> "play piano"."""
+    """Turn a class's name into words: ApplyEyeMakeup is "apply eye makeup", YoYo "yo yo", TVShow "TV show", play_piano
+    "play piano"."""
     words = _WORDS.findall(name)
     return " ".join(word if len(word) > 1 and word.isupper() else word.lower() for word in words) or name
 
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
-    """Every clip below ``root``, captioned with its folder's name; clips in ``root`` itself have no class.
+    """Find every clip below ``root``, captioned with its folder's name. Clips directly in ``root`` have no class.
 
-    Raises FileNotFoundError if there is no such folder or no clip in a folder of its class.
+    Raises FileNotFoundError if there is no such folder or no clip in a class folder.
     """
     found = CaptionedFiles()
     for path in _media_below(root, CLIPS, found.ignored):
@@ -59,11 +60,11 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 
 
 def find_folder(root: str | Path) -> CaptionedFiles:
-    """Every clip and picture below ``root`` with its caption.
+    """Find every clip and picture below ``root`` with its caption.
 
-    The caption of clip.mp4 is the text of clip.txt, else "caption" or "text" of clip.json, else the name of the
-    folder that the file is in, with spaces for _ and -. ``root``'s own name is no caption: a file right in it
-    without one of the others is left out, and so is one whose side-car can't be read.
+    The caption of clip.mp4 is the text of clip.txt, else "caption" or "text" of clip.json, else the name of the folder
+    that the file is in, with spaces for _ and -. ``root``'s name is not a caption: a file directly in it without a
+    side-car is left out, and so is a file whose side-car can't be read.
 
     Raises FileNotFoundError if there is no such folder, no medium in it or no caption at all.
     """
@@ -93,7 +94,8 @@ def find_folder(root: str | Path) -> CaptionedFiles:
 
 
 def _caption(path: Path, root: Path) -> tuple[str, str]:
-    """A medium's caption on one line and where it comes from; raises ValueError or OSError for a bad side-car."""
+    """Return a medium's caption on one line, and where it comes from. Raises ValueError or OSError for a bad
+    side-car."""
     beside = path.with_suffix(".txt")
     if beside.is_file() and (text := _one_line(_read(beside))):
         return text, ".txt files"
@@ -135,7 +137,7 @@ def _note(ignored: Ignored) -> str:
 
 
 def _media_below(root: str | Path, suffixes: frozenset[str], ignored: Ignored) -> Iterator[Path]:
-    """The files of some kinds at any depth, sorted folder by folder, each folder once; the rest is counted."""
+    """Return the files of some kinds at any depth, sorted folder by folder, each folder once; count the rest."""
     root = str(root)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
@@ -144,7 +146,7 @@ def _media_below(root: str | Path, suffixes: frozenset[str], ignored: Ignored) -
 
 
 def run(kind: str, root: str, output: str) -> None:
-    """``preprocess.py ucf101`` and ``preprocess.py folder``: writes the CSV and says what is in it."""
+    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write the CSV and print what is in it."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
     if found.left_out:

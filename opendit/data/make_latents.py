@@ -87,15 +87,15 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Writes the latents of ``dataset`` to ``output``, keeping the shards there: tars of about ``tar_bytes``
-    (``opendit.data.shards.latents``), beside those of pictures of other sizes that were made of the same data; or,
-    without it, safetensors files of ``shard_size`` samples (``opendit.data.latents``).
+    """Write the latents of ``dataset`` to ``output``, keeping the shards there: tars of about ``tar_bytes``
+    (``opendit.data.shards.latents``), beside those of the same data at other picture sizes; or, without it, safetensors
+    files of ``shard_size`` samples (``opendit.data.latents``).
 
-    codec: of pictures, or of clips if the data set's items are. flips: also encode every picture's mirror image.
-    patience, on_hang: of a file that takes for ever, see ``ReadAhead``.
-    encoder: a frozen text encoder (opendit.encoders.text) for the captions; without one they are kept as words.
-    counted: rank 0's count of the captions by the encoder's tokens, which the index keeps. With several ranks the
-    default process group must exist.
+    codec: of pictures, or of clips if the data set's items are clips. flips: also encode every picture's mirror image.
+    patience, on_hang: for a file that takes for ever, see ``ReadAhead``. encoder: a frozen text encoder
+    (opendit.encoders.text) for the captions, which are kept as words without one. counted: rank 0's count of the
+    captions by the encoder's tokens, which the index keeps. With several ranks the default process group must exist.
+
     Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
     DataError if more than ``max_bad`` of the files can't be read or a latent doesn't fit float16.
     """
@@ -196,7 +196,7 @@ def _settings(
     encoder,
     version: int,
 ) -> dict[str, Any]:
-    """Everything that a shard's bytes depend on."""
+    """Return everything that a shard's bytes depend on."""
     settings = {
         "version": version,
         "data": dataset.fingerprint().identity,
@@ -370,9 +370,9 @@ def run(
     max_bad: float = 0.05,
     data_timeout: float = 300.0,
 ) -> dict[str, Any] | None:
-    """``preprocess.py latents`` with its flags' values; one process a GPU if torchrun started several.
+    """Run ``preprocess.py latents`` with its flags' values, with one process per GPU if torchrun started several.
 
-    Raises ValueError, OSError or DataError; of several processes, an error of one ends all, as ``Supervisor`` says.
+    Raises ValueError, OSError or DataError; among several processes, an error of one ends all, see ``Supervisor``.
     """
     place = find_place()
     rank, world_size = place.rank, place.world_size
@@ -455,7 +455,7 @@ def run(
 
 
 def _count_captions(dataset: MediaDataset, encoder: TextEncoder | None) -> CaptionCount:
-    """The count of the captions, with lines printed on those that are cut and on those that say nothing."""
+    """Count the captions, and print lines about those that are cut and those that say nothing."""
     if encoder is None:
         found = count_captions(dataset)
         lines = found.for_any_encoder()
@@ -468,7 +468,8 @@ def _count_captions(dataset: MediaDataset, encoder: TextEncoder | None) -> Capti
 
 
 def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
-    """auto: fp16 on a GPU, whose ten bits of mantissa are what the latents are stored with, else fp32."""
+    """Return the precision of the networks. auto is fp16 on a GPU, whose ten bits of mantissa are what the latents are
+    stored with, else fp32."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

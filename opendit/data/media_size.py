@@ -32,10 +32,11 @@ def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
 
 
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
-    """(rows, 3) int32, the size of every row's medium.
+    """Return (rows, 3) int32, the size of every row's medium.
 
-    identity: of the data set and its files; what was found for it is kept in a file, which one of a machine's processes
-    makes. Where none can be written every process looks for itself. look: raises BadSample; from ``threads`` threads.
+    identity: of the data set and its files. The sizes that one of a machine's processes finds are kept in a file; if
+    none can be written, every process looks for itself. look: finds the size of a row's medium, or raises BadSample; it
+    is called from ``threads`` threads.
     """
     with locked(identity) as folder:
         if folder is None:
@@ -54,7 +55,8 @@ def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: 
 
 
 def _read(path: Path, rows: int) -> np.ndarray | None:
-    """Mapped: the processes of a machine share its memory."""
+    """Map kept sizes from their file: the processes of a machine share its memory. None if it isn't there or is
+    damaged."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):

@@ -19,8 +19,8 @@ _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 @dataclass(frozen=True)
 class Medium:
-    """The description of a picture or clip. A picture has one frame and no rate. duration: seconds that a clip is shown
-    for; 0: as many as its frames take at its rate. colours: "HDR (PQ)" and the like of what is not SDR."""
+    """A picture or clip as its file has it. A picture has one frame and no rate. duration: seconds that a clip is shown
+    for; 0: as long as its frames take at its rate. colours: "HDR (PQ)" and the like if it is not SDR, else ""."""
 
     frames: int
     height: int
@@ -34,17 +34,17 @@ class Medium:
         return self.duration or (self.frames / self.fps if self.fps else 0.0)
 
     def frames_at(self, fps: float | None) -> int:
-        """Return the number of frames at a rate; None: all of its own."""
+        """Return the number of frames at a rate; None: all of them."""
         return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
-    """A decoded picture, as a medium and as (1, H, W) or (1, H, W, 3) uint8."""
+    """Return a decoded picture as a medium and as (1, H, W) or (1, H, W, 3) uint8."""
     return Medium(1, picture.height, picture.width, colours=picture.info.get(COLOURS, "")), np.asarray(picture)[None]
 
 
 def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
-    """A sample (1 or 3, H, W) or (1 or 3, T, H, W) in [-1, 1] as a medium and as uint8: the first, the middle and the
+    """Return a sample (1 or 3, H, W) or (1 or 3, T, H, W) in [-1, 1] as a medium and as uint8: its first, middle and
     last frame, (n, H, W) or (n, H, W, 3)."""
     x = x[:, None] if x.ndim == 3 else x
     length = x.shape[1]
@@ -55,8 +55,8 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """A VAE's means and deviations (2C, [T,] h, w) as :func:`of_pixels` has pixels: the first three channels of the
-    means stand for red, green and blue, or one for grey."""
+    """Return a VAE's means and deviations (2C, [T,] h, w) as :func:`of_pixels` returns pixels: the first three channels
+    of the means are shown as red, green and blue, or one as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()

@@ -1,4 +1,4 @@
-"""One picture file, which may be of any kind and from anybody, to 8-bit sRGB; and the crop of ADM and Meta's DiT."""
+"""Read a picture file of any kind, from anybody, as 8-bit sRGB; and the crop of ADM and Meta's DiT."""
 
 import io
 import math
@@ -26,8 +26,8 @@ SAMPLE_FORMAT = 339  # TIFF's tag of that name; 1: unsigned integers
 
 WHITE = (255, 255, 255)  # what shows through transparent pixels
 
-# Formats that Pillow opens and that are no pictures: EPS is a program that Ghostscript would run, and the others are
-# only told by their headers.
+# Formats that Pillow opens and that aren't pictures: EPS is a program that Ghostscript would run, and Pillow reads only
+# the headers of the others.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -39,19 +39,19 @@ def _formats() -> tuple[str, ...]:
 
 @cache
 def picture_suffixes() -> frozenset[str]:
-    """The suffixes of all formats that Pillow decodes here, in lower case and with their dots."""
+    """Return the suffixes of all formats that Pillow decodes here, in lower case and with their dots."""
     names = {*_formats(), "MPO"}  # MPO: JPEGs of several pictures, opened as JPEGs
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in names)
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """ADM's centre crop to size x size pixels: halve by box filter while both sides stay at least ``size``, bicubic
-    to shorter side = ``size``, cut out the middle.
+    """Cut ADM's centre crop of size x size pixels: halve by box filter while both sides stay at least ``size``, resize
+    bicubically to shorter side = ``size``, cut out the middle.
 
     The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's guided-diffusion, on which the reference
-    statistics of the field's FID numbers rest. Only a picture that would be enlarged and is more than ``LONGEST``
-    times as long as it is wide is cut first: ADM's way takes gigabytes for a strip. Its pixels are the same but for
-    one level in 255 here and there, by the rounding of the filter's weights.
+    statistics of the field's FID numbers rest. Only a picture that would be enlarged and is more than ``LONGEST`` times
+    as long as it is wide is cut first: ADM's way takes gigabytes for a strip. Its pixels are the same but for one level
+    in 255 here and there, by the rounding of the filter's weights.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
@@ -66,8 +66,8 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def fill_crop(image: Image.Image, height: int, width: int) -> Image.Image:
-    """The middle of a picture at width x height pixels, as much of it as has these sides: :func:`center_crop` for any
-    ratio of sides, without its cut of strips that are enlarged."""
+    """Cut the largest middle of a picture with the ratio width : height, at width x height pixels: :func:`center_crop`
+    for any ratio of sides, except that strips that are enlarged are not cut first."""
     if height == width:
         return center_crop(image, height)
     while image.width >= 2 * width and image.height >= 2 * height:
@@ -80,7 +80,8 @@ def fill_crop(image: Image.Image, height: int, width: int) -> Image.Image:
 
 
 def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> tuple[int, int]:
-    """(height, width) of a picture file, upright, by its header. Raises BadSample as :func:`read_picture` does."""
+    """Return (height, width) of a picture file, upright, from its header. Raises BadSample as :func:`read_picture`
+    does."""
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
@@ -91,7 +92,7 @@ def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
 
 def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, float]) -> Image.Image:
-    """A box of a picture (left, top, right, bottom in its pixels) at size x size pixels."""
+    """Enlarge a box of a picture (left, top, right, bottom in its pixels) to size x size pixels."""
     margin = 3  # bicubic looks two pixels past the box
     left, top = max(0, math.floor(box[0]) - margin), max(0, math.floor(box[1]) - margin)
     right, bottom = (math.ceil(end) + margin for end in box[2:])
@@ -130,16 +131,15 @@ class PictureFile(io.BufferedReader):
 
 
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
-    """A picture file as 8-bit sRGB, upright, its transparent pixels blended onto white.
+    """Read a picture file as 8-bit sRGB, upright, with its transparent pixels blended onto white.
 
-    Colours are converted as ``opendit.data.colours`` says, HDR by the rule of ``opendit.data.colours``.
+    Colours are converted, and HDR is tone-mapped, as ``opendit.data.colours`` describes. 16-bit greys are divided by
+    257. Greys of 32-bit integers count as 16-bit ones if they fit; those of floating-point numbers as numbers from 0 to
+    1, 255 or 65,535, whichever is the first that holds them all; if none does, the picture's range, from its least
+    value or 0 to its largest, becomes 0 to 255. The first frame of an animation is read. content: the file's bytes, if
+    it lies in another one that ``path`` only names.
 
-    16-bit greys are divided by 257. Greys of 32-bit integers are taken for 16-bit ones where they fit, those of
-    floating-point numbers for numbers from 0 to 1, 255 or 65,535, whichever is the first that holds them all; where
-    none does, the picture's own range, from its least value or 0 to its largest, becomes 0 to 255. Of an animation the
-    first frame is read. content: the file's bytes, where it lies in another one that ``path`` only names.
-
-    Raises BadSample, naming the file and the reason, if it is no ordinary file or no picture, has more than
+    Raises BadSample, naming the file and the reason, if it is not an ordinary file or not a picture, has more than
     ``MAX_PIXELS`` pixels, doesn't fit into memory or takes more than ``time_limit`` seconds.
     """
     if content is None and (why := problem(path)) is not None:
@@ -167,7 +167,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def check_header(path: str) -> str | None:
-    """Why a picture's header can't be read, or None if it can."""
+    """Return why a picture's header can't be read, or None if it can."""
     try:
         why = problem(path)
         if why is None:
@@ -208,7 +208,7 @@ def _too_large(size: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a picture can't be read, on one line and not too long."""
+    """Return why a picture can't be read, on one line and not too long."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not a picture in any known format"
     if isinstance(error, Image.DecompressionBombError):
@@ -226,7 +226,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Turned as the camera was held; a broken EXIF block is no reason to lose the picture."""
+    """Turn a picture as the camera was held. A broken EXIF block is ignored."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
@@ -254,7 +254,7 @@ def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] 
 
 
 def _converted(image: Image.Image, conversion: tuple[str, Convert] | None) -> Image.Image:
-    """A picture without alpha as RGB, its colours those of sRGB."""
+    """Convert a picture without alpha to RGB in the colours of sRGB."""
     if conversion is None:
         return image.convert("RGB")
     mode, convert = conversion
@@ -271,7 +271,7 @@ def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
 
 
 def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | None) -> np.ndarray:
-    """(H, W) numbers of a deep grey picture to uint8; the scale: see ``read_picture``."""
+    """Convert (H, W) numbers of a deep grey picture to uint8, at the scale that :func:`read_picture` describes."""
     levels = np.arange(256)
     if conversion is not None:  # 256 greys are converted, and those between them lie between
         ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None])

@@ -14,8 +14,8 @@ class Progress:
     Args:
         unit: what is counted, in the plural.
         initial: how many of them were done before.
-        title: stands in front.
-        disable: shows nothing (for all ranks but one); :meth:`write` still does.
+        title: the beginning of the bar and of every line.
+        disable: show nothing (on all ranks but one); :meth:`write` still does.
     """
 
     def __init__(self, total: int, unit: str, *, initial: int = 0, title: str = "", disable: bool = False):
@@ -50,7 +50,7 @@ class Progress:
 
     @staticmethod
     def write(text: str) -> None:
-        """A line of its own on standard output, above the bar if there is one."""
+        """Print a line on standard output, above the bar if there is one."""
         tqdm.write(text)
 
     def close(self) -> None:

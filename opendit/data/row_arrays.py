@@ -12,13 +12,13 @@ _LOOKED_AT = 2**16  # rows in which the next one of a key is looked for
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
-    """The bytes of ``as_hashed(array)``, which works on parts of it as well."""
+    """Return the bytes of ``as_hashed(array)``, which is called for one part of the array after another."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
 def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
-    """``values[rows]`` of rows that no list need hold."""
+    """Return ``values[rows]`` for rows that need not be a list in memory."""
     found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
     for first in range(0, len(rows), _ROWS):
         found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
@@ -26,7 +26,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """The next row whose key is that of ``row``, in a circle."""
+    """Return the next row whose key is that of ``row``, in a circle."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -34,15 +34,15 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
     raise AssertionError("unreachable: this row has this key")
 
 
-class AllBut:
-    """The numbers below ``size`` that are not among ``without``, indexed as the rising array of them would be.
+class Complement:
+    """The numbers below ``size`` that are not among ``without``, indexed as a rising array of them would be.
 
-    without: rising, of any integer type. It is what is in memory, and as much again.
+    without: rising, of any integer type. It takes twice its memory, however large ``size`` is.
     """
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # How many are there before each gap: as many gaps come before the n-th number as have at most n.
+        # The numbers before each gap: as many gaps precede the n-th number as have at most n numbers before them.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:
@@ -73,5 +73,5 @@ class AllBut:
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
-        # Of another type than theirs ``searchsorted`` would copy all of them first.
+        # With another dtype ``searchsorted`` would copy all of them first.
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)

@@ -1,7 +1,7 @@
 """A data set whose samples keep their aspect ratio and length, as far as whole tokens allow.
 
-Which rows of a large data set have which shape is found once and kept on this machine: the ranks of a node map it, and
-no later start looks at every row.
+The shapes of a large data set's rows are found once and kept on this machine: the ranks of a node map them, and no
+later start looks at every row.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
 from opendit.data.held_out import SomeRows
 from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares
-from opendit.data.row_arrays import AllBut, stream_of
+from opendit.data.row_arrays import Complement, stream_of
 from opendit.data.size_cache import LARGE, KeptArrays, kept
 
-_LOOKED_AT = 10_000  # media whose crop is told of
+_LOOKED_AT = 10_000  # media whose crop is measured
 
 
 class ShapedDataset(SomeRows):
@@ -29,7 +29,7 @@ class ShapedDataset(SomeRows):
     """
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
-        rows = found.arrays["rows"] if "rows" in found.arrays else AllBut(len(whole), np.zeros(0, np.int64))
+        rows = found.arrays["rows"] if "rows" in found.arrays else Complement(len(whole), np.zeros(0, np.int64))
         super().__init__(whole, rows, found.about["note"])
         self.keys, self.sizes, self.tokens = found.arrays["keys"], sizes, tokens
         self._shaped: str | None = found.about.get("identity")

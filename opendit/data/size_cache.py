@@ -21,7 +21,7 @@ _ABOUT = "about.json"
 
 @contextmanager
 def locked(name: str) -> Iterator[Path | None]:
-    """The cache's folder, while no other process of this machine has the lock ``name``; None where none can be
+    """Hold the lock ``name`` among the processes of this machine, and return the cache's folder; None if it can't be
     written. A lock ends with its process, however that ends."""
     folder, lock = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser(), None
     try:
@@ -47,7 +47,8 @@ class KeptArrays(NamedTuple):
 def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
     """Return ``make()``, which one process of this machine calls once, and whose result all map.
 
-    name: of what decides it, a hash. Where nothing can be written, or what was written is damaged, it is made anew.
+    name: a hash of everything that decides the result. If nothing can be written, or what was written is damaged, it is
+    made anew.
     """
     with locked(name) as cache:
         folder = None if cache is None else cache / f"{name}.arrays"

@@ -74,7 +74,7 @@ class Request:
 
     @property
     def shown(self) -> str:
-        """The flag as messages name it."""
+        """The flag in messages."""
         return f"--data_path {printable(self.data_path)}"
 
     def of_clips(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _locate(data_path: str) -> Path:
 
 
 def _name_advice(name: str) -> str:
-    """Guess what a name that is no path meant, for an error message."""
+    """Guess which source an unknown name means, for an error message."""
     known = name.lower().replace("-", "").replace("_", "")
     if known in ("cifar10", "cifar100", "mnist", "fashionmnist", "stl10", "svhn"):
         return " (a torchvision data set is named by the folder that it was downloaded to)"
@@ -162,7 +162,7 @@ def _name_advice(name: str) -> str:
 
 
 def _file_advice(path: Path) -> str:
-    """Name the kind of a file that is no CSV, and what to give instead."""
+    """Name the kind of a file that isn't a CSV, and what to give instead."""
     suffix = path.suffix.lower()
     if path.name == INDEX or suffix == ".safetensors":
         return "a file; give the folder of cached latents that it is in"

@@ -32,7 +32,7 @@ EMPTY = "empty-caption.safetensors"
 
 
 def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors ``captions`` and ``caption_ends`` of a shard."""
+    """Return the tensors ``captions`` and ``caption_ends`` of a shard."""
     encoded = [caption.encode("utf-8", "surrogatepass") for caption in captions]
     text = np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()
     return {
@@ -42,10 +42,10 @@ def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
 
 
 def embed(encoder: TextEncoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
-    """Every caption's tokens (L_i, D) without padding and its pooled vector (D,), float16 on the CPU.
+    """Return every caption's tokens (L_i, D) without padding and its pooled vector (D,), float16 on the CPU.
 
-    encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, D).
-    Raises DataError if a number doesn't fit float16.
+    encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, D). Raises DataError if a
+    number doesn't fit float16.
     """
     made = encoder.encode(captions)
     tokens, mask, pooled = made.tokens.half().cpu(), made.mask.cpu(), made.pooled.half().cpu()
@@ -57,7 +57,7 @@ def embed(encoder: TextEncoder, captions: list[str]) -> list[tuple[Tensor, Tenso
 
 
 def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str, Tensor]:
-    """The tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. width: D, for a shard without rows."""
+    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. width: D, for a shard without rows."""
     tokens, pooled = [row for row, _ in parts], [vector for _, vector in parts]
     return {
         "tokens": torch.cat(tokens) if parts else torch.empty(0, width, dtype=torch.half),
@@ -67,15 +67,15 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str,
 
 
 def write_empty_caption(folder: Path, encoder: TextEncoder) -> str:
-    """Writes ``EMPTY``, whole or not at all; returns its SHA-256."""
+    """Write ``EMPTY``, completely or not at all. Return its SHA-256."""
     tokens, pooled = embed(encoder, [""])[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
         return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
 
 
 def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:
-    """The empty string's embedding, padded to ``max_tokens``; raises ValueError if its file isn't there or whole, or is
-    of other shapes."""
+    """Read the empty string's embedding, padded to ``max_tokens``. Raises ValueError if its file is missing, incomplete
+    or has other shapes."""
     try:
         with open_safetensors(folder / EMPTY) as file:
             shapes = shapes_in(file, folder / EMPTY)
@@ -105,7 +105,7 @@ def load_empty_caption(content: bytes, max_tokens: int, name: str) -> Embedding:
 
 
 def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
-    """tokens (L, D) with zeros behind them up to (max_tokens, D), and the mask that tells them apart."""
+    """Pad tokens (L, D) with zeros to (max_tokens, D), and return them with the mask that tells them apart."""
     out = tokens.new_zeros(max_tokens, tokens.shape[1])
     out[: len(tokens)] = tokens
     return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)

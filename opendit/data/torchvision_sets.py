@@ -64,8 +64,8 @@ def _svhn(folder: Path, split: str) -> Arrays:
 
 @dataclass(frozen=True)
 class KnownSet:
-    """A data set on disk. ``folder``: where its files lie below the root that torchvision is given; ``marker``: a file
-    in there that tells it; ``flip``: whether a mirrored picture is as likely as the picture."""
+    """A data set on disk. folder: where its files lie below the root that torchvision is given. marker: a file in there
+    by which it is recognised. flip: True if a mirrored picture is as likely as the picture."""
 
     name: str
     folder: str
@@ -85,9 +85,11 @@ KNOWN = (
 
 
 def find_known(path: Path) -> tuple[KnownSet, Path] | None:
-    """The torchvision data set whose root, or whose own folder, ``path`` is, and the folder of its files.
+    """Return the torchvision data set whose root, or whose folder, ``path`` is, and the folder of its files; None if it
+    is none of these.
 
-    Raises ValueError if the root holds several, naming their folders."""
+    Raises ValueError if the root holds several, naming their folders.
+    """
     found = []
     for known in KNOWN:
         parts = Path(known.folder).parts

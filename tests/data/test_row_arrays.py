@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.data.row_arrays import AllBut
+from opendit.data.row_arrays import Complement
 
 
 @given(st.integers(1, 60), st.sets(st.integers(0, 59)), st.sampled_from([np.int32, np.int64]), st.data())
 def test_they_are_those_of_the_list(size, without, dtype, data):
     without = np.array(sorted(number for number in without if number < size), dtype)
-    listed, found = np.setdiff1d(np.arange(size), without), AllBut(size, without)
+    listed, found = np.setdiff1d(np.arange(size), without), Complement(size, without)
     assert len(found) == len(listed) and found[:].tolist() == listed.tolist() and found[:].dtype == np.int64
     some = data.draw(st.slices(len(listed)))
     assert found[some].tolist() == listed[some].tolist()

@@ -253,11 +253,11 @@ def same(one, other):
 def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatch):
     data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
     in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
-    rows, keys = in_memory.rows.astype(np.int64), in_memory.shapes[in_memory.keys].astype(np.int32)
+    rows, keys = in_memory.rows.astype(np.int64), in_memory.sizes[in_memory.keys].astype(np.int32)
     whole = hash_parts("shaped", hash_parts("rows", data.fingerprint().identity, rows.tobytes()), keys.tobytes())
     assert in_memory.fingerprint().identity == whole
     same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
-    monkeypatch.setattr(type(data), "media_sizes", lambda self: 1 / 0)
+    monkeypatch.setattr("opendit.data.images.sizes_of", lambda *_: 1 / 0)
     again = shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1)
     same(again, in_memory)
     assert isinstance(again.rows, np.memmap) and isinstance(again.keys, np.memmap)

@@ -75,7 +75,7 @@ def _names(leaves: list[Leaf], above: Path) -> list[str]:
 
 
 def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
-    """One prepared folder."""
+    """Open one prepared folder."""
     shown = asked.shown if not leaf.split else f"{asked.shown}: {printable(leaf.folder)}"
     cooker = load_cooker(asked.energon_cooker) if asked.energon_cooker else None
     prepared = read_prepared(
@@ -107,7 +107,8 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """The tars with the samples of them that the leaf has; its subset counts all that Energon counted."""
+    """Return the tars with those of their samples that the leaf has. Its subset counts all samples that Energon
+    counted."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
     if leaf.subset is not None:
@@ -131,7 +132,8 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """The rows of the tar's samples ``first`` to before ``last``, those left out counted, but for these keys."""
+    """Return the rows of the tar's samples ``first`` to before ``last``, without these keys. Samples that the index
+    leaves out count, too. None: all rows."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None

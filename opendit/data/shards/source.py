@@ -76,7 +76,8 @@ def _open_remote(asked: Request) -> ShardDataset:
 
 
 def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatents | None:
-    """Cached latents in tars, of a folder that has their index.json. Raises ValueError, DataError or OSError."""
+    """Open cached latents in the tars of a folder that has their index.json. Raises ValueError, DataError or
+    OSError."""
     folder, indexes = asked.data_path.rstrip("/"), fetch_latents_indexes(asked.data_path, remote)
     if indexes is None:
         return None
