@@ -24,7 +24,7 @@ from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import build_runner
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
-from tests.objectives import SquaredError
+from tests.objectives import SquaredError, losses_of
 from tests.parallel import test_axial, test_sequence
 from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
@@ -198,7 +198,8 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
     adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     averages = {each: p.detach().clone() for each, p in model.named_parameters()}
     for step in range(STEPS):
-        loss = samples(name, step, slice(None)).losses(objective, model).mean()
+        batch = samples(name, step, slice(None))
+        loss = losses_of(objective, model, batch.x0, batch.t, batch.noise, y=batch.condition).mean()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         assert norms[-1] > CLIP
