@@ -126,9 +126,9 @@ class Inputs:
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
         """Return the mask and the latents of the frames that the model is given, (B, 1 + C, T, H, W)."""
-        from opendit.diffusion.given_frames import draw_given
+        from opendit.diffusion.conditioning_frames import draw_conditioning_frames
 
-        return draw_given(self.given_frames, x0, self.seed, step, index)
+        return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
 
 
 @dataclass(frozen=True)

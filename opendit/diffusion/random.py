@@ -34,7 +34,7 @@ class Stream(IntEnum):
     CROP = 5
     SAMPLE_INIT = 6
     SAMPLE_STEP = 7
-    GIVEN = 8
+    CONDITIONING_FRAMES = 8
 
 
 def philox4x32(

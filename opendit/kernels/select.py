@@ -76,7 +76,7 @@ def select_kernels(
         switches.add(INFERENCE)
     if inference and SPLIT in switches and flags.attention == "auto" and short_is_faster(device):
         attend = ShortAttention(attend)
-        attention_note += "; a kernel of its own for few and short samples"
+        attention_note += "; a special kernel for few and short samples"
     if flags.fp8:
         usable, why = float8_available(device, dtype)
         if usable:

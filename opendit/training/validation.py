@@ -22,7 +22,7 @@ from opendit.data.loader import read_batches
 from opendit.data.order.sequences import permuted
 from opendit.data.progress import Progress
 from opendit.diffusion import Objective
-from opendit.diffusion.given_frames import draw_given
+from opendit.diffusion.conditioning_frames import draw_conditioning_frames
 from opendit.diffusion.random import Stream, normal
 from opendit.models import Condition
 from opendit.parallel.engines import Engine
@@ -258,7 +258,7 @@ class Validation:
         device = self._engine.mesh.device
         index, x0 = batch.numbers.to(device), batch.x0.to(device)
         noise = normal(SEED, 0, index, Stream.NOISE, tuple(x0.shape[1:]))
-        given = draw_given(self._spec.model_config.given_frames, x0, SEED, 0, index)
+        given = draw_conditioning_frames(self._spec.model_config.given_frames, x0, SEED, 0, index)
         return MicroBatch(x0, self._times[batch.numbers].to(device), noise, batch.condition.to(device), given)
 
     def after(self, step: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def plain_losses(mode: str, steps: int = 4) -> list[float]:
         t, noise = uniform(*key, Stream.TIMESTEP).float(), normal(*key, Stream.NOISE, tuple(x0.shape[1:]))
         y = torch.where(uniform(*key, Stream.CONDITION_DROP) < 0.1, 3, item.y)
         network_input = torch.zeros(BATCH, 7, FRAMES, 8, 8)
-        for i, u in enumerate(uniform(*key, Stream.GIVEN).tolist()):
+        for i, u in enumerate(uniform(*key, Stream.CONDITIONING_FRAMES).tolist()):
             network_input[i, :3] = (1 - t[i]) * x0[i] + t[i] * noise[i]
             count = int(u * FRAMES) if mode == "random" else 0 if u < 0.1 else 2
             network_input[i, 3, :count] = 1
