@@ -78,6 +78,7 @@ setup(
         "tqdm",
         "numpy",
         "pillow",
+        "pydantic>=2.14",  # checks JSON that is read from disk
         "pyyaml",  # several sources in one run
         # colossalai 0.5.0 itself is installed with --no-deps by install.sh: its pins (torch<=2.5.1, ...)
         # are not real for training. These are what its training path imports:

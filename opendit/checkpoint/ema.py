@@ -8,20 +8,21 @@ from torch import Tensor, nn
 
 from opendit.parallel.engines import Engine
 
-# What the decay of the update after n others is at most with a warm-up: 1 - RATE / (n + DELAY). Runs are begun with
-# WARMUP; those of earlier versions that were given --ema_warmup keep FIRST_WARMUP, (1 + n) / (10 + n). 0 is no warm-up.
+# With a warm-up the decay of the update after n others is at most 1 - RATE / (n + DELAY). New runs have RATE = WARMUP.
+# Runs that an earlier version began with --ema_warmup keep FIRST_WARMUP, (1 + n) / (10 + n). 0 is no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
 
 class EMA:
-    """Every rank averages its own shards of the masters: no communication in a step, and for each decay 4 bytes x
-    parameters / ranks of memory.
+    """Averages of this rank's shards of the masters.
+
+    A step needs no communication. Each decay takes 4 bytes x parameters / ranks of memory.
 
     Args:
-        engine: holds the masters; the averages start at their present values.
-        decays: share of the old average kept by one update, one average each; the first is the one to sample from.
-        warmup: the rate at which early updates forget: ``WARMUP`` of new runs, 0 for constant decays (see
+        engine: holds the masters; the averages start as copies of them.
+        decays: the share of the old average that an update keeps, one an average; the first is the one to sample from.
+        warmup: the rate at which early updates forget, ``WARMUP`` in new runs; 0 for constant decays (see
             :meth:`decays_after`).
     """
 
@@ -40,12 +41,12 @@ class EMA:
 
     @property
     def averages(self) -> list[dict[str, Tensor]]:
-        """Wait for the averages of the last step. Return this rank's shards by name, a dictionary for each decay."""
+        """This rank's shards by name, a dictionary for each decay, after waiting for the last step's update."""
         self.engine.wait_for_averages()
         return self._averages
 
     def decays_after(self, updates: Tensor) -> Tensor:
-        """The decays of the next update, (K,) float64.
+        """Return the decays of the next update, (K,) float64.
 
         With a warm-up, after n updates (0-dim, skipped steps not counted) min(decay, 1 - 10 / (n + 10)). The first
         update, n = 0, copies the weights: nothing of the initial ones is left. The average of n updates spans about a
@@ -57,9 +58,9 @@ class EMA:
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:
-        """average += (1 - decay) * (master - average) if the step was taken; call after every step.
+        """Update average += (1 - decay) * (master - average), unless the step was skipped. Call after every step.
 
-        Nothing is left to do where the optimizer's step itself does it (zero2). finite: of the StepResult.
+        With zero2 the optimizer's step has done it already. finite: of the StepResult.
         """
         if self._in_the_step or not finite:
             return
@@ -71,25 +72,25 @@ class EMA:
         self.updates += 1
 
     def bytes_per_rank(self) -> int:
-        """Memory of this rank's shards of all averages."""
+        """Return the memory of this rank's shards of all averages, in bytes."""
         return sum(shard.numel() * shard.element_size() for shards in self._averages for shard in shards.values())
 
     def gather(self, which: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """(name, full fp32 tensor) of every parameter of one average in turn; collective, the same on every rank."""
+        """Yield (name, full fp32 tensor) of every parameter of one average. Collective, the same on every rank."""
         for name, shard in self.averages[which].items():
             yield name, self.engine.layout.gather(name, shard)
 
     @torch.no_grad()
     def set(self, which: int, name: str, shard: Tensor) -> None:
-        """Sets this rank's shard (``engine.layout``) of one average of one parameter."""
+        """Set this rank's shard (``engine.layout``) of one average of one parameter."""
         self.averages[which][name].copy_(shard)
 
     @contextlib.contextmanager
     def at_work(self, which: int = 0) -> Iterator[None]:
-        """Inside, the engine works with one average's weights, under every plugin; afterwards with its own again, bit
-        for bit.
+        """Let the engine work with one average's weights inside the context, under every plugin.
 
-        Collective. The average and the masters change places, so it takes no memory; nothing may step or save inside.
+        Afterwards it has its own weights again, bit for bit. Average and masters are exchanged, so this takes no
+        memory; nothing may step or save inside. Collective.
         """
         self._exchange(which)
         try:
@@ -99,7 +100,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, which: int) -> None:
-        """The masters become the average and the average the masters."""
+        """Exchange the masters and one average."""
         engine, average = self.engine, self.averages[which]
         for name, shard in average.items():
             master = engine.master(name)
@@ -110,12 +111,12 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module | None, which: int = 0) -> Iterator[nn.Module | None]:
-        """Inside, ``model`` has one average's weights, in its own dtype; afterwards its own again, bit for bit.
+        """Give ``model`` one average's weights, in its own dtype, inside the context.
 
-        Collective: call it on every rank, with None where the rank only helps to gather. Of a model whose layers ranks
-        divide, ``model`` is this rank's part. The replaced weights wait in
-        host memory (2 bytes x parameters in half precision, 4 in fp32); the device needs room for one full parameter
-        more. The training module itself will do where every rank holds its weights whole (``engine.whole``).
+        Afterwards it has its own weights again, bit for bit. Collective: call it on every rank, with None on ranks that
+        only help to gather. If ranks divide the model's layers, ``model`` is this rank's part. The replaced weights are
+        kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device needs room for one more
+        full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be the training module.
         """
         own: dict[str, Tensor] = {}
         try:

@@ -36,8 +36,6 @@ from opendit.checkpoint.run_folders import (
     root_of,
     step_of,
 )
-from opendit.checkpoint.schema import ANY_STATE, MANIFEST_FILE, STATE_FILE
-from opendit.common.json_file import read_file
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import sha256_of
 from opendit.config.names import SHARDS, WHOLE
@@ -48,12 +46,12 @@ VERSIONS = {2: WHOLE, 3: SHARDS}  # version in state.json -> ending of the files
 
 
 def average_sets(decays: tuple[float, ...]) -> list[str]:
-    """The name of every average among the sets of tensors: the first is the one to sample from."""
+    """Return the name of each average's set of tensors. The first is the one to sample from."""
     return [AVERAGE_SET, *(f"ema_{decay}" for decay in decays[1:])]
 
 
 def not_finite(tensors: dict[str, Tensor]) -> str | None:
-    """The name of the first of these CPU tensors that holds a NaN or an infinity; None if all are finite."""
+    """Return the name of the first of these CPU tensors that holds a NaN or an infinity; None if all are finite."""
     return next((name for name, tensor in tensors.items() if not _is_finite(tensor)), None)
 
 
@@ -62,12 +60,12 @@ def _is_finite(tensor: Tensor) -> bool:
         return True
     if tensor.dtype.itemsize == 1:  # fp8 has no comparisons on a CPU
         tensor = tensor.float()
-    lowest, highest = tensor.aminmax()  # a NaN is the lowest and the highest; one pass, and nothing is allocated
+    lowest, highest = tensor.aminmax()  # one pass without allocations; of a tensor with a NaN both are NaN
     return math.isfinite(lowest) and math.isfinite(highest)
 
 
 def write_manifest(folder: Path, version: int, files: dict[str, dict[str, Any]], *, root: Path | None = None) -> None:
-    """manifest.json with the size and checksum of every file, and a checksum of its own."""
+    """Write manifest.json: the size and checksum of every file, and a checksum of that list itself."""
     content = {"version": version, "files": files, "sha256": _sha256_of(files)}
     write_file(folder / MANIFEST, iter([json.dumps(content, indent=1).encode()]), root=root)
 
@@ -77,10 +75,13 @@ def _sha256_of(files: dict[str, dict[str, Any]]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """name: {"bytes", "sha256"} of every file: what is read of a checkpoint is what stands here, and nothing else.
+    """Return name -> {"bytes", "sha256"} for every file of a checkpoint. No other file is ever read of it.
 
-    Raises ValueError if the manifest itself is missing or damaged, or names what is no file of this folder.
+    Raises ValueError if the manifest itself is missing or damaged.
     """
+    from opendit.checkpoint.schema import MANIFEST_FILE  # pydantic, for who reads a checkpoint
+    from opendit.common.json_models import read_file
+
     path = folder / MANIFEST
     try:
         file_id(path, root_of(folder))
@@ -93,11 +94,19 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class AnotherVersion(ValueError):
-    """A checkpoint that is intact and can't be read by this version of the program."""
+    """The checkpoint was written by another version of the program, which this one can't read."""
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The counters of a checkpoint. Raises ValueError if they can't be read, AnotherVersion if they are of one."""
+    """Return the content of a checkpoint's state.json.
+
+    Raises:
+        AnotherVersion: it was written by another version of the program.
+        ValueError: it is missing or damaged.
+    """
+    from opendit.checkpoint.schema import ANY_STATE, STATE_FILE  # pydantic, for who reads a checkpoint
+    from opendit.common.json_models import read_file
+
     path = named_checkpoint(folder) / STATE
     try:
         file_id(path, root_of(folder))
@@ -117,7 +126,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 class FileId(NamedTuple):
-    """The identity of the file under a name, to notice later that another file has taken its place."""
+    """The identity of a file, by which it is noticed that another one has got its name since."""
 
     device: int
     inode: int
@@ -126,8 +135,11 @@ class FileId(NamedTuple):
 
 
 def file_id(path: Path, root: Path) -> FileId:
-    """Raises ValueError, naming the file, unless it is a regular one inside ``root``: a symbolic link may not lead out
-    of there, and a FIFO or a device would block whoever opens it."""
+    """Return the identity of a regular file inside ``root``.
+
+    Raises ValueError, naming the file, for anything else: a symbolic link must not lead out of there, and a FIFO or a
+    device would block whoever opens it.
+    """
     try:
         real = path.resolve(strict=True)
         found = os.stat(real)
@@ -144,9 +156,9 @@ def file_id(path: Path, root: Path) -> FileId:
 
 
 def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None) -> str | None:
-    """Verify a checkpoint's files, and describe the first damaged one; return None if all are as they were written.
+    """Describe the first damaged file of a checkpoint; return None if all are as they were written.
 
-    Arguments as those of :func:`verified_files`.
+    The arguments are those of :func:`verified_files`.
     """
     try:
         verified_files(folder, part, parts, only)
@@ -158,13 +170,15 @@ def damage(folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | 
 def verified_files(
     folder: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None
 ) -> dict[str, FileId]:
-    """Compares a checkpoint's files with its manifest; returns which files they are, by name.
+    """Compare a checkpoint's files with its manifest, and return their identities by name.
 
-    With ``parts`` above 1 only this share of the bytes' checksums is looked at (sizes always are), so that ranks can
-    share the reading. ``only``: the names of the files to look at.
+    Args:
+        part, parts: of the checksums, only the share ``part`` of ``parts`` is computed, so that ranks can divide the
+            reading. All sizes are compared.
+        only: the names of the files to verify; all by default.
 
     Raises:
-        ValueError: says what is wrong, naming the file.
+        ValueError: names the first file that is wrong, and says what is.
     """
     named_checkpoint(folder)
     root, named = root_of(folder), str(folder)
@@ -195,7 +209,7 @@ def verified_files(
 
 
 def intact_before(folder: Path, problem: Callable[[Path], str | None] = damage) -> Path | None:
-    """The newest of a run's checkpoints before this one in which there is no ``problem``."""
+    """Return the newest earlier checkpoint of the same run in which there is no ``problem``; None if there is none."""
     try:
         folder = named_checkpoint(folder).resolve()
     except ValueError:

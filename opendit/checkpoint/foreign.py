@@ -15,9 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.schema import check_shapes
-from opendit.common.json_file import MIB, NAME, FileKind, read_file
-from opendit.common.rules import mapping, optional, plain, record, string, whole
+from opendit.checkpoint.tensor_set import check_shapes
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.config.architectures import SIZES, is_video
 from opendit.models.dit import DiTConfig
@@ -36,9 +34,11 @@ PIPELINE_INDEX = "model_index.json"  # the file that stands for a pipeline
 
 
 def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
-    """The state dict in a .pt file and the number of classes if the file says it. The tensors are on the CPU, and of
-    today's format (an archive) still in the file: what is not used is not read. Meta's training checkpoints hold
-    ``model``, ``ema``, ``opt`` and ``args``; ``ema`` is taken.
+    """Read the state dict in a .pt file, and the number of classes if the file says it.
+
+    No code in it is run, and its sizes are not believed. The tensors are on the CPU; those of today's format (an
+    archive) stay in the file until they are used. Of Meta's training checkpoints, which hold ``model``, ``ema``,
+    ``opt`` and ``args``, the result is ``ema``.
 
     Raises ValueError with one line that names the file: it would run code, is damaged, unpacks to more than its own
     size, or holds anything but tensors of real numbers under their names.
@@ -78,7 +78,7 @@ def read_pickled(path: Path) -> tuple[dict[str, Tensor], int | None]:
 
 
 def _check_archive(path: Path, size: int) -> None:
-    """Raises ValueError for an archive whose entries are compressed, or overlap: torch writes none of these."""
+    """Raise ValueError for an archive whose entries are compressed or overlap, which torch never writes."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -93,7 +93,7 @@ def _check_archive(path: Path, size: int) -> None:
 
 
 def _why(path: Path, error: Exception) -> str:
-    """Explain an error in our own words: torch's explain how to load the file in spite of it."""
+    """Explain an error in our own words: torch's message tells how to load the file all the same."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     if call := found[1] if found else _first_call(path):
         return (
@@ -104,7 +104,7 @@ def _why(path: Path, error: Exception) -> str:
 
 
 def _first_call(path: Path) -> str | None:
-    """The first thing that a pickle names and weights have no use for; found without loading it."""
+    """Return the first thing that a pickle names and weights have no use for, without loading it."""
     strings: list[str] = []
     try:
         for code, value, _ in pickletools.genops(_pickle_in(path)):
@@ -130,11 +130,11 @@ def _pickle_in(path: Path) -> bytes:
 
 
 def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes: int | None = None) -> DiTConfig:
-    """The configuration of a named DiT on labels from its weights' shapes (square inputs).
+    """Infer the configuration of a named DiT on labels from its weights' shapes, for square inputs.
 
-    The last layer's rows say whether it predicts a variance too. The label table's do not say whether its last row is
-    a class or the null class of class dropout: ``num_classes`` does; without it a table of 1000 rows is ImageNet's
-    classes alone, and any other one is taken to end with the null class (see :func:`assumption`).
+    The rows of the last layer say whether it predicts a variance too. The rows of the label table do not say whether
+    the last one is a class or the null class of class dropout: ``num_classes`` does. Without it, a table of 1000 rows
+    is assumed to be ImageNet's classes, and any other to end with the null class (see :func:`assumption`).
 
     Raises:
         ValueError: the weights are another model's; the message names the model they fit, if any.
@@ -181,7 +181,7 @@ def infer_config(state: Mapping[str, Tensor], name: str, path: Path, num_classes
 
 
 def assumption(weights: Weights, config: DiTConfig) -> list[str]:
-    """The note, if there is one to give, on what :func:`infer_config` has taken for granted."""
+    """Return a note on what :func:`infer_config` has assumed, if it has assumed anything."""
     rows = 0 if config.num_classes is None else config.num_classes + config.null_class
     if (
         weights.config is not None
@@ -197,26 +197,6 @@ def assumption(weights: Weights, config: DiTConfig) -> list[str]:
 
 # ------------------------------------------------------------------------------------------ DiTPipeline folders
 
-
-_SIZE = whole(1, 1 << 16)
-TRANSFORMER = FileKind(
-    record(
-        {
-            "_class_name": string(64),
-            "num_attention_heads": _SIZE,
-            "attention_head_dim": _SIZE,
-            "num_layers": _SIZE,
-            "patch_size": whole(1, 64),
-            "sample_size": whole(1, 512),
-            "in_channels": whole(1, 4096),
-            "num_embeds_ada_norm": whole(1, 1_000_000),
-        },
-        others=plain(),
-    ),
-    4 * MIB,
-)
-LABEL_NUMBER = string(7, "[0-9]+", "the number of a class")
-PIPELINE = FileKind(record({}, {"id2label": optional(mapping(LABEL_NUMBER, NAME))}, others=plain()), 16 * MIB)
 # ours: diffusers', of what stands before and after the blocks and of a block
 OUTER = {"x_embedder.proj": "pos_embed.proj", "final_layer.adaLN_modulation.1": "proj_out_1",
          "final_layer.linear": "proj_out_2"}  # fmt: skip
@@ -232,8 +212,10 @@ def suffixes(state: dict[str, Tensor], prefix: str) -> list[str]:
 
 
 def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Our state dict, position table included, from DiTTransformer2DModel's: the inverse of
-    :func:`opendit.export.conversion.to_diffusers_state`."""
+    """Return our state dict, position table included, from DiTTransformer2DModel's.
+
+    The inverse of :func:`opendit.export.conversion.to_diffusers_state`.
+    """
     made = {}
     for ours, name in OUTER.items():
         made.update({ours + end: theirs[name + end] for end in suffixes(theirs, name)})
@@ -251,11 +233,14 @@ def from_diffusers_state(theirs: dict[str, Tensor], config: DiTConfig) -> dict[s
 
 
 def read_pipeline(folder: Path) -> Weights:
-    """The transformer of a DiTPipeline folder in CPU memory, as weights of ours; their ``path`` is the folder.
+    """Read the transformer of a DiTPipeline folder into CPU memory as weights of ours, whose ``path`` is the folder.
 
     Raises:
         ValueError, FileNotFoundError: it holds no DiT of ours, or its files are damaged.
     """
+    from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # pydantic, for who reads a folder
+    from opendit.common.json_models import read_file
+
     values = read_file(folder / "transformer" / "config.json", TRANSFORMER)
     heads, head_dim, depth = (values[k] for k in ("num_attention_heads", "attention_head_dim", "num_layers"))
     size = next((k for k, v in SIZES.items() if v == (heads * head_dim, depth, heads)), None)

@@ -45,15 +45,19 @@ Places = dict[str, tuple[TensorSet, str]]  # where a tensor is: its set, and its
 
 
 class Unloadable(DataError, ValueError):
-    """A checkpoint that is as it was written and can't be loaded; the message tells the user why."""
+    """A checkpoint is intact and can't be loaded all the same. The message tells the user why."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose files are intact.
 
-    folder: with no symbolic link in it. state: its counters. files: which files were verified, by name: those of the
-    manifest. damaged: why others, newer ones of the run, were not taken. run: as of ``run_of``.
+    Attributes:
+        folder: without symbolic links in its path.
+        state: the content of state.json.
+        files: the identities of the files that were verified, which are those of the manifest, by name.
+        damaged: for each newer checkpoint of the run that was passed over, what is wrong with it.
+        run: the run's folder, if it may be written to (see ``run_of``).
     """
 
     folder: Path
@@ -64,22 +68,24 @@ class Checkpoint:
 
     @property
     def model(self) -> Path:
-        """The file that stands for the master weights."""
+        """The file, or the index of the files, of the master weights."""
         return self.folder / (MODEL_SET + VERSIONS[self.state["version"]])
 
     @property
     def averages(self) -> dict[float, str]:
-        """The name of the file that stands for the average of a decay."""
+        """Decay -> name of the file or index of that average."""
         return {decay: name for name, decay in self.state["ema"]["files"].items()}
 
     @property
     def average(self) -> Path:
-        """The file that stands for the average to sample from."""
+        """The file or index of the average to sample from."""
         return self.folder / (AVERAGE_SET + VERSIONS[self.state["version"]])
 
     def open(self, name: str) -> TensorSet:
-        """The tensors of one of its files or indices. Raises Unloadable, now or when they are read, if that is not as
-        it was verified."""
+        """Return the tensors of one of its files or indices.
+
+        Raises Unloadable, now or when a tensor is read, if a file has been changed since it was verified.
+        """
         self._same(self.folder / name)
         return open_set(self.folder / name, self._open_file)
 
@@ -93,12 +99,12 @@ class Checkpoint:
 
 
 def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoint | None:
-    """The checkpoint that ``--load`` means, verified; None for ``latest`` when there is none yet. Call on every rank.
+    """Return the checkpoint that ``--load`` names, verified; None for ``latest`` if there is none yet. Collective.
 
-    ``latest``, and a run's folder, mean the newest intact checkpoint of that run; a checkpoint's folder means that one.
+    ``latest``, and a run's folder, name the newest intact checkpoint of that run; a checkpoint's folder names that one.
 
     Raises:
-        ValueError: on every rank. A path without a checkpoint, a damaged checkpoint, no intact one, or another model's.
+        ValueError: on every rank. There is no checkpoint, it is damaged, none is intact, or it is another model's.
     """
     folders, one, problem = mesh.broadcast_object(_candidates(load, outputs, model) if mesh.is_main else None)
     if problem:
@@ -129,8 +135,7 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """(the folders that --load may mean, the first choice first; whether it names this one and no other; what is wrong
-    with it)."""
+    """Return the folders that --load may name, in the order to try; whether it is just this one; and an error."""
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -155,8 +160,11 @@ def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, 
 
 
 def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, Any], str | None, bool]:
-    """This rank's share of verifying a checkpoint: its files, its state, what is wrong with it, and whether an earlier
-    checkpoint is no answer to that."""
+    """Verify this rank's share of a checkpoint.
+
+    Returns:
+        Its files, its state, what is wrong with it, and whether that rules out trying an earlier checkpoint.
+    """
     try:
         files = verified_files(folder, mesh.rank, mesh.world_size)
         state = read_state(folder)
@@ -172,7 +180,7 @@ def _verified(folder: Path, mesh: Mesh) -> tuple[dict[str, FileId], dict[str, An
                 _check_listed(folder, tensors.index.files, files)
                 tensors.check_files(mesh.rank, mesh.world_size)
     except (ValueError, OSError) as error:
-        other = _another_version(folder)  # which may have another kind of manifest
+        other = _another_version(folder)  # whose manifest may have another form
         return {}, {}, other or str(error), other is not None
     return files, state, None, False
 
@@ -197,13 +205,13 @@ def _another_version(folder: Path) -> str | None:
 
 
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
-    """Puts a checkpoint into the engine and the averages; call on every rank. Only its verified files are read, and of
-    these, whatever layout they were written from, what this rank holds of every tensor.
+    """Load a checkpoint into the engine and the averages. Collective.
 
-    A decay that the checkpoint has no average of goes on from its first one.
+    Only verified files are read, and of them, whatever the layout they were written in, the slices that this rank
+    holds. An average of a decay that the checkpoint does not have starts from its first average.
 
     Raises:
-        Unloadable: what it holds is not what the engine needs (nothing has been changed then); on every rank.
+        Unloadable: on every rank. The checkpoint does not hold what the engine needs; nothing has been changed then.
         FloatingPointError: it is not finite; on every rank.
     """
     state = checkpoint.state
@@ -233,7 +241,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             except ValueError as error:
                 raise Unloadable(f"--load: {error}; load another checkpoint") from error
 
-        # Together, for the others would go on without a rank that can't.
+        # Together: an error on one rank becomes an error on all, which would otherwise continue without it.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
     engine.load_scaler_state(state["scaler"])

@@ -1,16 +1,16 @@
-"""One writer a folder: a lock that names its owner and does not outlive it."""
+"""A lock on a folder, so that only one process writes to it. It names its owner and does not outlive it."""
 
 import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,12 @@ from opendit.common.safe_files import LinkRefused, open_to_write, refuse_links, 
 if TYPE_CHECKING:
     from opendit.parallel.mesh import Mesh  # which imports torch
 
+logger = logging.getLogger(__name__)
+
 LOCK = ".lock"
 HEARTBEAT_S = 10.0  # an owner touches its lock this often, for processes on other machines to see
-PATIENCE_S = 45.0  # a lock of another machine that nobody touches for so long is taken over
-EMPTY_S = 2.0  # that an owner may take to write its name into the lock it has made
+PATIENCE_S = 45.0  # a lock of another machine is taken over after so many seconds in which nobody has touched it
+EMPTY_S = 2.0  # an owner may take this long to write its name into a lock that it has made
 
 _held: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()
 
@@ -32,28 +34,27 @@ class Locked(ValueError):
 
 
 class FolderLock:
-    """The right to write to a folder, for as long as this process lives or until :meth:`release`; a context manager.
+    """A lock on a folder that lasts until :meth:`release` or the end of this process; a context manager.
 
-    The file ``.lock`` in the folder names the owner. On its own machine the kernel knows whether it lives (flock; where
-    the file system has none, the process's number and the time it started at). To other machines it shows so by
-    touching the file: a lock that is touched no more is taken over.
+    The file ``.lock`` in the folder names the owner. On the owner's machine, flock tells whether it is alive, or its
+    process number and start time if the file system has no flock. For other machines the owner touches the file
+    regularly: a lock that is no longer touched is taken over.
 
     Args:
-        folder: exists.
-        flag: that named the folder, for messages.
-        fix: what else the user may do, for messages.
-        say: shows a line to people.
+        folder: an existing folder.
+        flag: the flag that named the folder, for messages.
+        fix: what the user can do instead, for messages.
 
     Attributes:
-        note: what is worth telling of how the lock was got; None in the usual case.
+        note: what the user should know about how the lock was taken; usually None.
 
     Raises:
         Locked: another process has it.
         LinkRefused: the lock is a symbolic link.
     """
 
-    def __init__(self, folder: Path, flag: str, fix: str, say: Callable[[str], None] = print):
-        self.folder, self.path, self.flag, self.fix, self._say = folder, folder / LOCK, flag, fix, say
+    def __init__(self, folder: Path, flag: str, fix: str):
+        self.folder, self.path, self.flag, self.fix = folder, folder / LOCK, flag, fix
         self.note: str | None = None
         self._file: int | None = None
         self._released = threading.Event()
@@ -62,7 +63,7 @@ class FolderLock:
                 pass
         except LinkRefused:
             raise
-        except OSError as error:  # a full or read-only disk is told, and does not keep a run from going on
+        except OSError as error:  # a full or read-only disk is reported, and does not end a run
             self.note = f"{self.path} can't be made ({error.strerror}): nothing keeps another process out of {folder}"
             return
         _held.add(self)
@@ -78,7 +79,7 @@ class FolderLock:
         self.release()
 
     def release(self) -> None:
-        """Gives the folder free; nothing happens the second time."""
+        """Release the lock. The second time nothing happens."""
         file, self._file = self._file, None
         self._released.set()
         if file is None:
@@ -89,7 +90,7 @@ class FolderLock:
         os.close(file)
 
     def _take(self) -> bool:
-        """One attempt; False if the file changed under it, so that another has to be made."""
+        """Try to take the lock. Return False if the file changed meanwhile, so that another attempt is needed."""
         try:
             file, made = open_to_write(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o644), True
         except FileExistsError:
@@ -104,11 +105,11 @@ class FolderLock:
             if not made:
                 owner = _owner(file, wait=not flocked)
                 self.note = self._gone(owner, file, flocked)
-                if not flocked or os.fstat(file).st_nlink > 1:  # its other name, a hard link, may be anywhere
+                if not flocked or os.fstat(file).st_nlink > 1:  # a hard link's other name may be anywhere
                     self._remove(file)
                     return False
             os.ftruncate(file, 0)
-            with contextlib.suppress(*[OSError] * flocked):  # a full disk: the owner has no name then
+            with contextlib.suppress(*[OSError] * flocked):  # on a full disk the lock has no name in it
                 os.pwrite(file, json.dumps({**_this_process(), "inode": os.fstat(file).st_ino}).encode(), 0)
             self._file, file = file, None
             return True
@@ -117,11 +118,11 @@ class FolderLock:
                 os.close(file)
 
     def _remove(self, file: int) -> None:
-        """Deletes a lock that is left over: this one, not one that another process has made in its place since."""
+        """Delete an abandoned lock, unless another process has replaced it since."""
         busy = self.path.with_name(f"{LOCK}.removal")
         try:
             os.close(open_to_write(busy, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        except FileExistsError:  # another process is at it, or was killed in these few lines
+        except FileExistsError:  # another process is doing the same, or was killed in these few lines
             time.sleep(0.05)
             with contextlib.suppress(FileNotFoundError):
                 if abs(time.time() - busy.lstat().st_mtime) > PATIENCE_S:
@@ -144,20 +145,23 @@ class FolderLock:
     def _gone(self, owner: dict[str, Any], file: int, flocked: bool) -> str | None:
         """Return a line about an owner that left its lock behind. Raises Locked if the owner is alive."""
         if not owner:
-            return None  # it never came to write its name
+            return None  # the owner was killed before it wrote its name
         here, who = _this_process(), _name(owner)
         if owner.get("boot") == here["boot"] and (flocked or owner.get("namespace") == here["namespace"]):
             if not flocked and _start_time(owner["pid"]) in (owner.get("started"), None):
                 raise self._locked(owner)
             return f"{self.folder} was locked by {who}, which is gone: taken over"
         touched = os.fstat(file).st_mtime_ns
-        self._say(
-            f"{self.folder} is locked by {who}; waiting up to {PATIENCE_S:.0f} s to see whether it is still there"
+        logger.info(
+            "%s is locked by %s; waiting up to %.0f s to see whether it is still there", self.folder, who, PATIENCE_S
         )
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             time.sleep(min(1.0, PATIENCE_S / 10))
-            with contextlib.suppress(FileNotFoundError), open(self.path) as again:  # NFS looks anew at what is opened
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(self.path) as again,
+            ):  # NFS refreshes the attributes of a file that is opened
                 if os.fstat(again.fileno()).st_mtime_ns != touched:
                     raise self._locked(owner)
         return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
@@ -170,12 +174,12 @@ class FolderLock:
 def lock_folder(
     folder: Path, mesh: "Mesh", flag: str, fix: str, written: Collection[str] = ()
 ) -> tuple[contextlib.AbstractContextManager[Any], list[str]]:
-    """:class:`FolderLock` for all ranks of a job: rank 0 holds it. Call on every rank.
+    """Take a :class:`FolderLock` for all ranks of a job; rank 0 holds it. Call on every rank.
 
     written: names that the job will write in the folder, none of which may be a symbolic link.
 
     Returns:
-        a context manager, and notes for the user.
+        A context manager, and notes for the user.
 
     Raises:
         Locked, LinkRefused: on every rank.
@@ -184,7 +188,7 @@ def lock_folder(
     if mesh.is_main:
         try:
             refuse_links(folder, [LOCK, *written], flag)
-            lock = FolderLock(folder, flag, fix, say=lambda text: print(text, file=sys.stderr, flush=True))
+            lock = FolderLock(folder, flag, fix)
         except (Locked, LinkRefused) as error:
             problem = error
     problem = mesh.broadcast_object(problem)
@@ -216,7 +220,7 @@ def _owner(file: int, wait: bool) -> dict[str, Any]:
         with contextlib.suppress(ValueError, RecursionError):  # the file may hold anything
             owner = json.loads(os.pread(file, 4096, 0))
             if isinstance(owner, dict) and isinstance(owner.get("pid"), int):
-                # One that was copied with its folder says nothing of the copy.
+                # A lock that was copied along with its folder does not lock the copy.
                 return owner if owner.get("inode") == os.fstat(file).st_ino else {}
         if time.monotonic() >= end:
             return {}
@@ -237,7 +241,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Names this machine since it was switched on; containers on it have the same."""
+    """Return an identity of this machine since it was switched on, the same in all containers on it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -256,7 +260,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def _leave_to_parent() -> None:
-    """In a forked child, such as a loader's worker: the lock ends with its owner, not with the owner's children."""
+    """Close the lock files in a forked child, such as a loader's worker: a lock must end with its owner."""
     for lock in list(_held):
         file, lock._file = lock._file, None
         if file is not None:

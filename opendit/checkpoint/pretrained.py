@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from opendit.checkpoint.files import damage, intact_before, not_finite
 from opendit.checkpoint.foreign import PIPELINE_INDEX, infer_config, read_pickled, read_pipeline
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
-from opendit.checkpoint.schema import check_shapes, check_size, checked_metadata, compare
-from opendit.checkpoint.tensor_set import TensorSet, files_of, is_set, open_set
+from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, compare, files_of, is_set, open_set
 from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.names import PARTS, SHARDS, WHOLE
@@ -38,15 +37,16 @@ ROUNDING = 1e-6  # of fp32: Meta's files hold the same tables, made by other lib
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:
-    """The file that stands for the weights of a path: a file, a folder with some, a checkpoint folder, a run folder
-    (its newest checkpoint), or a folder of diffusers' DiTPipeline. That is a .safetensors or .pt file, the index of
-    several, or the pipeline's model_index.json.
+    """Find the weights of a path.
 
-    A file that a checkpoint has lost is returned too: :func:`read_weights` says what to do about it.
+    The path is a file, a folder with weights, a checkpoint's folder, a run's folder (of which the newest checkpoint is
+    meant), or a folder of diffusers' DiTPipeline. The result is a .safetensors or .pt file, the index of several, or
+    the pipeline's model_index.json. A file that a checkpoint should have and has lost is returned too, for
+    :func:`read_weights` to report.
 
     Raises:
         FileNotFoundError: nothing of the kind is there; the message says what was looked for.
-        ValueError: it is a ``latest`` or ``best`` that leads elsewhere than to a checkpoint beside it.
+        ValueError: it is a ``latest`` or ``best`` that does not lead to a checkpoint beside it.
     """
     path = named_checkpoint(Path(path))
     if path.is_file():
@@ -67,7 +67,7 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
 
 
 def _elsewhere(folder: Path) -> str | None:
-    """Explain a ``latest`` that leads elsewhere than to a checkpoint beside it; None if it doesn't."""
+    """Describe what is wrong with a ``latest`` that does not lead to a checkpoint beside it; None if nothing is."""
     try:
         named_checkpoint(folder)
     except ValueError as error:
@@ -76,18 +76,23 @@ def _elsewhere(folder: Path) -> str | None:
 
 
 def weights_in(folder: Path, which: str) -> Path:
-    """The file of a checkpoint that stands for one of its sets of weights, or that should: where there is none, the
-    index of shards if there are some, else that of whole tensors."""
+    """Return the file or index of one set of a checkpoint's weights.
+
+    If there is neither, return the name that is missing: of the index if there are shards, else of the file.
+    """
     names = [which + suffix for suffix in (WHOLE, SHARDS, PARTS)]
     missing = SHARDS if any(folder.glob(f"{which}-shard-*")) else WHOLE
     return folder / next((name for name in names if (folder / name).is_file()), which + missing)
 
 
 def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = None, mesh: Mesh = ALONE) -> Weights:
-    """The weights of a path as :func:`find_weights` takes it; with ``notes``, of a run folder those of its newest
-    intact checkpoint. Where that is not the newest, a line in ``notes`` says why: it must be shown.
+    """Read the weights of a path as :func:`find_weights` takes it.
 
-    mesh: ranks that all call this; they share the work of verifying, and find the same.
+    Args:
+        path: of a run's folder with ``notes``, its newest intact checkpoint is read.
+        which: the set of weights of a checkpoint.
+        notes: gets a line, to be shown, if a newer checkpoint is damaged.
+        mesh: ranks that all call this; they divide the verification and get the same result.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, damaged or unreadable, or no intact checkpoint; on every rank.
@@ -100,8 +105,9 @@ def use_newest(
 ) -> T:
     """Return ``use(weights)`` for the weights that :func:`read_newest` finds.
 
-    ``use`` runs while the weights are being verified, perhaps for several checkpoints in turn. Its results and errors
-    for damaged weights are dropped."""
+    ``use`` runs while the weights are verified, for several checkpoints in turn if some are damaged. Its results and
+    errors for damaged weights are dropped.
+    """
     folders, damaged = group.gather([] if Path(path).is_file() else checkpoints_in(Path(path)))[0], []
     if not folders or notes is None:
         return _use_intact(group.together(lambda: find_weights(path, which), ValueError, OSError), group, use)
@@ -119,8 +125,10 @@ def use_newest(
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """Read and check (opendit.checkpoint.schema) the metadata of one of our safetensors files, without its weights; {}
-    for other files. Raises ValueError with one line that names the file and the field."""
+    """Read and check (opendit.checkpoint.schema) the metadata of a weights file of ours; {} for other files.
+
+    The weights are not read. Raises ValueError with one line that names the file and the field.
+    """
     if not is_set(path):
         return {}
     with open_set(path) as tensors:
@@ -128,13 +136,17 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def _info(tensors: TensorSet) -> dict[str, Any]:
+    from opendit.checkpoint.schema import checked_metadata  # pydantic, for who reads weights
+
     text = tensors.metadata.get(METADATA_KEY)
     return {} if text is None else checked_metadata(text, tensors.path)
 
 
 def read_config(path: Path) -> DiTConfig | None:
-    """The configuration in one of our safetensors files, without reading its weights; None for other files and for one
-    that can't be read, of which :func:`read_weights` says more."""
+    """Read the configuration in a weights file of ours; None for other files and for damaged ones.
+
+    The weights are not read. :func:`read_weights` says what is wrong with a file.
+    """
     try:
         return Weights({}, path, read_info(path)).config
     except (ValueError, KeyError, TypeError):
@@ -142,11 +154,12 @@ def read_config(path: Path) -> DiTConfig | None:
 
 
 def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
-    """The weights that a file stands for, verified if it is a checkpoint's; its header must be that of the model that
-    it says it holds. They stay in the file until they are asked for. No code in a file is run
-    (opendit.checkpoint.foreign).
+    """Read the weights of a file or an index, verified if they are a checkpoint's.
 
-    group: of ranks that all call this, and share the work of verifying.
+    The header must be that of the model which the metadata describes. Tensors stay in the file until they are used. No
+    code in a file is run (opendit.checkpoint.foreign).
+
+    group: ranks that all call this and divide the verification.
 
     Raises:
         ValueError: the file is damaged, can't be read, holds another model than it says, no state dict, or weights that
@@ -170,8 +183,10 @@ def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) ->
 
 
 def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[str | None, T | None]:
-    """(None, what ``use`` makes of a file's weights), or (what is wrong with them by their manifest, None). Checksums
-    are computed in a thread beside ``use``: SHA-256 of DiT-XL/2 takes as long as bringing it to a GPU."""
+    """Return (None, ``use(weights)``), or (what is wrong with the weights by their manifest, None).
+
+    Checksums are computed in a thread beside ``use``: SHA-256 of DiT-XL/2 takes as long as bringing it to a GPU.
+    """
     made, error, mesh = None, None, group.mesh
     checking = Background(lambda: _damaged_part(path, mesh.rank, mesh.world_size), name="checksums")
     try:
@@ -190,8 +205,10 @@ def _use(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> tuple[
 
 
 def _damage(path: Path, group: ControlGroup) -> str | None:
-    """Verify weights by the manifest beside their file, and describe the damage, the same on every rank; None if they
-    are intact or have no manifest."""
+    """Describe how weights differ from the manifest beside them, the same on every rank; None if they do not.
+
+    Weights without a manifest are not verified.
+    """
     return next(filter(None, group.gather(_damaged_part(path, group.mesh.rank, group.mesh.world_size))), None)
 
 
@@ -212,7 +229,7 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
-    """The weights, of which this share is checked."""
+    """Read weights, and check this share of them."""
     if path.name == PIPELINE_INDEX:
         return refuse_unless_finite(read_pipeline(path.parent), part, parts)
     if not is_set(path):
@@ -228,8 +245,7 @@ def _read_part(path: Path, part: int, parts: int) -> Weights:
 
 
 def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Weights:
-    """The same weights. Raises ValueError, naming the file and the tensor, if one of this share of them holds a NaN or
-    an infinity."""
+    """Return the same weights. Raises ValueError if a tensor of this share of them holds a NaN or an infinity."""
     state = weights.state
     tensors = state.as_stored(part, parts) if isinstance(state, TensorSet) else list(state.items())[part::parts]
     if name := next((name for name, tensor in tensors if not_finite({name: tensor})), None):
@@ -240,8 +256,10 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """The names of the tables in ``state``, of a model ``config``, that are not the computed ones, and by how much a
-    number of them differs at most. What is missing or of another size is not compared."""
+    """Return the position tables in ``state`` that are not the computed ones: name -> largest difference of a number.
+
+    Tables that are missing or of another size are not compared.
+    """
     found = {}
     for name, (dim, sizes) in config.tables.items():
         made = sincos_position_table(dim, *sizes).unsqueeze(0)
@@ -253,7 +271,7 @@ def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, fl
 
 
 def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> list[str]:
-    """A line for each of :func:`other_tables` of the file at ``path``."""
+    """Return a line for each of :func:`other_tables` of the file at ``path``."""
     return [
         f"{path}: its table {name} is not the computed one (numbers differ by up to {off:.2g}), which is used in its "
         "place"
@@ -265,19 +283,25 @@ def table_notes(config: DiTConfig, state: Mapping[str, Tensor], path: Path) -> l
 
 
 class FirstWeights:
-    """The values of any shard of any parameter, as an adaptation says: a slice of a tensor of the file, which alone is
-    read of it, a slice of a small tensor that was made of one, or initial values.
+    """The first values of any shard of any parameter, under any plugin, as an adaptation says.
 
-    state: the file's tensors. initial: gives the initial values of any shard, by the parameter's canonical name.
+    They are read from a tensor of the file, of which only the shard is read, cut from a small tensor that was made of
+    one, or initial values.
+
+    Args:
+        start: says which of these a parameter gets.
+        state: the file's tensors.
+        initial: gives the initial values of any shard by the parameter's canonical name.
     """
 
     def __init__(self, start: Adaptation, state: Mapping[str, Tensor], initial: Values):
         self._stored, self._made, self._state, self._initial = start.stored, start.made, state, initial
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
-        """A shard of a parameter, (shard.shape) fp32 in host memory; it may be a view of the file.
+        """Return a shard of a parameter, (shard.shape) fp32 in host memory. It may be a view of the file.
 
-        Raises ValueError or OSError if the file is not as it was when it was opened."""
+        Raises ValueError or OSError if the file has changed since it was opened.
+        """
         name = canonical_name(name)
         if name in self._stored:
             return read_shard(self._state, self._stored[name], shard).float()
@@ -285,13 +309,13 @@ class FirstWeights:
 
     @torch.no_grad()
     def fill(self, model: DiT) -> None:
-        """Sets all parameters of a model that is whole and in memory."""
+        """Set all parameters of an undivided model in memory."""
         for name, parameter in model.named_parameters():
             parameter.copy_(self(name, Shard(tuple(parameter.shape), ())))
 
 
 def read_shard(state: Mapping[str, Tensor], name: str, shard: Shard) -> Tensor:
-    """A shard of a file's tensor in its stored dtype, of which alone is read; it may be a view of the file."""
+    """Read only a shard of a file's tensor, in its stored dtype. The result may be a view of the file."""
     return state.read(name, shard) if isinstance(state, TensorSet) else shard.take(state[name])
 
 
@@ -302,10 +326,17 @@ def load_state(
     dtype: torch.dtype = torch.float32,
     layout: Layout | None = None,
 ) -> None:
-    """Strictly loads weights into a model. A parameter on the meta device gets memory on ``device``, in ``dtype``.
-    Buffers, which are fixed tables, must be in the file and stay as they are computed (see ``DiTConfig.tables``).
-    layout: of a model that has parts of its parameters, which alone are read of the files.
-    Raises ValueError naming the first differences."""
+    """Load weights into a model, strictly.
+
+    A parameter on the meta device gets memory on ``device``, in ``dtype``. Buffers, which are fixed tables, must be in
+    the file, and stay as they are computed (see ``DiTConfig.tables``).
+
+    Args:
+        layout: of a model that has parts of its parameters; only these are read from the files.
+
+    Raises:
+        ValueError: names the first differences.
+    """
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()} | (layout.shapes if layout else {})
     compare(shapes, weights.shapes, weights.path)
@@ -316,8 +347,8 @@ def load_state(
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
-            # From the mapped file to the device as it is, and cast there. The file's own memory, which others could
-            # change, is not taken.
+            # Moved from the mapped file to the device as it is, and cast there. A copy in any case: others could change
+            # the file's own memory.
             there = stored.to(device)
             made = there.to(dtype, copy=there is stored)
             owner, _, attribute = name.rpartition(".")
@@ -336,16 +367,21 @@ def load_pretrained(
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     mesh: Mesh = ALONE,
 ) -> tuple[DiT, Weights]:
-    """A model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``. It is on ``device`` as
-    ``DiT.place`` puts it there, its weights in ``dtype``.
+    """Build a model with weights: from our checkpoints, or from Meta's .pt with the model's ``name``.
 
-    A checkpoint of --lora brings its base's weights and is merged into them; ``lora`` is one, to be merged into those
-    of ``path``. What it says of itself (classes, size, objective) holds for the model then. ``num_classes``: of a file
-    that does not say (see :func:`infer_config`).
+    A checkpoint of --lora is merged into the weights of its base.
 
-    ``notes`` takes what :func:`read_newest` says, and which fixed tables of the files are not used. ``stage(name)`` is
-    the context of a part of the work. ``mesh``: where ranks of it divide layers, the model has this rank's part of
-    every one (opendit.parallel.tensor).
+    Args:
+        path: as :func:`find_weights` takes it.
+        name: the model; needed if the file does not say.
+        which: the set of weights of a checkpoint.
+        lora: a checkpoint of --lora to merge into the weights of ``path``. Classes, size and objective are then its.
+        num_classes: of a file that does not say (see :func:`infer_config`).
+        notes: gets what :func:`read_newest` adds, and the fixed tables of the files that are not used.
+        device: where ``DiT.place`` puts the model.
+        dtype: of the weights.
+        stage: returns the context for a named stage of the work.
+        mesh: if its ranks divide layers, the model has this rank's part of each (opendit.parallel.tensor).
 
     Raises:
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
@@ -391,7 +427,7 @@ def load_pretrained(
 
 
 def _divide(model: DiT, mesh: Mesh) -> Layout | None:
-    """Leaves this rank its part of every layer, where ranks divide them; where the parts are."""
+    """Leave this rank its part of every layer, if ranks divide them. Return the layout of the parts."""
     if mesh.tp_size == 1:
         return None
     group = tensor_group(mesh)
@@ -401,13 +437,13 @@ def _divide(model: DiT, mesh: Mesh) -> Layout | None:
 
 
 def check_name(weights: Weights, name: str | None) -> None:
-    """Raises ValueError if weights that say which model they are are of another one than ``name``."""
+    """Raise ValueError if weights that name their model name another one than ``name``."""
     if name is not None and weights.info["model"] != canonical_model(name):
         raise ValueError(f"{weights.path} is a checkpoint of {weights.info['model']}, not of {name}; give its --model")
 
 
 def _base_of(added: Weights) -> Weights:
-    """The weights that a checkpoint of --lora adds to."""
+    """Read the weights that a checkpoint of --lora adds to."""
     base = Path(added.info["lora"]["base"])
     if not base.is_file():
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
@@ -426,7 +462,7 @@ def _with_lora(
     if notes is not None:
         notes += table_notes(found, weights.state, weights.path)
     model = empty_model(added.config)
-    initial = InitialValues(model, seed=0)  # of what is new, which was trained too
+    initial = InitialValues(model, seed=0)  # for new parameters, which --lora trained as well
     start = adapt(model, weights, found, added.info.get("class_names") or (), fresh=initial.whole)
     FirstWeights(start, weights.state, initial).fill(model)
     merge_lora(model, added)

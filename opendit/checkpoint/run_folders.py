@@ -1,9 +1,7 @@
 """The folders of runs, OUTPUTS/NNN-MODEL (000 to 999, then 1000 and on), and of the checkpoints in them.
 
-outputs/000-DiT-XL-2/checkpoints/
-  step_0000100/   a checkpoint (opendit/checkpoint/files.py)
-  latest          a symbolic link to the newest, or a file with its name
-  best            the same for the best one by a figure
+A run's folder ``checkpoints`` holds ``step_0000100`` and so on (opendit/checkpoint/files.py says what is in one),
+``latest``, a symbolic link to the newest or a file with its name, and ``best``, the same for the best by some figure.
 """
 
 import contextlib
@@ -18,8 +16,8 @@ from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
-_MOST_NAME = 255  # bytes of what stands in ``latest``
-# What a run, and what it is logged to, write in its folder beside the lock.
+_MOST_NAME = 255  # bytes in ``latest``
+# What a run and its loggers write in its folder, beside the lock.
 WRITTEN = (
     "config.json",
     "config_damaged.json",
@@ -29,17 +27,19 @@ WRITTEN = (
     "samples",
     "checkpoints",
     "validation.png",
+    "evaluation",
+    "profile",
+    "wandb",
+    "mlflow_run_id",
 )
-
-
-WRITTEN += ("evaluation", "profile", "wandb", "mlflow_run_id")
-
-
 _NAME = re.compile(r"([0-9]{3,})-(.+)", re.DOTALL | re.ASCII)
 
 
 def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
-    """The runs under a folder whose model's part of the name matches a pattern, by number, the newest last."""
+    """Return the folders of runs below ``outputs``, in the order of their numbers.
+
+    model: a pattern for the model's part of their names.
+    """
     with contextlib.suppress(OSError):
         found = [(path, _NAME.fullmatch(path.name)) for path in Path(outputs).iterdir()]
         runs = [(int(name[1]), path) for path, name in found if name and fnmatch.fnmatchcase(name[2], model)]
@@ -48,13 +48,15 @@ def run_folders(outputs: str | Path, model: str = "*") -> list[Path]:
 
 
 def new_run_folder(outputs: str | Path, model: str) -> Path:
-    """Makes OUTPUTS/NNN-MODEL with the number after the highest there is; one that starts at the same moment, of any
-    model, gets another number. Call on one rank. Raises OSError if it can't be made."""
+    """Make OUTPUTS/NNN-MODEL, with the number after the highest there is.
+
+    Runs that start at the same moment get different numbers, whatever their models. Call on one rank. Raises OSError.
+    """
     outputs = Path(outputs)
     outputs.mkdir(parents=True, exist_ok=True)
     number = _next_number(outputs)
     while True:
-        # One process alone makes the folder of this name, and so has the number, whatever its model is called.
+        # Only one process can make this folder, so the number is its own whatever its model is called.
         claim = outputs / f".{number:03d}"
         try:
             claim.mkdir()
@@ -64,7 +66,7 @@ def new_run_folder(outputs: str | Path, model: str) -> Path:
         free = _next_number(outputs)
         if free <= number:
             break
-        claim.rmdir()  # its number was taken between the look and the claim
+        claim.rmdir()  # another run took the number before it was claimed
         number = free
     folder = outputs / f"{number:03d}-{model.replace('/', '-')}"
     try:
@@ -86,7 +88,7 @@ def _next_number(outputs: Path) -> int:
 
 
 def step_of(folder: Path) -> int:
-    """The step in a checkpoint folder's name; -1 if it has none."""
+    """Return the step in a checkpoint folder's name; -1 if there is none."""
     found = re.search("step_([0-9]+)", folder.name)
     return int(found[1]) if found else -1
 
@@ -100,10 +102,11 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints_in(run: Path) -> list[Path]:
-    """The checkpoint folders of a run, damaged ones too, the one to go on from first.
+    """Return the checkpoint folders of a run, damaged ones included, in the order in which to try loading them.
 
-    That is the one that ``latest`` names; after it come the earlier ones, the newest first, and at last those of an
-    attempt that the run went back from. Without ``latest`` the highest step is the newest.
+    First comes the one that ``latest`` names, then the earlier ones, the newest first, and last those of later steps,
+    which belong to an attempt that was abandoned by resuming from before it. Without ``latest`` the highest step is
+    the newest.
     """
     folder = run / CHECKPOINTS
     try:
@@ -111,35 +114,35 @@ def checkpoints_in(run: Path) -> list[Path]:
     except OSError:
         return []
     steps = [folder / name for name in names if re.fullmatch("step_[0-9]+", name)]
-    # A kill between two renames leaves a checkpoint under this name only.
+    # A kill between the two renames of save.put_in_place leaves a checkpoint under this name only.
     steps += [folder / name for name in names if re.fullmatch(r"\.step_[0-9]+\.replaced", name)]
     steps.sort(key=lambda path: (step_of(path), path.name.startswith("step")), reverse=True)
     latest = folder / LATEST
     if latest.is_dir() and not latest.is_symlink():
-        return [latest, *steps]  # a copy that knew no links
+        return [latest, *steps]  # a copy of the run without links
     if not os.path.lexists(latest):
         return steps
     try:
         newest = step_of(named_checkpoint(latest))
     except ValueError:
-        return [latest, *steps]  # damage to be told
+        return [latest, *steps]  # damage, to be reported by whoever loads it
     if newest not in map(step_of, steps):
-        steps.insert(0, latest)  # it names nothing that is there: likewise
+        steps.insert(0, latest)  # it names a folder that is gone: likewise
     return sorted(steps, key=lambda path: path is not latest and step_of(path) > newest >= 0)
 
 
 def named_checkpoint(folder: Path) -> Path:
-    """The checkpoint that a run's ``latest`` or ``best`` names; any other folder as it is.
+    """Return the checkpoint that a run's ``latest`` or ``best`` names, and any other folder as it is.
 
-    These two, symbolic links or files with a name in them, are read as names and not followed. Raises ValueError, in
-    one line, for one that holds anything else than the name ``step_*`` of a folder beside it.
+    Both are symbolic links, or files with a name in them. They are read as names, never followed. Raises ValueError, in
+    one line, for one that holds anything but the name ``step_*`` of a folder beside it.
     """
     path = Path(os.path.abspath(folder))
     if path.name not in (LATEST, BEST_LINK) or path.parent.name != CHECKPOINTS:
         return folder
     try:
         if not path.is_symlink() and (path.is_dir() or not path.exists()):
-            return folder  # a copy of the run that knew no links; or none at all
+            return folder  # a copy of the run without links; or there is none
         name = os.readlink(path) if path.is_symlink() else read_bounded(path, _MOST_NAME).decode().strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(folder)} can't be read ({printable(str(error))}); remove it") from error
@@ -152,15 +155,17 @@ def named_checkpoint(folder: Path) -> Path:
 
 
 def newest_run(outputs: str, model: str | None = None, video: bool = False) -> Path | None:
-    """The newest run folder (of ``model``, or of any clip model) that has a checkpoint, or None."""
+    """Return the newest run folder that has a checkpoint, or None.
+
+    model: whose runs to look at. video: without a model, look at those of any model for clips.
+    """
     name = model.replace("/", "-") if model else "*-[1-8][1-8][1-8]" if video else "*"
     runs = reversed(run_folders(outputs, name))
     return next((run for run in runs if checkpoints_in(run)), None)
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The checkpoint to go on from (it may be damaged): latest, or where a kill broke it the newest one there is; None
-    without any."""
+    """Return the checkpoint to resume from, which may be damaged; None if there is none."""
     for folder in checkpoints_in(run):
         with contextlib.suppress(ValueError):
             return named_checkpoint(folder).resolve()
@@ -168,10 +173,10 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 
 def point_to(latest: Path, final: Path) -> None:
-    """Makes ``latest`` lead to a checkpoint: a symbolic link, or a file with its name where there are no links.
+    """Make ``latest`` a symbolic link to a checkpoint, or a file with its name where links can't be made.
 
-    A folder in its place, as a copy has that knew no links, is set aside. Raises OSError if nothing can be made;
-    ``latest`` is gone then, for a stale one would be followed.
+    A folder called ``latest``, which a copy without links has, is renamed. Raises OSError if neither can be made; then
+    ``latest`` is gone, for an outdated one would be followed.
     """
     new, run = latest.with_name(f".{latest.name}.new"), latest.parent.parent
     try:
@@ -195,8 +200,10 @@ def point_to(latest: Path, final: Path) -> None:
 
 
 def root_of(folder: Path) -> Path:
-    """The folder that a checkpoint's files must not lie outside of: its run's, or its own if it stands in no run. Where
-    ``checkpoints`` is a link out of the run, which its user made to have them on another disk, that other folder."""
+    """Return the folder that the files of a checkpoint must lie in: its run's, or its own if it is in no run.
+
+    Where ``checkpoints`` is a link out of the run, which its user made to keep them on another disk, it is that folder.
+    """
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
         return folder
@@ -205,14 +212,16 @@ def root_of(folder: Path) -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """The folder of the run that a checkpoint is in and that may be written to. None if the checkpoint stands alone, or
-    if ``checkpoints`` is a link: what it leads to is only read."""
+    """Return the folder of the run that a checkpoint is in, if it may be written to.
+
+    None if the checkpoint is in no run, or if ``checkpoints`` is a link: what it leads to is only read.
+    """
     folder = _in_run(folder)
     own = folder.parent.name == CHECKPOINTS and not folder.parent.is_symlink()
     return folder.parent.parent.resolve() if own else None
 
 
 def _in_run(folder: Path) -> Path:
-    """A checkpoint's folder as it is called if that is in a folder ``checkpoints``, else without links."""
+    """Return a checkpoint's folder by its own name if that is below ``checkpoints``, else with links resolved."""
     folder = Path(os.path.abspath(folder))
     return folder if folder.parent.name == CHECKPOINTS else folder.resolve()

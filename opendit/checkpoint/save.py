@@ -1,22 +1,23 @@
-"""Saving a run: training waits only for the copy off the device, the files are written in the background.
+"""Saving a run: training waits only for the copy off the device, and the files are written in the background.
 
-One of two classes decides what each rank copies and writes. ``WholeTensorFiles``: every file has one rank that writes
-it. The rank gathers its tensors parameter by parameter into one buffer in host memory. The buffers of all ranks hold
-(3 + averages) x 4 bytes x parameters, 10.8 GB for DiT-XL/2 with one average. ``ShardFiles``: every rank writes what it
-holds, no tensor is gathered, and an index says which slices of which tensor are where. What several ranks hold
-(replicas of a sharded model, tensors that every rank has in full) is divided among them evenly.
+One of two classes decides what each rank copies and writes. With ``WholeTensorFiles`` each file is written by one rank,
+which gathers its tensors, parameter by parameter, into a buffer in host memory. The buffers of all ranks hold
+(3 + averages) x 4 bytes x parameters, 10.8 GB for DiT-XL/2 with one average. With ``ShardFiles`` every rank writes what
+it holds, no tensor is gathered, and an index says which slices of which tensor are in which file. What several ranks
+hold (replicas of a sharded model, tensors that every rank has in full) is divided among them evenly.
 
-A folder gets its name when all of its files are on the disk; at every moment there is a checkpoint to load.
+A checkpoint's folder gets its name when all of its files are on the disk. At every moment there is one to load.
 """
 
 import contextlib
 import json
+import logging
 import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ from opendit.parallel.layout import Layout, Shard
 from opendit.parallel.mesh import ControlGroup
 from opendit.parallel.supervisor import CLOSING
 
+logger = logging.getLogger(__name__)
+
 Files = dict[str, dict[str, Tensor]]  # what one rank writes: file, name of the tensor, tensor in host memory
 THREADS = 4  # that copy from host to host: one alone does not fill the memory's bandwidth
 OPTIMIZER = "optimizer"
@@ -67,7 +70,7 @@ OPTIMIZER = "optimizer"
 
 
 def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]:
-    """(set, parameter, this rank's shard) of the masters, averages and moments, in the same order on all ranks."""
+    """Yield (set, parameter, this rank's shard) of masters, averages and moments, in the same order on all ranks."""
     averages = average_sets(ema.decays)
     for name in engine.shapes:
         yield MODEL_SET, name, engine.master(name)
@@ -78,12 +81,12 @@ def state_tensors(engine: Engine, ema: EMA) -> Iterator[tuple[str, str, Tensor]]
 
 
 def buffers_of(engine: Engine) -> dict[str, Tensor]:
-    """Copies of the model's buffers in host memory."""
+    """Return copies of the model's buffers in host memory."""
     return {name: buffer.detach().to("cpu", copy=True) for name, buffer in engine.module.named_buffers()}
 
 
 class HostBuffer:
-    """fp32 numbers in host memory, page-locked for a GPU's copies until :meth:`free`."""
+    """A buffer of fp32 numbers in host memory, page-locked for copies from a GPU until :meth:`free`."""
 
     def __init__(self, numel: int, device: torch.device):
         self.device, self._used = device, 0
@@ -97,23 +100,23 @@ class HostBuffer:
         return self._numbers.nbytes
 
     def clear(self) -> None:
-        """The next copy overwrites the first one."""
+        """Empty the buffer: the next copy overwrites the first one."""
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor in the buffer; there when :meth:`wait` has returned."""
+        """Start to copy a tensor into the buffer. Return the copy, complete when :meth:`wait` has returned."""
         space = self._numbers[self._used : self._used + tensor.numel()].view(tensor.shape)
         self._used += tensor.numel()
         if tensor.device.type != "cpu" or self.device.type == "cpu":
             return space.copy_(tensor, non_blocking=True)
         self._threads = self._threads or ThreadPoolExecutor(THREADS, "save")
         self._copies.append(self._threads.submit(space.copy_, tensor))
-        while len(self._copies) > THREADS:  # tensors that are kept for their copies alone must not add up
+        while len(self._copies) > THREADS:  # bounds the memory of tensors that only live until they are copied
             self._copies.popleft().result()
         return space
 
     def wait(self) -> None:
-        """Until the copies are made."""
+        """Wait until all copies are made."""
         while self._copies:
             self._copies.popleft().result()
         if self._threads is not None:
@@ -123,7 +126,7 @@ class HostBuffer:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        """Unlocks the pages, though tensors may still lie in them."""
+        """Unlock the pages, even if tensors still use them."""
         self._memory.unlock()
 
 
@@ -131,10 +134,10 @@ class HostBuffer:
 
 
 def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict[tuple[str, str], int]:
-    """The rank that writes each (set, parameter), so that all write about as much.
+    """Return the rank that writes each (set, parameter), so that all ranks write about the same amount.
 
-    A weights file belongs to one rank; the moments (set ``OPTIMIZER``) go parameter by parameter, the biggest first,
-    to the rank that has the least.
+    A set of weights is one file, so one rank's. The moments (set ``OPTIMIZER``) are assigned parameter by parameter,
+    the largest first, to the rank with the least to write.
     """
     load, owner = [0] * ranks, {}
 
@@ -151,7 +154,12 @@ def share_out(sizes: dict[str, int], weight_sets: list[str], ranks: int) -> dict
 
 
 def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks_of_a_host: int) -> int:
-    """The largest sum of the buffers of the ranks of one host, for parameters of these sizes and so many averages."""
+    """Return the bytes of the buffers of a host's ranks, on the host with the most of them.
+
+    Args:
+        sizes: numbers of each parameter.
+        averages: how many averages are saved.
+    """
     weight_sets = [str(number) for number in range(1 + averages)]
     found = [0] * -(-ranks // ranks_of_a_host)
     for (which, name), rank in share_out(sizes, weight_sets, ranks).items():
@@ -162,7 +170,9 @@ def most_bytes_of_a_host(sizes: dict[str, int], averages: int, ranks: int, ranks
 class WholeTensorFiles:
     """Copy and write one rank's files of a checkpoint of whole tensors.
 
-    version: of state.json. averages: the file of every average, the one to sample from first.
+    Attributes:
+        version: the version in state.json.
+        averages: the file of each average, the one to sample from first.
     """
 
     version = 2
@@ -194,12 +204,12 @@ class WholeTensorFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Writes this rank's files; returns their lines of the manifest. Raises OSError."""
+        """Write this rank's files. Return their entries of the manifest. Raises OSError."""
         run = folder.parent.parent
         return {name: write_tensors(folder / name, tensors, metadata, root=run) for name, tensors in files.items()}
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Writes on rank 0, when all ranks have written, what is left to be; returns as :meth:`write`."""
+        """Write the remaining files on rank 0, after all ranks have written. Return as :meth:`write`."""
         return {}
 
 
@@ -213,7 +223,7 @@ def written_part(layout: Layout, name: str) -> Shard:
 
 
 def _joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """All of their entries; equal keys have equal values."""
+    """Return the union of dictionaries in which equal keys have equal values."""
     return {key: value for part in parts for key, value in part.items()}
 
 
@@ -221,13 +231,14 @@ class ShardFiles:
     """Copy and write one rank's files of a checkpoint of shards.
 
     Args:
-        channel: asks the other ranks, once, what they have and write.
+        channel: tells the ranks, once, what each of them holds and writes.
 
     Attributes:
-        version: of state.json. averages: the index of every average, the one to sample from first.
+        version: the version in state.json.
+        averages: the index of each average, the one to sample from first.
 
     Raises:
-        ValueError: on every rank, if the ranks together do not hold every element of a parameter once.
+        ValueError: on every rank, unless the ranks together hold every element of each parameter once.
     """
 
     version = 3
@@ -240,7 +251,7 @@ class ShardFiles:
         self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
-        # Ranks of a pipeline know of their own stages only.
+        # Ranks of a pipeline know only the parameters of their own stages.
         everywhere = channel.gather((shapes, buffers))
         self._trained, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
@@ -273,7 +284,7 @@ class ShardFiles:
         return files
 
     def write(self, folder: Path, files: Files, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Writes this rank's files; returns their lines of the manifest. Raises OSError."""
+        """Write this rank's files. Return their entries of the manifest. Raises OSError."""
         written = {}
         for which in self._sets:
             name = self._file(which)
@@ -283,7 +294,7 @@ class ShardFiles:
         return written
 
     def finish(self, folder: Path, step: int, metadata: dict[str, str]) -> dict[str, dict[str, Any]]:
-        """Writes the indices on rank 0, when all ranks have written; returns as :meth:`write`."""
+        """Write the indices on rank 0, after all ranks have written. Return as :meth:`write`."""
         written = {}
         for which in self._sets:
             text = index_text(self._index(which, step, metadata if which in self._weights else {}))
@@ -295,7 +306,7 @@ class ShardFiles:
         return shard_file(which, self.mesh.rank, self.mesh.world_size)
 
     def _index(self, which: str, step: int, metadata: dict[str, str]) -> ShardIndex:
-        """The index of a set, the same on every rank."""
+        """Return the index of a set, the same on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
             if name in self._trained or which in self._weights:
@@ -318,13 +329,13 @@ def _replaced(final: Path) -> Path:
 
 
 def put_in_place(final: Path) -> OSError | None:
-    """Renames a complete checkpoint to its name, then moves ``latest``; at every moment there is one to load.
+    """Rename a complete checkpoint to its final name, then move ``latest``. At every moment there is one to load.
 
-    Returns what kept ``latest`` from being moved, which takes nothing from the checkpoint; None if it was. Raises
-    OSError if the checkpoint could not be put in its place.
+    Returns the error if ``latest`` could not be moved, which does not harm the checkpoint, else None. Raises OSError
+    if the checkpoint could not be renamed.
     """
     run = final.parent.parent
-    if os.path.lexists(final):  # of an earlier attempt that went on from before this step; it may be damaged
+    if os.path.lexists(final):  # of an abandoned attempt: the run was resumed from before this step; may be damaged
         remove_tree(_replaced(final), root=run)
         rename(final, _replaced(final), root=run)
     rename(incomplete(final), final, root=run)
@@ -339,14 +350,16 @@ def put_in_place(final: Path) -> OSError | None:
 
 
 def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
-    """Removes what a killed save or deletion left behind; returns where the checkpoint in use is now. Call on one rank,
-    when nothing is being saved."""
+    """Remove what a killed save or deletion left behind. Return where the checkpoint ``in_use`` is now.
+
+    Call on one rank, while nothing is being saved.
+    """
     run = checkpoints.parent
     for left in (*checkpoints.glob(".step_*.incomplete"), *checkpoints.glob(".step_*.deleted")):
         remove_tree(left, root=run)
     for left in checkpoints.glob(".step_*.replaced"):
         final = step_folder(checkpoints, step_of(left))
-        if left == in_use:  # what took its place is damaged, or was never complete
+        if left == in_use:  # what replaced it is damaged, or was never complete
             remove_tree(final, root=run)
         if os.path.lexists(final):
             remove_tree(left, root=run)
@@ -357,35 +370,36 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
 
 
 def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None]) -> None:
-    """Deletes all but the ``keep`` newest checkpoints up to ``newest`` (0: none), never one that is ``kept``.
+    """Delete all but the ``keep`` newest checkpoints up to ``newest``, never one of ``kept``. With 0 none is deleted.
 
-    Later steps, of an attempt that this run went back from, are left alone until they are written anew.
+    Checkpoints of later steps, from an attempt that was abandoned by resuming before them, stay until these steps are
+    saved again.
     """
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
         if old not in kept:
-            gone = old.with_name(f".{old.name}.deleted")  # at once: half a folder would be a damaged checkpoint
+            gone = old.with_name(f".{old.name}.deleted")  # renamed first: half a folder would be a damaged checkpoint
             with contextlib.suppress(OSError):
                 rename(old, gone, root=checkpoints.parent)
                 remove_tree(gone, root=checkpoints.parent)
 
 
 class BestCheckpoint:
-    """Keeps ``checkpoints/best`` at the checkpoint with the best figure. Use it on one rank.
+    """Keep ``checkpoints/best`` at the checkpoint with the best value of one figure. Use it on one rank.
 
-    Figures are compared only where they are of the same samples, drawn and measured alike. Of a run that went back to
-    an earlier checkpoint, those of later steps, which are about to be written anew, are out.
+    Figures are compared only if they were measured in the same way on the same samples. After a resume, checkpoints of
+    later steps are ignored, because these steps will be saved again.
 
     Args:
-        checkpoints: the folder of the run's checkpoints; they need not be there yet.
-        name: of ``BEST``.
-        of: says what the figure is of: of the held-out loss ``fingerprint["validation"]`` of a checkpoint, of others
-            its ``evaluation["of"]``.
-        last: the step that the run goes on from.
+        checkpoints: the folder of the run's checkpoints, which may not be there yet.
+        name: a figure of ``BEST``.
+        of: identifies what the figure was measured on: ``fingerprint["validation"]`` of a checkpoint for the held-out
+            loss, ``evaluation["of"]`` for all others.
+        last: the step that the run is resumed from.
 
     Attributes:
         folder: the best checkpoint; None while none has such a figure.
-        figure: its figure.
+        figure: its value.
     """
 
     def __init__(self, checkpoints: Path, name: str, of: str, last: int):
@@ -396,17 +410,17 @@ class BestCheckpoint:
             if 0 <= step_of(folder) <= last:
                 try:
                     self.take(folder, read_state(folder))
-                except ValueError:  # damaged, which a --load of it tells
+                except ValueError:  # damaged; --load would report it
                     continue
 
     def saved(self, checkpoints: Path, state: dict[str, Any]) -> None:
-        """A checkpoint was put in its place, with this state.json. Raises OSError if the link can't be moved."""
+        """Compare a checkpoint that has just been saved with this state. Raises OSError if the link can't be moved."""
         self.take(step_folder(checkpoints, state["step"]), state)
-        if self.folder is not None:  # also where it is an old one, and a run that went back left the link at another
+        if self.folder is not None:  # even if it is an old one: before a resume the link may have been at another
             point_to(checkpoints / BEST_LINK, self.folder)
 
     def take(self, folder: Path, state: dict[str, Any]) -> None:
-        """Make a checkpoint the best one if its figure is better. folder, state: the checkpoint's."""
+        """Make a checkpoint the best one if its figure is better. folder, state: of the checkpoint."""
         if self._of_samples:
             evaluation = state.get("evaluation", {"of": None, "figures": {}})
             figure, of = evaluation["figures"].get(self._name), evaluation["of"]
@@ -422,26 +436,26 @@ class BestCheckpoint:
 
 
 class Checkpoints:
-    """Writes checkpoints of one run; build and call it on every rank. At most one is being written at a time.
+    """Save checkpoints of one run, at most one at a time. Build and call it on every rank.
 
-    A context manager: leaving it waits for the write in flight and frees the host memory; no save after that. After an
-    error it waits ``CLOSING`` seconds: a longer write is given up, and the checkpoint before stays the newest.
+    A context manager: on exit it waits for the write in progress and frees the host memory. After an error it waits
+    ``CLOSING`` seconds at most; then the write is abandoned, and the checkpoint before it stays the newest.
 
     Args:
         folder: the run's checkpoints/ folder.
-        info: what the weights files say of themselves (model, config, class names, VAE, ...).
+        info: the metadata of the weights files (model, config, class names, VAE, ...).
         keep: how many to keep, 0 for all.
         in_use: the checkpoint that this run was resumed from; it is not deleted.
-        sharded: every rank writes its own shards, rather than whole tensors.
-        say: shows a line to people; called from another thread.
+        sharded: True if every rank writes its own shards, False for whole tensors.
         enabled: False for a run that saves nothing, which then needs no host memory for it.
-        write_failures: counts what goes wrong beside the checkpoints themselves, with ``latest`` and ``best``.
-        best: keeps the best checkpoint beside the newest ones; None: they alone are kept.
+        write_failures: counts failures with ``latest`` and ``best``, which do not harm the checkpoints themselves.
+        best: keeps the best checkpoint beside the newest ones; None to keep only these.
 
     Attributes:
         failures: a message for every save that failed, on every rank.
         newest: the last complete checkpoint of this run, on every rank.
-        stall_s, write_s: seconds that the last save held training up, and that its writing took.
+        stall_s: seconds for which the last save stopped training.
+        write_s: seconds that its writing took.
     """
 
     def __init__(
@@ -454,15 +468,14 @@ class Checkpoints:
         keep: int = 0,
         in_use: Path | None = None,
         sharded: bool = False,
-        say: Callable[[str], None] = print,
         enabled: bool = True,
         write_failures: WriteFailures | None = None,
         best: BestCheckpoint | None = None,
     ):
-        self.folder, self.info, self.keep, self.in_use, self.say = folder, info, keep, in_use, say
+        self.folder, self.info, self.keep, self.in_use = folder, info, keep, in_use
         self.enabled = enabled
         self._best = best
-        self._write_failures = write_failures or WriteFailures(say)
+        self._write_failures = write_failures or WriteFailures()
         self.engine, self.ema, self.mesh = engine, ema, engine.mesh
         self.failures: list[str] = []
         self.newest: Path | None = in_use
@@ -486,7 +499,7 @@ class Checkpoints:
         self._kind.buffer.free()
 
     def abandon(self, seconds: float) -> None:
-        """Waits only so long for the write in flight: the run has failed."""
+        """Wait at most ``seconds`` for the write in progress, because the run has failed."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -496,10 +509,10 @@ class Checkpoints:
         return self._kind.buffer.bytes
 
     def save(self, state: dict[str, Any]) -> None:
-        """Takes a copy of everything and starts to write it; waits before that for the last save's end.
+        """Copy the run's state and start to write it, after the save before has ended.
 
         Args:
-            state: counters; ``state["step"]`` and what the loop needs to go on.
+            state: ``state["step"]`` and whatever else the loop needs to resume.
         """
         started = time.perf_counter()
         self.wait()
@@ -515,18 +528,18 @@ class Checkpoints:
                 "updates": int(self.ema.updates),
             },
         }
-        # A daemon: when a rank dies, the others' threads wait for it in vain and must not keep their processes alive.
+        # A daemon: when a rank dies, the other ranks' threads wait for it forever and must not keep processes alive.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
         self.stall_s = time.perf_counter() - started
 
     def refuse(self, step: int, why: str) -> None:
-        """Counts a save that must not be made as one that failed; call it on every rank."""
+        """Count a save that must not be made as one that failed. Call it on every rank."""
         self.wait()
         self._failed(step, why, "")
 
     def wait(self) -> None:
-        """Until the write in flight, if any, has ended one way or the other."""
+        """Wait until the write in progress, if there is one, has succeeded or failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -538,12 +551,14 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         try:
             problem = self._write_together(final, files, state)
-        except Exception as error:  # of the control group: a rank is gone, and the others can't go on either
+        except Exception as error:  # of the control group: a rank is gone, so the others can't continue
             problem = f"the ranks lost each other ({error})"
         self.write_s = time.perf_counter() - started
         if problem is None:
             self.newest = final
-            self._say(f"step {step}: saved {final} (held up {self.stall_s:.2f} s, written in {self.write_s:.1f} s)")
+            if self.mesh.is_main:
+                times = self.stall_s, self.write_s
+                logger.info("step %d: saved %s (held up %.2f s, written in %.1f s)", step, final, *times)
             return
         if self.mesh.is_main:
             remove_tree(incomplete(final), root=self.folder.parent)
@@ -551,8 +566,10 @@ class Checkpoints:
 
     def _failed(self, step: int, problem: str, then: str = "training goes on, ") -> None:
         self.failures.append(f"step {step}: {problem}")
-        before = f"intact is {self.newest}" if self.newest else "there is no earlier one"
-        self._say(f"step {step}: NOT SAVED, {problem}; {before}; {then}the run's exit code will be 1")
+        if self.mesh.is_main:
+            before = f"intact is {self.newest}" if self.newest else "there is no earlier one"
+            message = "step %d: NOT SAVED, %s; %s; %sthe run's exit code will be 1"
+            logger.warning(message, step, problem, before, then)
 
     def _write_together(self, final: Path, files: Files, state: dict[str, Any]) -> str | None:
         """Write a checkpoint on all ranks. Return None, or the first rank's error, the same text on every rank."""
@@ -565,7 +582,7 @@ class Checkpoints:
                     raise ValueError(f"{bad} in {name} is not finite")
             make_folder(folder, root=run)
             written = self._kind.write(folder, files, step, metadata)
-        except Exception as error:  # whatever it is: the other ranks must hear of it
+        except Exception as error:  # of any kind: the other ranks must be told
             problem = f"rank {self.mesh.rank}: {error}"
         reports = self._channel.gather((written, problem))
         problem = next((text for _, text in reports if text), None)
@@ -588,7 +605,3 @@ class Checkpoints:
             except Exception as error:
                 problem = f"rank 0: {error}"
         return self._channel.gather(problem)[0]
-
-    def _say(self, text: str) -> None:
-        if self.mesh.is_main:
-            self.say(text)

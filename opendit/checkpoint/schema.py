@@ -1,7 +1,10 @@
 """Check the contents of the files of runs and checkpoints, before anything is allocated or built.
 
-A model's and an objective's part is derived from their dataclasses: the fields, their types, and which are required.
-Keys that no version of this program has written are refused, for a file that says more than is understood means more.
+The models of a network's and an objective's settings are derived from their dataclasses: the fields, their types, and
+which are required. Keys that no version of this program has written are refused, for a file that says more than is
+understood means more.
+
+Importing this module imports pydantic and defines its models, so it is imported where a file is read.
 """
 
 import dataclasses
@@ -10,200 +13,328 @@ import math
 import types
 import typing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from opendit.common.json_file import COUNT, FILE, MIB, NAME, SHA256, FileKind, parse_text
-from opendit.common.rules import (
-    Invalid,
-    Rule,
-    either,
-    listed,
-    mapping,
-    nothing,
-    number,
-    one_of,
-    optional,
-    plain,
-    record,
-    string,
-    truth,
-    whole,
+from annotated_types import Interval, Len, MaxLen
+from pydantic import AfterValidator, Discriminator, FailFast, Field, InstanceOf, Tag, create_model, model_validator
+
+from opendit.common.json_file import LARGEST, MIB
+from opendit.common.json_models import (
+    Count,
+    FileKind,
+    FileName,
+    JsonObject,
+    Name,
+    OpenJsonObject,
+    Positive,
+    Sha256,
+    Texts,
+    Word,
+    parse_text,
 )
+from opendit.common.tensor_files import ITEM_BYTES
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
 from opendit.models.configuration import DiTConfig
-from opendit.models.shapes import Shapes, model_shapes
 from opendit.models.zoo import CLASSES, config_from_dict
 
 # Bounds of a configuration's fields, far above every model there is. What a model really takes is compared with the
 # weights beside it (opendit.checkpoint.pretrained).
-BOUNDS: dict[str, Rule] = {
-    "input_size": whole(1, 1 << 16),
-    "patch_size": whole(1, 64),
-    "in_channels": whole(1, 4096),
-    "hidden_size": whole(1, 1 << 16),
-    "depth": whole(1, 1024),
-    "num_heads": whole(1, 4096),
-    "kv_heads": whole(1, 4096),
-    "num_classes": whole(1, 10_000_000),
-    "mlp_ratio": number(0, 64, above=True),
-    "adaln_lora": whole(1, 1 << 16),
-    "experts": whole(1, 4096),
-    "expert_hidden": whole(1, 1 << 16),
-    "expert_capacity": number(0, 4096, above=True),
-    "width": whole(1, 1 << 16),
-    "max_tokens": whole(1, 1 << 16),
+BOUNDS = {
+    "input_size": Interval(ge=1, le=1 << 16),
+    "patch_size": Interval(ge=1, le=64),
+    "in_channels": Interval(ge=1, le=4096),
+    "hidden_size": Interval(ge=1, le=1 << 16),
+    "depth": Interval(ge=1, le=1024),
+    "num_heads": Interval(ge=1, le=4096),
+    "kv_heads": Interval(ge=1, le=4096),
+    "num_classes": Interval(ge=1, le=10_000_000),
+    "mlp_ratio": Interval(gt=0, le=64),
+    "adaln_lora": Interval(ge=1, le=1 << 16),
+    "experts": Interval(ge=1, le=4096),
+    "expert_hidden": Interval(ge=1, le=1 << 16),
+    "expert_capacity": Interval(gt=0, le=4096),
+    "width": Interval(ge=1, le=1 << 16),
+    "max_tokens": Interval(ge=1, le=1 << 16),
     # of objectives
-    "min_snr": number(0, 1e6, above=True),
-    "shift": number(0, 1e6, above=True),
-    "shift_tokens": whole(1, 1 << 31),
-    "mean": number(-100, 100),
-    "std": number(0, 100, above=True),
-    "sigma_data": number(0, 1e6, above=True),
+    "min_snr": Interval(gt=0, le=1e6),
+    "shift": Interval(gt=0, le=1e6),
+    "shift_tokens": Interval(ge=1, le=1 << 31),
+    "mean": Interval(ge=-100, le=100),
+    "std": Interval(gt=0, le=100),
+    "sigma_data": Interval(gt=0, le=1e6),
 }
-BY_TYPE: dict[type[Any], Rule] = {
-    int: whole(0, (1 << 31) - 1),
-    float: number(-1e9, 1e9),
-    bool: truth,
-    str: string(256),
-    type(None): nothing,
+BY_TYPE: dict[type[Any], Any] = {
+    int: Annotated[int, Interval(ge=0, le=(1 << 31) - 1)],
+    float: Annotated[float, Interval(ge=-1e9, le=1e9)],
+    str: Annotated[str, MaxLen(256)],
 }
+MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8  # of a shard in an index
 TOKENS = 1 << 22  # of a sample: four times the longest that anybody has trained on
+
+# ------------------------------------------------------------------------------------------ from dataclasses
 
 
 @functools.cache
-def fields_rule(kind: type[Any], tag: str | None = None) -> Rule:
-    """The rule of a dataclass as JSON, with a string under ``tag`` beside its fields."""
+def model_of(kind: type[Any], tag: str | None = None) -> type[JsonObject]:
+    """Return the model of a dataclass as JSON, with a string under ``tag`` beside its fields."""
     hints = typing.get_type_hints(kind)
-    required, more = {}, {} if tag is None else {tag: string(64)}
+    fields: dict[str, Any] = {} if tag is None else {tag: (Word, "")}
     for field in dataclasses.fields(kind):
-        given = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        (required if given else more)[field.name] = _typed(hints[field.name], BOUNDS.get(field.name))
-    return record(required, more)
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        fields[field.name] = (_typed(hints[field.name], BOUNDS.get(field.name)), ... if required else None)
+    return create_model(kind.__name__, __base__=JsonObject, **fields)
 
 
-def _typed(hint: Any, bounds: Rule | None) -> Rule:
-    """The rule of a field's annotation; ``bounds``: of the numbers in it."""
+def _typed(hint: Any, bounds: Interval | None) -> Any:
+    """Return the type of a field in JSON, where tuples are lists. bounds: of the numbers in it."""
     if dataclasses.is_dataclass(hint):
-        return fields_rule(hint)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return either(*(_typed(part, bounds) for part in reversed(typing.get_args(hint))))
+        return model_of(typing.cast(type[Any], hint))
+    if typing.get_origin(hint) in (types.UnionType, Union):
+        return Union[tuple(_typed(part, bounds) for part in typing.get_args(hint))]  # noqa: UP007 (of a tuple)
     if typing.get_origin(hint) is tuple:
         item, *rest = typing.get_args(hint)
         least, most = (1, 8) if rest == [...] else (1 + len(rest),) * 2
-        return listed(_typed(item, bounds), least, most)
+        return Annotated[list[_typed(item, bounds)], Len(least, most)]
     if hint in (int, float) and bounds is not None:
-        return bounds
-    return BY_TYPE[hint]
+        return Annotated[hint, bounds]
+    return BY_TYPE.get(hint, hint)
 
 
-def model_rule(value: Any, place: str) -> None:
-    """A model's configuration as ``DiTConfig.to_dict`` writes it; one without a kind is a DiT's."""
-    kinds = {kind.config.kind: kind.config for kind in CLASSES.values()}
-    _tagged(value, place, "kind", DiTConfig.kind, kinds)
+def _tagged(kinds: dict[str, type[Any]], tag: str, default: str | None) -> Any:
+    """Return the type of an object that is of the dataclass that the string under ``tag`` names."""
+
+    def named(value: Any) -> str | None:
+        found = value.get(tag, default) if isinstance(value, dict) else None
+        return found if isinstance(found, str) else None
+
+    known = f"{tag} should be one of {', '.join(kinds)}"
+    options = tuple(Annotated[model_of(kind, tag), Tag(name)] for name, kind in kinds.items())
+    return Annotated[
+        Union[options],  # noqa: UP007 (of a tuple)
+        Discriminator(named, custom_error_type="unknown_kind", custom_error_message=known),
+    ]
 
 
-def objective_rule(value: Any, place: str) -> None:
-    """An objective as ``Objective.to_dict`` writes it."""
-    _tagged(value, place, "name", None, OBJECTIVES)
+if TYPE_CHECKING:
+    ModelConfig = ObjectiveSettings = dict[str, Any]
+else:
+    # As ``DiTConfig.to_dict`` writes it; one without a kind is a DiT's.
+    ModelConfig = _tagged({kind.config.kind: kind.config for kind in CLASSES.values()}, "kind", DiTConfig.kind)
+    # As ``Objective.to_dict`` writes it.
+    ObjectiveSettings = _tagged(OBJECTIVES, "name", None)
+
+# ------------------------------------------------------------------------------------------ the files
+
+Rate = Annotated[float, Interval(gt=0, le=1e6)]
+Width = Annotated[int, Interval(ge=1, le=1 << 16)]
+Figure = Annotated[float, Interval(ge=-1e38, le=1e38)]
 
 
-def _tagged(value: Any, place: str, tag: str, default: str | None, kinds: dict[str, type[Any]]) -> None:
-    if isinstance(value, dict):
-        found = value.get(tag, default)
-        if not isinstance(found, str) or found not in kinds:
-            one_of(*kinds)(found, f"{place}.{tag}")
-        return fields_rule(kinds[found], tag)(value, place)
-    record({})(value, place)
+class LoraEntry(JsonObject):
+    """What a checkpoint of --lora adds to."""
+
+    rank: int = Field(ge=1, le=1 << 16)
+    alpha: Rate
+    base: Name
 
 
-LORA = record({"rank": whole(1, 1 << 16), "alpha": number(0, 1e6, above=True), "base": NAME})
-_METADATA = record(
-    {},
-    {
-        "model": string(64, r"[\w./-]+", "the name of a model"),
-        "config": model_rule,
-        "objective": objective_rule,
-        "class_names": listed(string(1 << 16), most=10_000_000),
-        "captions": listed(string(1 << 20), most=4096),
-        "vae": NAME,
-        "text_encoder": optional(NAME),
-        "image_size": whole(1, 1 << 20),
-        "num_frames": whole(1, 1 << 20),
-        "frame_interval": whole(1, 1 << 20),
-        "fps": number(0, 1e6, above=True),
-        "clip_fps": number(0, 1e6, above=True),
-        "lora": LORA,
-        "step": COUNT,
-        "version": COUNT,
-    },
-)
+class Metadata(JsonObject):
+    """What the weights files of a run say of themselves."""
+
+    model: str = Field("", max_length=64, pattern=r"^[\w./-]+\z")
+    config: ModelConfig = {}
+    objective: ObjectiveSettings = {}
+    class_names: Texts = []
+    captions: Annotated[list[Annotated[InstanceOf[str], MaxLen(1 << 20)]], FailFast(), MaxLen(4096)] = []
+    vae: Name = ""
+    text_encoder: Name | None = None
+    image_size: int = Field(1, ge=1, le=1 << 20)
+    num_frames: int = Field(1, ge=1, le=1 << 20)
+    frame_interval: int = Field(1, ge=1, le=1 << 20)
+    fps: Rate = 1
+    clip_fps: Rate = 1
+    lora: LoraEntry = Field(None)
+    step: Count = 0
+    version: Count = 0
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Metadata":
+        for key, needed in (("lora", "config"), ("config", "model")):
+            if key in self.model_fields_set and needed not in self.model_fields_set:
+                raise ValueError(f"{needed} is missing beside {key}")
+        return self
 
 
-def _metadata_rule(value: Any, place: str) -> None:
-    _METADATA(value, place)
-    for key, needed in (("lora", "config"), ("config", "model")):
-        if key in value and needed not in value:
-            raise Invalid(f"{needed} is missing beside {key}")
+class ManifestEntry(JsonObject):
+    """A file in the manifest."""
+
+    bytes: Count
+    sha256: Sha256
 
 
-METADATA = FileKind(_metadata_rule, 16 * MIB)
-MANIFEST_FILE = FileKind(
-    record(
-        {
-            "version": COUNT,
-            "files": mapping(FILE, record({"bytes": COUNT, "sha256": SHA256}), 100_000),
-            "sha256": SHA256,
-        }
-    ),
-    16 * MIB,
-)
-_PACKS = record(
-    {
-        "position": COUNT,
-        "carry": listed(COUNT),
-        "stages": listed(COUNT, least=1),
-        "global_batch": whole(1),
-        "capacity": whole(1),
-    },
-    {"step": COUNT, "window": COUNT, "origin": COUNT},  # the last two where windows had a fixed number of steps
-)
-ANY_STATE = FileKind(record({"version": COUNT}, others=plain(8)), 4 * MIB)  # of any version
-STATE_FILE = FileKind(
-    record(
-        {
-            "version": COUNT,
-            "model": string(64),
-            "step": COUNT,
-            "epoch": COUNT,
-            "skipped": COUNT,
-            "optimizer_steps": COUNT,
-            "scaler": record(
-                {}, {"scale": number(0, 1e38, above=True), "growth": COUNT, "hysteresis": whole(-(2**31))}
-            ),
-            "ema": record({"files": mapping(FILE, number(0, 1), 1000), "updates": COUNT}),
-        },
-        # What the run was; a later start compares it with itself.
-        {
-            "world_size": whole(1, 1 << 20),
-            "plugin": string(64),
-            "precision": string(64),
-            "fp8": truth,
-            "attention": string(64),
-            "sequence_parallel": optional(string(256)),
-            "global_batch": whole(1),
-            "seed": whole(-(2**63), 2**64),
-            "val_loss": number(-1e38, 1e38),
-            "evaluation": record({"of": string(64), "figures": mapping(string(64), number(-1e38, 1e38), 100)}),
-            "packs": optional(_PACKS),  # opendit.data.order.packs
-            "objective": objective_rule,
-            "fingerprint": mapping(string(64), plain(2), 1000),  # opendit.training.fingerprint
-        },
-    ),
-    4 * MIB,
-)
-# Of a run's config.json only the list of starts is read (opendit.training.fingerprint); people may have written into
-# the file.
-RUN_CONFIG = FileKind(record({}, {"starts": listed(plain(8), most=100_000)}, others=plain(8)), 64 * MIB)
+class Manifest(JsonObject):
+    """The content of manifest.json."""
+
+    version: Count
+    files: Annotated[dict[FileName, ManifestEntry], FailFast(), MaxLen(100_000)]
+    sha256: Sha256
+
+
+class AnyState(OpenJsonObject):
+    """The state.json of any version."""
+
+    version: Count
+
+
+class Scaler(JsonObject):
+    """The state of the loss scaler."""
+
+    scale: float = Field(1.0, gt=0, le=1e38)
+    growth: Count = 0
+    hysteresis: int = Field(0, ge=-(2**31), le=LARGEST)
+
+
+class Averages(JsonObject):
+    """The averages of a checkpoint: file -> decay."""
+
+    files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
+    updates: Count
+
+
+class SavedFigures(JsonObject):
+    """The figures of --evaluate_every; of: identifies what they were measured on."""
+
+    of: Word
+    figures: Annotated[dict[Word, Figure], FailFast(), MaxLen(100)]
+
+
+class Packs(JsonObject):
+    """The state of opendit.data.order.packs."""
+
+    position: Count
+    carry: Annotated[list[Count], FailFast()]
+    stages: Annotated[list[Count], FailFast(), Len(1)]
+    global_batch: Positive
+    capacity: Positive
+    step: Count = 0
+    window: Count = 0  # this and the next where windows had a fixed number of steps
+    origin: Count = 0
+
+
+class StateFile(JsonObject):
+    """The content of state.json."""
+
+    version: Count
+    model: Word
+    step: Count
+    epoch: Count
+    skipped: Count
+    optimizer_steps: Count
+    scaler: Scaler
+    ema: Averages
+    # What the run was; a later start compares it with itself.
+    world_size: int = Field(1, ge=1, le=1 << 20)
+    plugin: Word = ""
+    precision: Word = ""
+    fp8: bool = False
+    attention: Word = ""
+    sequence_parallel: Annotated[str, MaxLen(256)] | None = None
+    global_batch: Positive = 1
+    seed: int = Field(0, ge=-(2**63), le=2**64)
+    val_loss: Figure = 0
+    evaluation: SavedFigures = Field(None)
+    packs: Packs | None = None
+    objective: ObjectiveSettings = {}
+    fingerprint: Annotated[dict[Word, Any], FailFast(), MaxLen(1000)] = {}  # opendit.training.fingerprint
+
+
+class RunConfig(OpenJsonObject):
+    """A run's config.json, of which only the list of starts is read (opendit.training.fingerprint)."""
+
+    starts: Annotated[list[Any], MaxLen(100_000)] = []
+
+
+# ------------------------------------------------------------------------------------------ sets of tensors
+
+
+def _check_cut(cut: list[int | None]) -> list[int | None]:
+    dim, *edges = cut
+    if dim is not None and dim > MOST_DIMENSIONS:
+        raise ValueError(f"there is no dimension {dim}")
+    if None in edges or len(edges) % 2:
+        raise ValueError("it has a start without a stop")
+    return cut
+
+
+def _check_shape(shape: list[int]) -> list[int]:
+    if math.prod(shape) > 1 << 48:
+        raise ValueError("it is of more elements than any model has")
+    return shape
+
+
+Cut = Annotated[list[Count | None], FailFast(), Len(1, 1 + 2 * MOST_RANGES), AfterValidator(_check_cut)]
+SideLength = Annotated[int, Interval(ge=1, le=1 << 40)]
+
+
+class IndexedTensor(JsonObject):
+    """A tensor in an index of shards: file -> the cuts that lead to its shard."""
+
+    dtype: str = Field(pattern=rf"^({'|'.join(ITEM_BYTES)})\z")
+    shape: Annotated[list[SideLength], MaxLen(MOST_DIMENSIONS), AfterValidator(_check_shape)]
+    shards: Annotated[dict[FileName, Annotated[list[Cut], FailFast(), MaxLen(MOST_CUTS)]], FailFast(), MaxLen(1 << 16)]
+
+
+class IndexFile(JsonObject):
+    """The content of an index of shards."""
+
+    version: int = Field(ge=1, le=1)
+    set: str = Field(max_length=64, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._]*\z")
+    step: Count
+    metadata: Annotated[dict[Word, Annotated[str, MaxLen(16 * MIB)]], FailFast(), MaxLen(16)]
+    tensors: Annotated[dict[Annotated[str, MaxLen(1024)], IndexedTensor], FailFast(), MaxLen(1 << 20)]
+
+
+class PartsFile(JsonObject):
+    """``*.safetensors.index.json``."""
+
+    weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(1 << 20)]
+    metadata: dict[str, Any] | None = None
+
+
+# ------------------------------------------------------------------------------------------ of diffusers
+
+
+class TransformerConfig(OpenJsonObject):
+    """transformer/config.json of a DiTPipeline of diffusers."""
+
+    class_name: Word = Field(alias="_class_name")
+    num_attention_heads: Width
+    attention_head_dim: Width
+    num_layers: Width
+    patch_size: int = Field(ge=1, le=64)
+    sample_size: int = Field(ge=1, le=512)
+    in_channels: int = Field(ge=1, le=4096)
+    num_embeds_ada_norm: int = Field(ge=1, le=1_000_000)
+
+
+ClassNumber = Annotated[str, Field(pattern=r"^[0-9]{1,7}\z")]
+
+
+class PipelineIndex(OpenJsonObject):
+    """model_index.json of a DiTPipeline of diffusers."""
+
+    id2label: Annotated[dict[ClassNumber, Name] | None, FailFast()] = None
+
+
+METADATA = FileKind(Metadata, 16 * MIB)
+MANIFEST_FILE = FileKind(Manifest, 16 * MIB)
+ANY_STATE = FileKind(AnyState, 4 * MIB)
+STATE_FILE = FileKind(StateFile, 4 * MIB)
+RUN_CONFIG = FileKind(RunConfig, 64 * MIB)
+INDEX_FILE, PARTS_FILE = FileKind(IndexFile, 256 * MIB), FileKind(PartsFile, 64 * MIB)
+TRANSFORMER, PIPELINE = FileKind(TransformerConfig, 4 * MIB), FileKind(PipelineIndex, 16 * MIB)
+
+# ------------------------------------------------------------------------------------------ reading
 
 
 def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
@@ -220,7 +351,7 @@ def checked_metadata(text: str, source: Path | str) -> dict[str, Any]:
 
 
 def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
-    """The configuration that ``values``, which keep :func:`model_rule`, describe.
+    """The configuration that ``values``, which were checked, describe.
 
     Raises ValueError with one line that names the source, for one that can't be built or has too many tokens."""
     try:
@@ -235,38 +366,3 @@ def checked_config(values: dict[str, Any], source: Path | str) -> DiTConfig:
     except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{source}: config: {error}") from error
     return config
-
-
-# ------------------------------------------------------------------------------------------ weights of a model
-
-
-def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
-    """Raises ValueError if a model has more weights than the files that ``shapes`` are of: from a formula, at once."""
-    described, held = config.parameters(), sum(map(math.prod, shapes.values()))
-    if described > held:
-        raise ValueError(
-            f"{path} does not hold the model that its configuration describes: {described:,} weights there, "
-            f"{held:,} in the file"
-        )
-
-
-def check_shapes(config: DiTConfig, shapes: Shapes, path: Path) -> None:
-    """Raises ValueError unless ``shapes`` are exactly a model's parameters and buffers, naming the first difference."""
-    check_size(config, shapes, path)
-    try:
-        parameters, buffers = model_shapes(config)
-    except ValueError as error:
-        raise ValueError(f"{path}: config: {error}") from error
-    compare(parameters | buffers, shapes, path)
-
-
-def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
-    """Raises ValueError unless both have the same names and shapes."""
-    differences = {
-        "missing": own.keys() - theirs.keys(),
-        "unexpected": theirs.keys() - own.keys(),
-        "of another shape": {name for name in own.keys() & theirs.keys() if own[name] != theirs[name]},
-    }
-    problems = [f"{len(names)} {what} (first: {min(names)[:100]})" for what, names in differences.items() if names]
-    if problems:
-        raise ValueError(f"{path} is a checkpoint of another model: parameters {', '.join(problems)}")

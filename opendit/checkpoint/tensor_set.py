@@ -26,8 +26,6 @@ from torch import Tensor
 
 from opendit.checkpoint.files import file_id
 from opendit.checkpoint.run_folders import root_of
-from opendit.common.json_file import COUNT, FILE, MIB, FileKind, read_file
-from opendit.common.rules import Invalid, Rule, listed, mapping, one_of, optional, plain, record, string, whole
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.common.tensor_files import (
     DTYPES,
@@ -40,11 +38,12 @@ from opendit.common.tensor_files import (
     write_tensors,
 )
 from opendit.config.names import PARTS, SHARDS, WHOLE
+from opendit.models.configuration import DiTConfig
+from opendit.models.shapes import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
-VERSION = 1
+INDEX_VERSION = 1
 SHARD_OF = "shard_of"  # in the metadata of a file of shards
-MOST_CUTS, MOST_RANGES, MOST_DIMENSIONS = 8, 4096, 8
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Opener = Callable[[Path], safe_open]
 
@@ -53,20 +52,22 @@ Opener = Callable[[Path], safe_open]
 
 
 def shard_file(tensors: str, rank: int, ranks: int) -> str:
-    """The file of what a rank writes of a set of tensors."""
+    """Return the name of the file that a rank writes of a set of tensors."""
     return f"{tensors}-shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def shard_metadata(tensors: str, step: int, held: Mapping[str, tuple[tuple[int, ...], Shard]]) -> dict[str, str]:
-    """Return the metadata of a file of shards, which its index must agree with: the set, the step, and each tensor's
-    canonical shape and cuts. held: (canonical shape, shard) by name."""
+    """Return the metadata of a file of shards: the set, the step, and each tensor's canonical shape and cuts.
+
+    An index must agree with the metadata of its files. held: (canonical shape, shard) by name.
+    """
     said = {name: [[int(size) for size in shape], _cuts(shard)] for name, (shape, shard) in held.items()}
     return {"format": "pt", SHARD_OF: f"{tensors} of step {step}", "cuts": json.dumps(said, sort_keys=True)}
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """dtype, canonical shape, and the shard that each file holds."""
+    """A tensor in an index: dtype, canonical shape, and file -> the shard of it that the file holds."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -79,7 +80,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The contents of an index of shards. step: the run's. metadata: the same as in a safetensors file."""
+    """An index of shards. step: of the run. metadata: as in a safetensors file."""
 
     tensors_are: str  # model, ema, exp_avg, ...
     step: int
@@ -101,7 +102,7 @@ class ShardIndex:
         return shard_metadata(self.tensors_are, self.step, held)
 
     def bytes_in(self) -> Counter[str]:
-        """Bytes of the shards in every file."""
+        """Return the bytes of the shards in each file."""
         total: Counter[str] = Counter()
         for tensor in self.tensors.values():
             for file, shard in tensor.shards.items():
@@ -109,9 +110,9 @@ class ShardIndex:
         return total
 
     def check_cover(self) -> None:
-        """Raises ValueError unless the shards hold every element of every tensor once.
+        """Raise ValueError unless the shards hold every element of every tensor once.
 
-        Its work is bounded by the number of elements: see that the files are as large as ``bytes_in`` before.
+        The work is bounded by the number of elements only, so check first that the files are as large as ``bytes_in``.
         """
         for name, tensor in self.tensors.items():
             if not hold_each_once(tensor.numel, (runs_of(tensor.shape, s.slices) for s in tensor.shards.values())):
@@ -119,23 +120,23 @@ class ShardIndex:
 
 
 def index_text(index: ShardIndex) -> str:
-    """The index as JSON, a line for each tensor."""
+    """Return the index as JSON, with a line for each tensor."""
     lines = []
     for name, tensor in index.tensors.items():
         shards = {file: _cuts(shard) for file, shard in tensor.shards.items()}
         content = json.dumps({"dtype": tensor.dtype, "shape": list(tensor.shape), "shards": shards})
         lines.append(f"  {json.dumps(name)}: {content}")
-    head = {"version": VERSION, "set": index.tensors_are, "step": index.step, "metadata": index.metadata}
+    head = {"version": INDEX_VERSION, "set": index.tensors_are, "step": index.step, "metadata": index.metadata}
     return json.dumps(head)[:-1] + ', "tensors": {\n' + ",\n".join(lines) + "\n}}\n"
 
 
 def _cuts(shard: Shard) -> list[list[int | None]]:
-    # Gemini's edges are numpy's integers, which JSON does not know.
+    # int(): Gemini's edges are numpy integers, which json refuses.
     return [[dim, *(int(edge) for edges in ranges for edge in edges)] for dim, ranges in shard.slices]
 
 
 def index_from(value: dict[str, Any]) -> ShardIndex:
-    """The index that JSON which keeps INDEX_FILE's rule describes. Raises ValueError for one that can't be."""
+    """Return the index that checked JSON describes. Raises ValueError for one that is impossible."""
     tensors = {}
     for name, entry in value["tensors"].items():
         shape = tuple(entry["shape"])
@@ -147,8 +148,10 @@ def index_from(value: dict[str, Any]) -> ShardIndex:
 
 
 def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
-    """cuts: each [dim or None, start, stop, start, stop, ...]. Raises ValueError for a cut along a dimension
-    that there is not, or with a range that lies outside of it."""
+    """Return the shard that cuts, each [dim or None, start, stop, start, stop, ...], leave of a tensor.
+
+    Raises ValueError for a cut along a dimension that the tensor does not have, or with a range outside of it.
+    """
     slices = []
     for dim, *edges in cuts:
         if dim is not None and dim >= len(shape):
@@ -163,65 +166,17 @@ def _shard(shape: tuple[int, ...], cuts: list[list[Any]]) -> Shard:
     return Shard(shape, tuple(slices))
 
 
-_EDGE = whole(0)
-
-
-def _cut(value: Any, place: str) -> None:
-    """[dim, start, stop, ...]: one object less for each range than a list in a list, of which there may be many."""
-    listed(lambda *_: None, 1, 1 + 2 * MOST_RANGES)(value, place)
-    dim, *edges = value
-    if dim is not None:
-        whole(0, MOST_DIMENSIONS)(dim, f"{place}[0]")
-    if len(edges) % 2:
-        raise Invalid(f"{place} has a start without a stop")
-    for edge in edges:
-        _EDGE(edge, place)
-
-
-def _shape(value: Any, place: str) -> None:
-    listed(whole(1, 1 << 40), 0, MOST_DIMENSIONS)(value, place)
-    if math.prod(value) > 1 << 48:
-        raise Invalid(f"{place} is of more elements than any model has")
-
-
-SET: Rule = string(64, r"[A-Za-z0-9_][A-Za-z0-9._]*", "the name of a set of tensors")
-INDEX_FILE = FileKind(
-    record(
-        {
-            "version": one_of(VERSION),
-            "set": SET,
-            "step": COUNT,
-            "metadata": mapping(string(64), string(16 * MIB), 16),
-            "tensors": mapping(
-                string(1024),
-                record(
-                    {
-                        "dtype": one_of(*ITEM_BYTES),
-                        "shape": _shape,
-                        "shards": mapping(FILE, listed(_cut, 0, MOST_CUTS), 1 << 16),
-                    }
-                ),
-                1 << 20,
-            ),
-        }
-    ),
-    256 * MIB,
-)
-
-
 # ------------------------------------------------------------------------------------------ reading
 
 
-PARTS_FILE = FileKind(
-    record({"weight_map": mapping(string(1024), FILE, 1 << 20)}, {"metadata": optional(record({}, others=plain(4)))}),
-    64 << 20,
-)
-
-
 class TensorSet(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for. Build with :func:`open_set`.
+    """Tensors by name, each read when it is asked for. Build one with :func:`open_set`.
 
-    path: the file that stands for it. shapes: canonical, by name. metadata: as of a safetensors file.
+    Attributes:
+        path: the safetensors file, or the index of several.
+        shapes: canonical, by name.
+        dtypes: as safetensors names them, by name.
+        metadata: as in a safetensors file.
     """
 
     def __init__(self, path: Path, open_file: Opener):
@@ -232,18 +187,19 @@ class TensorSet(Mapping[str, Tensor]):
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str, shard: Shard | None = None) -> Tensor:
-        """A tensor in its stored dtype, or a shard of it, of which alone is read; it may be a view of the file.
+        """Return a tensor in its stored dtype, or only a shard of it. The result may be a view of the file.
 
-        Raises ValueError if a file that has some of it is not as the index says, or OSError."""
+        Raises ValueError if a file does not hold what the index says, and OSError.
+        """
         raise NotImplementedError
 
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
-        """This share of its tensors as they lie in the files: shards by themselves, and none is copied."""
+        """Yield share ``part`` of ``parts`` of the tensors as the files hold them: each shard by itself, uncopied."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
         return ((name, self[name]) for name in names[part::parts])
 
     def check_files(self, part: int = 0, parts: int = 1) -> None:
-        """Opens this share of its files and compares their headers with the index. Raises ValueError."""
+        """Compare the headers of share ``part`` of ``parts`` of the files with the index. Raises ValueError."""
 
     def close(self) -> None:
         self._files.clear()
@@ -265,11 +221,11 @@ class TensorSet(Mapping[str, Tensor]):
 
     @property
     def kinds(self) -> Kinds:
-        """dtype and shape of every tensor."""
+        """(dtype, shape) of every tensor."""
         return {name: (self.dtypes[name], shape) for name, shape in self.shapes.items()}
 
     def check_floats(self) -> None:
-        """Raises ValueError if a tensor holds no floating-point numbers."""
+        """Raise ValueError if a tensor does not hold floating-point numbers."""
         for name, dtype in self.dtypes.items():
             if dtype not in FLOATS:
                 raise ValueError(f"{self.path}: {name[:100]!r} holds {dtype}; weights are one of {', '.join(FLOATS)}")
@@ -281,7 +237,7 @@ class TensorSet(Mapping[str, Tensor]):
 
 
 class WholeTensors(TensorSet):
-    """Whole tensors, in one file or shared out among several."""
+    """Whole tensors, in one file or distributed over several."""
 
     def __init__(self, path: Path, open_file: Opener, place: dict[str, str]):
         super().__init__(path, open_file)
@@ -304,7 +260,7 @@ class WholeTensors(TensorSet):
 
 
 class ShardedTensors(TensorSet):
-    """Tensors that ranks have written in shards."""
+    """Tensors in shards, as ranks have written them."""
 
     def __init__(self, path: Path, open_file: Opener, index: ShardIndex):
         super().__init__(path, open_file)
@@ -353,7 +309,7 @@ class ShardedTensors(TensorSet):
 
 
 def _may_overlap(one: Runs, other: Runs) -> bool:
-    """Return True if two sets of runs may share elements: most files hold nothing that a rank needs."""
+    """Return False if two sets of runs can't share elements, as for most files that a rank looks at."""
     if not len(one.start) or not len(other.start):
         return False
     return one.start.min() < other.stop.max() and other.start.min() < one.stop.max()
@@ -365,16 +321,19 @@ def is_set(path: Path) -> bool:
 
 
 def files_of(path: Path) -> list[str]:
-    """The other files that hold the tensors of the set that a file stands for. Raises as :func:`open_set`."""
+    """Return the other files of the set that :func:`open_set` opens by ``path``. Raises as it does."""
     if path.name.endswith(SHARDS):
         return read_index(path).files
     return sorted(set(_places(path).values()))
 
 
 def _places(path: Path) -> dict[str, str]:
-    """The file of every tensor by an index of whole ones; {} if the path is of a single file."""
+    """Return tensor -> file by an index of whole tensors; {} for a single file."""
     if not path.name.endswith(PARTS):
         return {}
+    from opendit.checkpoint.schema import PARTS_FILE  # pydantic, for who reads an index
+    from opendit.common.json_models import read_file
+
     places = read_file(path, PARTS_FILE)["weight_map"]
     if not places:
         raise ValueError(f"{path} names no weights")
@@ -382,12 +341,13 @@ def _places(path: Path) -> dict[str, str]:
 
 
 def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
-    """The tensors that a file stands for. No file outside of the folder that it is in, or of its run, is read.
+    """Open the tensors of a safetensors file or of an index. No file outside the folder, or its run, is read.
 
-    open_file: opens a safetensors file, with checks of its own.
+    open_file: opens a safetensors file; by default without further checks.
 
     Raises:
-        ValueError: in one line, what is damaged, missing or not to be believed. OSError: it can't be opened.
+        ValueError: in one line, what is damaged, missing or contradicts itself.
+        OSError: the file can't be opened.
     """
     open_file = open_file or open_safetensors
     if path.name.endswith(SHARDS):
@@ -399,11 +359,14 @@ def open_set(path: Path, open_file: Opener | None = None) -> TensorSet:
 
 
 def read_index(path: Path) -> ShardIndex:
-    """An index whose files are there, large enough, and hold every element once by what it says; none is opened.
+    """Read an index, and check that its files exist, are large enough, and hold every element once. None is opened.
 
     Raises:
         ValueError: in one line that names the file at fault. OSError: the index can't be opened.
     """
+    from opendit.checkpoint.schema import INDEX_FILE  # pydantic, for who reads an index
+    from opendit.common.json_models import read_file
+
     try:
         index = index_from(read_file(path, INDEX_FILE))
         if path.name != index.tensors_are + SHARDS:
@@ -419,16 +382,56 @@ def read_index(path: Path) -> ShardIndex:
     return index
 
 
+# ------------------------------------------------------------------------------------------ compared with a model
+
+
+def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
+    """Raise ValueError if a model has more weights than its files, by a formula, so before anything is built."""
+    described, held = config.parameters(), sum(map(math.prod, shapes.values()))
+    if described > held:
+        raise ValueError(
+            f"{path} does not hold the model that its configuration describes: {described:,} weights there, "
+            f"{held:,} in the file"
+        )
+
+
+def check_shapes(config: DiTConfig, shapes: Shapes, path: Path) -> None:
+    """Raise ValueError, naming the first difference, unless ``shapes`` are exactly a model's parameters and buffers."""
+    check_size(config, shapes, path)
+    try:
+        parameters, buffers = model_shapes(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: config: {error}") from error
+    compare(parameters | buffers, shapes, path)
+
+
+def compare(own: Shapes, theirs: Shapes, path: Path) -> None:
+    """Raise ValueError unless both have the same names and shapes."""
+    differences = {
+        "missing": own.keys() - theirs.keys(),
+        "unexpected": theirs.keys() - own.keys(),
+        "of another shape": {name for name in own.keys() & theirs.keys() if own[name] != theirs[name]},
+    }
+    problems = [f"{len(names)} {what} (first: {min(names)[:100]})" for what, names in differences.items() if names]
+    if problems:
+        raise ValueError(f"{path} is a checkpoint of another model: parameters {', '.join(problems)}")
+
+
 # ------------------------------------------------------------------------------------------ writing weights
 
 
 def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str, str], most_bytes: int) -> list[Path]:
-    """Writes ``output``, a .safetensors file, or where its tensors are more than ``most_bytes``
-    STEM-00001-of-000NN.safetensors and so on, with STEM.safetensors.index.json. Returns the files, the one that stands
-    for the weights first.
+    """Write weights as one .safetensors file, or as several with an index, as transformers and diffusers do.
 
-    Tensors are read one at a time; each file has the metadata. What there was of the other form under this name is
-    removed. Raises OSError.
+    If the tensors have more than ``most_bytes``, the files are STEM-00001-of-000NN.safetensors and so on, with
+    STEM.safetensors.index.json. Tensors are read one at a time, and each file has the metadata. Files of the other form
+    under the same name are removed.
+
+    Returns:
+        The files; the first is the single file or the index.
+
+    Raises:
+        OSError: a file can't be written.
     """
     kinds = state.kinds if isinstance(state, TensorSet) else kinds_of(state)
     groups = shared_out(kinds, most_bytes)
@@ -453,15 +456,15 @@ def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str,
 
 
 def parts_of(output: Path) -> list[Path]:
-    """The files beside ``output`` with a part of the weights of its name."""
+    """Return the files beside ``output`` that hold parts of weights of its name."""
     number = "[0-9]" * 5
     return sorted(output.parent.glob(f"{output.name.removesuffix(WHOLE)}-{number}-of-{number}{WHOLE}"))
 
 
 def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
-    """The tensors in their order, in groups of at most so many bytes; a tensor that is larger has a group alone.
+    """Group the tensors, in their order, into at most ``most_bytes`` each. A larger tensor gets a group for itself.
 
-    huggingface_hub does the same, but needs all tensors in memory.
+    huggingface_hub groups them in the same way, but needs all tensors in memory.
     """
     groups, group, size = [], [], 0
     for name, kind in kinds.items():
@@ -477,7 +480,7 @@ def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
 
 
 def kinds_of(state: Mapping[str, Tensor]) -> Kinds:
-    """dtype and shape of every tensor."""
+    """Return (dtype, shape) of every tensor."""
     return {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
 
 

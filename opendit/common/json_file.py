@@ -1,34 +1,41 @@
-"""Strict JSON files: read within bounds, and checked before anything in them is used."""
+"""Strict JSON, read within bounds, and checked by pydantic models before anything in it is used.
 
-import dataclasses
+The reader bounds what pydantic does not: the bytes of a file, its depth, duplicate keys, the digits of a number. Errors
+are ValueErrors of one line that name the file, the field, and what is wrong with it. Importing this module does not
+import pydantic: the models are in modules that define them, on the base of opendit/common/json_models.py.
+"""
+
 import errno
 import json
 import math
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
-from opendit.common.rules import Invalid, Rule, string, whole
 from opendit.common.utils import shown
 
 MIB = 1 << 20
 CONTAINERS = 1_000_000  # lists and objects in one file: an empty one takes 1 byte there and up to 200 in memory
+DEPTH = 64  # of lists and objects in each other
 DIGITS = 400  # of a number; a double needs 17, and has 309 before its point at most
 LARGEST = 2**53  # integers above it are not exact in every program that reads JSON
 
 
 def read_json(path: Path, most: int) -> Any:
-    """The content of a JSON file of at most ``most`` bytes.
+    """Return the content of a JSON file of at most ``most`` bytes.
 
-    Raises ValueError with one line that names the file: it is no regular file, too large, not UTF-8 or not strict JSON
-    (see :func:`parse_json`); OSError if it can't be opened.
+    Raises:
+        ValueError: in one line that names the file: it is no regular file, too large, not UTF-8 or not strict JSON (see
+            :func:`parse_json`).
+        OSError: it can't be opened.
     """
     return parse_json(read_bounded(path, most), str(path))
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """The bytes of a regular file that has at most ``most``. Raises ValueError naming it, and OSError."""
+    """Return the bytes of a regular file that has at most ``most``. Raises ValueError, naming it, and OSError."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
         size = os.fstat(file.fileno()).st_size
@@ -38,8 +45,10 @@ def read_bounded(path: Path, most: int) -> bytes:
 
 
 def open_regular(path: str | Path) -> int:
-    """Return the descriptor of a regular file, opened for reading. Raises ValueError naming a path at which something
-    else is, such as a named pipe, whose opening would wait without end; OSError."""
+    """Return the descriptor of a regular file, opened for reading.
+
+    Raises ValueError, naming the path, for anything else, such as a named pipe, which would keep its opener waiting;
+    OSError."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
@@ -53,21 +62,23 @@ def open_regular(path: str | Path) -> int:
 
 
 def parse_json(content: bytes | str, source: str) -> Any:
-    """The value of a JSON text, which must be UTF-8, hold each key of an object once, and no NaN or Infinity.
+    """Return the value of a JSON text. It must be UTF-8, hold each key of an object once, and no NaN or Infinity.
 
-    source: the file it comes from, for messages. Raises ValueError with one line that begins with it.
+    source: the file it comes from. Raises ValueError with one line that names it.
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
         if text.count("[") + text.count("{") > CONTAINERS:
             raise ValueError(f"more than {CONTAINERS:,} lists and objects")
-        return json.loads(
+        value = json.loads(
             text,
             object_pairs_hook=_object,
             parse_constant=_no_constant,
             parse_float=_float,
             parse_int=_int,
         )
+        _check_depth(value)
+        return value
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not JSON: byte {error.start} is not UTF-8") from error
     except RecursionError as error:
@@ -104,40 +115,24 @@ def _int(text: str) -> int:
     return int(text)
 
 
-COUNT = whole(0)
-NAME = string(4096)
-PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
-FILE = string(255, PLAIN_NAME, "the plain name of a file in the same folder")
-SHA256 = string(64, "[0-9a-f]{64}", "a SHA-256 in 64 hexadecimal digits")
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(DEPTH):
+        level = [item for outer in level if isinstance(outer, dict | list) for item in _items(outer)]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {DEPTH} levels deep")
 
 
-@dataclasses.dataclass(frozen=True)
-class FileKind:
-    """The rule that files of one kind must meet, and the most bytes that are read of one."""
-
-    rule: Rule
-    most_bytes: int
+def _items(outer: dict[str, Any] | list[Any]) -> list[Any]:
+    """Return the lists and objects directly in another one."""
+    values = outer.values() if isinstance(outer, dict) else outer
+    return [item for item in values if isinstance(item, dict | list)]
 
 
-def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
-    """``value`` if it keeps the kind's rule; else ValueError with one line that names the source and the field."""
-    try:
-        kind.rule(value, "")
-    except Invalid as error:
-        raise ValueError(f"{source}: {error}") from error
-    return value
-
-
-def read_file(path: Path, kind: FileKind) -> Any:
-    """The content of a JSON file.
-
-    Raises ValueError with one line that names the file and the field that breaks the rule; OSError if it can't be
-    opened."""
-    return checked(read_json(path, kind.most_bytes), kind, path)
-
-
-def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
-    """The JSON that a safetensors file has as metadata. Raises ValueError as :func:`read_file`."""
-    if len(text) > kind.most_bytes:
-        raise ValueError(f"{source} has metadata of {len(text):,} characters; at most {kind.most_bytes:,} are read")
-    return checked(parse_json(text, f"the metadata of {source}"), kind, source)
+def within(place: str, key: str | int) -> str:
+    """Return the place of a value in a JSON text, "starts[3].flags", given that of the object or list it is in."""
+    if isinstance(key, int):
+        return f"{place}[{key}]"
+    key = key if re.fullmatch(r"[\w.-]{1,60}", key, re.ASCII) else shown(key)
+    return f"{place}.{key}" if place else key

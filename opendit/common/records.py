@@ -1,27 +1,30 @@
-"""Files that grow record by record beside a run's checkpoints, and the count of writes that failed."""
+"""Files beside a run's checkpoints that grow record by record, and a count of writes that failed."""
 
 import contextlib
+import logging
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from opendit.common.safe_files import LinkRefused, open_to_append
 
-MOST_WAITING = 64 << 20  # bytes of records that wait for room on the disk: a week of log lines
+logger = logging.getLogger(__name__)
+
+MOST_WAITING = 64 << 20  # bytes of records that wait until the disk has room: a week of log lines
 
 
 class RecordFile:
-    """A file that grows by whole records. What could not be written waits and is tried again with the next one.
+    """A file that grows by whole records. A record that can't be written waits for the next attempt.
 
-    Nothing is opened before the first record. After an error there is no part of a record in the file, unless the file
-    system refuses even to shorten it; then that is done before anything more is written.
+    Nothing is opened before the first record. After an error the file ends with a whole record; if the file system
+    refuses even to truncate it, that is done before anything else is written.
 
     Args:
         root: the folder below which no link is followed, as of opendit/common/safe_files.py.
 
     Attributes:
-        lost: records that were given up, since too many waited.
+        lost: how many records were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path, root: Path | None = None):
@@ -31,7 +34,7 @@ class RecordFile:
         self._size, self._torn = 0, False
 
     def append(self, record: bytes) -> None:
-        """Writes all that waits and this record. Raises OSError if some of it has to go on waiting."""
+        """Write this record after all that wait. Raises OSError if some still have to wait."""
         self._waiting.append(record)
         while sum(map(len, self._waiting)) > MOST_WAITING and len(self._waiting) > 1:
             self._waiting.popleft()
@@ -48,7 +51,7 @@ class RecordFile:
                 self._write(self._waiting[0])
                 self._waiting.popleft()
         except OSError as error:
-            self._close()  # a network's file may be good again only when it is opened anew
+            self._close()  # a file on a network may work again only after it is reopened
             if isinstance(error, LinkRefused):
                 raise
             raise OSError(error.errno, error.strerror, str(self.path)) from error
@@ -59,7 +62,7 @@ class RecordFile:
         return len(self._waiting)
 
     def close(self) -> None:
-        """The last attempt to write what waits; raises OSError."""
+        """Close the file, after a last attempt to write what waits. Raises OSError."""
         try:
             self.flush()
         finally:
@@ -96,14 +99,11 @@ class RecordFile:
 
 class WriteFailures:
     """Count writes beside the checkpoints that failed. Training continues without them: each kind of
-    failure is reported once, all are counted, and the exit code shows that there were some.
+    failure is logged once, all are counted, and the exit code shows that there were some."""
 
-    Args:
-        say: shows a line to people.
-    """
-
-    def __init__(self, say: Callable[[str], None]):
-        self._say, self._told, self._counts = say, set(), Counter()
+    def __init__(self):
+        self._logged: set[tuple[str, int | None]] = set()
+        self._counts: Counter[str] = Counter()
 
     @property
     def count(self) -> int:
@@ -117,10 +117,10 @@ class WriteFailures:
         except OSError as error:
             self._counts[what] += 1
             kind = (what, error.errno)
-            if kind not in self._told:
-                self._told.add(kind)
+            if kind not in self._logged:
+                self._logged.add(kind)
                 at = "" if step is None else f"step {step}: "
-                self._say(f"{at}{what} NOT WRITTEN, {error}; training goes on, the run's exit code will be 1")
+                logger.warning("%s%s NOT WRITTEN, %s; training goes on, the run's exit code will be 1", at, what, error)
 
     def describe(self) -> str:
         """describe() -> "log.jsonl 3 times, samples once"."""

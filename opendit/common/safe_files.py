@@ -1,12 +1,12 @@
-"""The one place that writes files: nothing that is written here follows a symbolic link.
+"""The one module that writes files. It never follows a symbolic link.
 
 A run's folder, an output or a data set may come from a stranger, and a link in it can lead anywhere. Every function
 takes ``root``, the folder that the user named. Links in the path of ``root`` itself are the user's own and are
 followed. Below it each folder is opened relative to the one before (``dir_fd``, ``O_NOFOLLOW``), and so is the file. A
-link is refused at the moment of the operation, so one that is put there between a check and the operation is refused
-too. Without ``root`` it is the folder that the file stands in.
+link is refused by the operation itself, so one that is put there between a check and the operation is refused too. By
+default ``root`` is the folder of the file.
 
-tests/common/test_writers.py fails where another module of the package writes by itself.
+tests/common/test_writers.py fails if another module of the package writes a file itself.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _MOST_SHOWN = 200  # characters of where a link leads
 
 
 class LinkRefused(OSError):
-    """A symbolic link stands where something is to be written; the message, one line, names it."""
+    """A symbolic link is where something should be written. The message, one line, names it."""
 
 
 # ------------------------------------------------------------------------------------------ files that are replaced

@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 class Stages:
-    """Shares out the time since the process began among named stages.
+    """Divide the time since the process began into named stages.
 
-    A stage is a context; one inside another takes its time from the outer one, so that the times of all stages add up
-    to the time since the process began. They are those of one thread. What runs beside it is told by :meth:`beside`,
-    and is not part of the sum.
+    A stage is a context. The time of a stage inside another does not count for the outer one, so all stages together
+    add up to the age of the process. They are those of one thread; work of other threads is reported by :meth:`beside`
+    and not part of the sum.
 
     Args:
         first: the stage that the process has been in until now.
 
     Attributes:
-        wait: is called at the end of every stage, to wait for what it has given an accelerator to do.
-        marks: events, and the seconds from the start of the process to each.
+        wait: called at the end of every stage, to wait for an accelerator to finish its work.
+        marks: event -> seconds from the start of the process.
     """
 
     def __init__(self, first: str):
@@ -37,7 +37,7 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """The stage ``name``, which may come more than once."""
+        """Enter the stage ``name``, which may be entered several times."""
         outer = self._switch(name)
         try:
             yield
@@ -46,7 +46,7 @@ class Stages:
             self._switch(outer)
 
     def _switch(self, name: str) -> str:
-        """Begins or goes on with a stage; returns the one that has been interrupted."""
+        """Begin or continue a stage. Return the interrupted one."""
         now, before = time.perf_counter(), self._now
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._began
         self._now, self._began = name, now
@@ -54,27 +54,27 @@ class Stages:
         return before
 
     def beside(self, name: str, seconds: float) -> None:
-        """Adds time that another thread has worked, from any thread."""
+        """Add seconds of work in another thread. May be called from any thread."""
         with self._lock:
             self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def mark(self, event: str) -> None:
-        """Notes when something happened for the first time, from any thread."""
+        """Record when something happened for the first time. May be called from any thread."""
         with self._lock:
             self.marks.setdefault(event, time.perf_counter() - self._start)
 
     def seconds(self) -> dict[str, float]:
-        """Stage -> seconds, in the order in which they began; their sum is the age of the process."""
+        """Return stage -> seconds, in the order in which they began. Their sum is the age of the process."""
         self._switch(self._now)
         return dict(self._seconds)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """All of it, in seconds, for a JSON file."""
+        """Return stages, work beside them and marks, in seconds, for a JSON file."""
         parts = {"stages": self.seconds(), "beside": self._beside, "marks": self.marks}
         return {part: {name: round(value, 3) for name, value in values.items()} for part, values in parts.items()}
 
     def table(self) -> str:
-        """One line a stage, the sum, and what ran beside them."""
+        """Return a table with a line for each stage, the sum, and the work beside them."""
         seconds = self.seconds()
         total = sum(seconds.values())
         lines = [f"{'seconds':>10} {'share':>7}  stage"]
@@ -86,10 +86,10 @@ class Stages:
 
 
 class Background(Generic[T]):
-    """``work()`` in a thread of its own, begun at once. A program that ends does not wait for it.
+    """Run ``work()`` in a thread that starts at once and that the end of the program does not wait for.
 
     Attributes:
-        seconds: that it took; set when it is done.
+        seconds: how long it took; set when it is done.
     """
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
@@ -103,12 +103,12 @@ class Background(Generic[T]):
         began = time.perf_counter()
         try:
             self._result = self._work()
-        except BaseException as error:  # the thread has nobody to tell
+        except BaseException as error:  # raised again by result()
             self._error = error
         self.seconds = time.perf_counter() - began
 
     def result(self) -> T:
-        """Waits for the work; returns what it has returned, or raises what it has raised."""
+        """Wait for the work. Return what it has returned, or raise what it has raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -116,7 +116,7 @@ class Background(Generic[T]):
 
 
 def process_seconds() -> float:
-    """The age of this process in seconds; where the system does not say, that of this module in it."""
+    """Return the age of this process in seconds, or, if the system does not tell, since this module was imported."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             began = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

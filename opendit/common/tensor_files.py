@@ -35,7 +35,7 @@ _BLOCK = 16 << 20
 def write_file(
     to: Path | BinaryIO, blocks: Iterator[bytes | memoryview], *, root: Path | None = None
 ) -> dict[str, Any]:
-    """Writes and syncs a file; returns its line of the manifest, made from memory and not read back from the disk.
+    """Write and sync a file. Return its entry of the manifest, computed from memory and not from the disk.
 
     to: the path of a file that is made anew below ``root`` (see opendit/common/safe_files.py), or an open, empty file.
     Raises OSError (a full disk, no permission), naming the file.
@@ -64,11 +64,11 @@ def write_tensors(
     *,
     root: Path | None = None,
 ) -> dict[str, Any]:
-    """Writes CPU tensors as a safetensors file; other arguments, result and errors as of :func:`write_file`.
+    """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: of those to write, where ``tensors`` reads each when it is asked for; all of them without it.
+    kinds: dtype and shape of the tensors to write, for ``tensors`` that reads each on access; by default of all.
 
-    (safetensors' own save_file neither hashes nor syncs, and tells no full disk from a bug.)
+    (safetensors' own save_file neither hashes nor syncs, and does not tell a full disk from a bug.)
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -76,7 +76,7 @@ def write_tensors(
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 
@@ -97,7 +97,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
 
 
 def open_mapped(path: Path, framework: str = "pt") -> safe_open:
-    """``safe_open`` of any path: the library itself refuses one whose name, or folder's name, is not UTF-8."""
+    """Call ``safe_open`` for any path: the library itself refuses paths that are not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -112,7 +112,7 @@ def open_mapped(path: Path, framework: str = "pt") -> safe_open:
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
-    """A safetensors file, opened; the library has compared the header with the file's size by then.
+    """Open a safetensors file. The library compares the header with the file's size.
 
     Raises ValueError that names the file: it is no regular file, its header is too large, or it is damaged.
     """
@@ -130,7 +130,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
 
 
 def shapes_in(file: safe_open, path: Path, floats: bool = True) -> Shapes:
-    """The shape of every tensor by its name. Raises ValueError if one holds no floating-point numbers (``floats``)."""
+    """Return name -> shape of all tensors. With ``floats``, raise ValueError if one holds no floating-point numbers."""
     shapes = {}
     for name in file.keys():  # noqa: SIM118
         part = file.get_slice(name)

@@ -23,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opendit.common.json_file import parse_text
+from opendit.common.json_models import parse_text
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.common.utils import hash_parts

@@ -11,14 +11,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Interval, Len, MaxLen
+from pydantic import FailFast, Field
 from safetensors import safe_open
 from torch import Tensor
 
-from opendit.common.json_file import COUNT, FILE, MIB, NAME, SHA256, FileKind, checked, read_json
-from opendit.common.rules import either, listed, mapping, number, one_of, optional, record, string, truth, whole
+from opendit.common.json_file import MIB, read_json
+from opendit.common.json_models import (
+    Count,
+    FileKind,
+    FileName,
+    JsonObject,
+    Name,
+    Positive,
+    Sha256,
+    Text,
+    Texts,
+    Word,
+    checked,
+)
 from opendit.common.safe_files import open_to_write, remove, replacing
 from opendit.common.tensor_files import open_safetensors, write_file
 from opendit.common.utils import hash_parts, shown
@@ -26,60 +40,121 @@ from opendit.config.data_sources import FOREIGN_FORMS
 from opendit.data.base import Description, Embedding, MediaDataset, flip_note
 from opendit.data.medium import Medium, of_moments
 
-_RATE = number(0, 1e6, above=True)
-_CLIPS = record(
-    {"num_frames": whole(1, 1 << 20), "frame_interval": whole(1, 1 << 20), "short_clips": string(64)},
-    {"fps": _RATE},
-)
-_LATENT_SHAPE = listed(whole(1, 1 << 16), 3, 4)
-LATENTS_SETTINGS = record(
-    {
-        "version": COUNT,
-        "data": string(64),
-        "pictures": COUNT,
-        "image_size": whole(1, 1 << 20),
-        "vae": string(64),
-        "latent_shape": _LATENT_SHAPE,
-        "flips": truth,
-        "shard_size": whole(1),
-    },
-    {"precision": string(64), "video": _CLIPS, "text": optional(string(64))},
-)
-SKIPPED = listed(string(65536))
-SHARD = FileKind(
-    record({"settings": LATENTS_SETTINGS, "skipped": SKIPPED}),
-    16 * MIB,
-)
-_OF_ONE_SIZE = {
-    "count": COUNT,
-    "class_names": listed(string(1 << 16), most=10_000_000),
-    "image_size": whole(1, 1 << 20),
-    "vae": NAME,
-    # One number, or one a channel.
-    "scaling_factor": either(listed(number(0, 1e6, above=True), 1, 4096), number(0, 1e6, above=True)),
-    "shift_factor": either(listed(number(-1e6, 1e6), 1, 4096), number(-1e6, 1e6)),
-    "latent_shape": _LATENT_SHAPE,
-    "flips": truth,
-    "shards": listed(record({"file": FILE, "count": COUNT, "bytes": COUNT}, {"shape_key": COUNT, "sha256": SHA256})),
-}
-_MORE = {
-    "settings": LATENTS_SETTINGS,
-    "skipped": SKIPPED,
-    "video": _CLIPS,
-    "data_fps": _RATE,  # of the files that the clips were read from
-    "conditioning": one_of("label", "text"),
-    "text": record({"encoder": NAME, "max_tokens": whole(1, 1 << 16)}),
-    # Of those that an encoder embedded: how many were looked at, were cut, and the tokens of the longest.
-    "captions": record({"rows": COUNT, "counted": COUNT, "cut": COUNT, "longest": COUNT}),
-    "checksums": mapping(FILE, SHA256, 1000),  # of the files beside the shards
-    # Of tars that another program made: what their arrays hold, and which they are.
-    "foreign": record({"form": one_of(*FOREIGN_FORMS), "array": NAME}, {"mirrored": NAME}),
-}
-_KIND = {"format": string(64), "version": COUNT}
-LATENTS_INDEX = FileKind(record(_KIND | _OF_ONE_SIZE, _MORE), 32 * MIB)
-# For tars: an index for every picture size.
-LATENTS_SIZES = FileKind(record(_KIND | {"sizes": listed(record(_OF_ONE_SIZE, _MORE), 1, 1000)}), 256 * MIB)
+Rate = Annotated[float, Interval(gt=0, le=1e6)]
+Side = Annotated[int, Interval(ge=1, le=1 << 20)]
+LatentShape = Annotated[list[Annotated[int, Interval(ge=1, le=1 << 16)]], Len(3, 4)]
+Scale = Annotated[float, Interval(gt=0, le=1e6)]
+Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
+Skipped = Annotated[list[Text], FailFast()]
 
+
+class ClipSettings(JsonObject):
+    """How clips were taken from their files."""
+
+    num_frames: Side
+    frame_interval: Side
+    short_clips: Word
+    fps: Rate = 1
+
+
+class LatentsSettings(JsonObject):
+    """The settings that a cache was made with."""
+
+    version: Count
+    data: Word
+    pictures: Count
+    image_size: Side
+    vae: Word
+    latent_shape: LatentShape
+    flips: bool
+    shard_size: Positive
+    precision: Word = ""
+    video: ClipSettings = Field(None)
+    text: Word | None = None
+
+
+class LatentsShard(JsonObject):
+    """What a file of latents says of itself."""
+
+    settings: LatentsSettings
+    skipped: Skipped
+
+
+class ShardEntry(JsonObject):
+    """A file of latents in the index."""
+
+    file: FileName
+    count: Count
+    bytes: Count
+    shape_key: Count = 0
+    sha256: Sha256 = ""
+
+
+class TextEncoding(JsonObject):
+    """The encoder of the embeddings beside the latents."""
+
+    encoder: Name
+    max_tokens: int = Field(ge=1, le=1 << 16)
+
+
+class CaptionCounts(JsonObject):
+    """Of the captions that an encoder embedded: how many were looked at, were cut, and the tokens of the longest."""
+
+    rows: Count
+    counted: Count
+    cut: Count
+    longest: Count
+
+
+class ForeignTars(JsonObject):
+    """Of tars that another program made: what their arrays hold, and which they are."""
+
+    form: str = Field(pattern=rf"^({'|'.join(FOREIGN_FORMS)})\z")
+    array: Name
+    mirrored: Name = ""
+
+
+class LatentsOfOneSize(JsonObject):
+    """The index of the latents of one size."""
+
+    count: Count
+    class_names: Texts
+    image_size: Side
+    vae: Name
+    # One number, or one a channel.
+    scaling_factor: Scale | Annotated[list[Scale], Len(1, 4096)]
+    shift_factor: Shift | Annotated[list[Shift], Len(1, 4096)]
+    latent_shape: LatentShape
+    flips: bool
+    shards: Annotated[list[ShardEntry], FailFast()]
+    settings: LatentsSettings = Field(None)
+    skipped: Skipped = []
+    video: ClipSettings = Field(None)
+    data_fps: Rate = 1  # of the files that the clips were read from
+    conditioning: Literal["label", "text"] = "label"
+    text: TextEncoding = Field(None)
+    captions: CaptionCounts = Field(None)
+    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of the files beside the shards
+    foreign: ForeignTars = Field(None)
+
+
+class LatentsIndex(LatentsOfOneSize):
+    """The index of files, which are of one size."""
+
+    format: Word
+    version: Count
+
+
+class LatentsSizes(JsonObject):
+    """The index of tars: of every size of the pictures one."""
+
+    format: Word
+    version: Count
+    sizes: Annotated[list[LatentsOfOneSize], FailFast(), Len(1, 1000)]
+
+
+SHARD = FileKind(LatentsShard, 16 * MIB)
+LATENTS_INDEX, LATENTS_SIZES = FileKind(LatentsIndex, 32 * MIB), FileKind(LatentsSizes, 256 * MIB)
 
 _SMALL = ("labels", "captions", "caption_ends", "token_ends")  # read whole: a few bytes a sample
 REPAIR = "copy it again or run the preprocess.py command that made it"

@@ -13,12 +13,14 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+from annotated_types import Interval, MaxLen
+from pydantic import FailFast, model_validator
 
-from opendit.common.json_file import FILE, MIB, FileKind, read_file
-from opendit.common.rules import Invalid, Rule, listed, mapping, number, optional, plain, record, string, whole
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind, FileName, OpenJsonObject, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
@@ -36,8 +38,8 @@ REFUSED = {
 }
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
-INDEX = FileKind(record({"weight_map": mapping(string(1024), FILE, 100_000)}, others=plain()), 16 * MIB)
-WIDTH, LAYERS = whole(1, 1 << 16), whole(1, 256)
+Width = Annotated[int, Interval(ge=1, le=1 << 16)]
+Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
@@ -55,31 +57,33 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path)
     )
 
 
-def config_kind(**fields: Rule) -> FileKind:
-    """Return the rule of a config.json: these fields, where present, and any others that request nothing unsafe."""
-    inner = record({}, fields, others=plain(6))
+class PretrainedConfig(OpenJsonObject):
+    """A configuration of transformers or diffusers: any keys that request nothing unsafe. Subclasses bound some."""
 
-    def rule(value: Any, place: str) -> None:
-        inner(value, place)
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, value: Any) -> Any:
         refuse_requests(value)
-
-    return FileKind(rule, 4 * MIB)
+        return value
 
 
 def refuse_requests(value: Any) -> None:
-    """Raise Invalid if a key of REFUSED, or an attention other than torch's, occurs anywhere in a configuration."""
+    """Raise ValueError if a key of REFUSED, or an attention other than torch's, occurs anywhere in a configuration."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key in REFUSED and item:
-            raise Invalid(f"{key} {REFUSED[key]}, which is not done")
+            raise ValueError(f"{key} {REFUSED[key]}, which is not done")
         if key in ("attn_implementation", "_attn_implementation") and item not in (None, "eager", "sdpa"):
-            raise Invalid(f"{key} asks for other code than torch's attention, which is not done")
+            raise ValueError(f"{key} asks for other code than torch's attention, which is not done")
         refuse_requests(item)
 
 
-TOKENIZER_KIND = config_kind()
-POSITIVE = number(0, 1e6, above=True)
-PER_CHANNEL = optional(listed(number(-1e6, 1e6), 1, 4096))
-PER_CHANNEL_POSITIVE = optional(listed(POSITIVE, 1, 4096))
+class IndexOfWeights(OpenJsonObject):
+    """STEM.safetensors.index.json."""
+
+    weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(100_000)]
+
+
+INDEX, PRETRAINED = FileKind(IndexOfWeights, 16 * MIB), FileKind(PretrainedConfig, 4 * MIB)
 
 
 def refuse_adapters(folder: Path) -> None:

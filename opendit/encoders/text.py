@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from opendit.common.json_file import read_file
-from opendit.common.rules import optional, plain, record, string, whole
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.utils import shown
 from opendit.encoders.folder import (
     CONFIG,
-    LAYERS,
-    TOKENIZER_KIND,
-    WIDTH,
-    config_kind,
+    PRETRAINED,
+    Layers,
+    PretrainedConfig,
+    Width,
     fetch,
     one_line,
     pinned,
@@ -62,27 +63,35 @@ TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
 )  # fmt: skip
-_CLIP_FIELDS = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": whole(1, 1024),
-    "max_position_embeddings": whole(2, 1 << 16),
-    "vocab_size": whole(1, 1 << 22),
-    "projection_dim": WIDTH,
-}
-TEXT_CONFIG = config_kind(
-    **_CLIP_FIELDS,
-    text_config=optional(record({}, _CLIP_FIELDS, others=plain(5))),
-    model_type=string(64),
-    d_model=WIDTH,
-    d_kv=WIDTH,
-    d_ff=WIDTH,
-    num_layers=LAYERS,
-    num_heads=whole(1, 1024),
-    relative_attention_num_buckets=whole(2, 1 << 12),
-    relative_attention_max_distance=whole(1, 1 << 20),
-)
+
+
+class ClipSizes(OpenJsonObject):
+    """Bounds of the sizes of CLIP's text encoder."""
+
+    hidden_size: Width = 1
+    intermediate_size: Width = 1
+    num_hidden_layers: Layers = 1
+    num_attention_heads: int = Field(1, ge=1, le=1024)
+    max_position_embeddings: int = Field(2, ge=2, le=1 << 16)
+    vocab_size: int = Field(1, ge=1, le=1 << 22)
+    projection_dim: Width = 1
+
+
+class TextEncoderConfig(PretrainedConfig, ClipSizes):
+    """The config.json of a text encoder, CLIP's or T5's."""
+
+    text_config: ClipSizes | None = None
+    model_type: Word = ""
+    d_model: Width = 1
+    d_kv: Width = 1
+    d_ff: Width = 1
+    num_layers: Layers = 1
+    num_heads: int = Field(1, ge=1, le=1024)
+    relative_attention_num_buckets: int = Field(2, ge=2, le=1 << 12)
+    relative_attention_max_distance: int = Field(1, ge=1, le=1 << 20)
+
+
+TEXT_CONFIG = FileKind(TextEncoderConfig, 4 * MIB)
 
 
 class TextTokens(NamedTuple):
@@ -247,7 +256,7 @@ def _check_tokenizer(folder: Path) -> None:
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
             raise ValueError(f"{path} is no regular file of at most {MOST_TOKENIZER_BYTES:,} bytes")
     path = folder / "tokenizer_config.json"
-    found = read_file(path, TOKENIZER_KIND).get("tokenizer_class") if path.is_file() else None
+    found = read_file(path, PRETRAINED).get("tokenizer_class") if path.is_file() else None
     if found not in TOKENIZERS:
         raise ValueError(f"{path}: tokenizer_class is {shown(found)}, none of {', '.join(TOKENIZERS[1:])}")
 

@@ -8,24 +8,23 @@ plain object, not a module, so that it never becomes part of a model's state.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval, Len
+from pydantic import Field
 from torch import Tensor
 
-from opendit.common.json_file import read_file
-from opendit.common.rules import listed, number, optional, string, truth, whole
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.torch_utils import on_meta
 from opendit.common.utils import hash_parts
 from opendit.encoders.autoencoder_kl import AutoencoderKL, canonical_names, describes
 from opendit.encoders.folder import (
     CONFIG,
-    PER_CHANNEL,
-    PER_CHANNEL_POSITIVE,
-    POSITIVE,
+    PretrainedConfig,
     check_size,
-    config_kind,
     fetch,
     one_line,
     reason,
@@ -354,28 +353,37 @@ def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     return vae
 
 
-SIDES = listed(whole(1, 1 << 13), 1, 8)
-VAE_CONFIG = config_kind(
-    _class_name=string(64),
-    latent_channels=whole(1, 1024),
-    z_dim=whole(1, 1024),
-    in_channels=whole(1, 64),
-    out_channels=whole(1, 64),
-    block_out_channels=SIDES,
-    base_dim=whole(1, 1 << 13),
-    decoder_base_dim=optional(whole(1, 1 << 13)),
-    dim_mult=SIDES,
-    layers_per_block=whole(1, 32),
-    num_res_blocks=whole(1, 32),
-    norm_num_groups=whole(1, 1024),
-    patch_size=optional(whole(1, 64)),
-    temporal_compression_ratio=number(1, 64),
-    temperal_downsample=listed(truth, 1, 8),
-    scaling_factor=optional(POSITIVE),
-    shift_factor=optional(number(-1e6, 1e6)),
-    latents_mean=PER_CHANNEL,
-    latents_std=PER_CHANNEL_POSITIVE,
-)
+Width = Annotated[int, Interval(ge=1, le=1 << 13)]
+Widths = Annotated[list[Width], Len(1, 8)]
+Positive = Annotated[float, Interval(gt=0, le=1e6)]
+Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
+
+
+class VaeConfig(PretrainedConfig):
+    """The config.json of an autoencoder of diffusers: bounds of the fields that its classes have."""
+
+    class_name: Word = Field("", alias="_class_name")
+    latent_channels: int = Field(1, ge=1, le=1024)
+    z_dim: int = Field(1, ge=1, le=1024)
+    in_channels: int = Field(1, ge=1, le=64)
+    out_channels: int = Field(1, ge=1, le=64)
+    block_out_channels: Widths = [1]
+    base_dim: Width = 1
+    decoder_base_dim: Width | None = None
+    dim_mult: Widths = [1]
+    layers_per_block: int = Field(1, ge=1, le=32)
+    num_res_blocks: int = Field(1, ge=1, le=32)
+    norm_num_groups: int = Field(1, ge=1, le=1024)
+    patch_size: Annotated[int, Interval(ge=1, le=64)] | None = None
+    temporal_compression_ratio: float = Field(1, ge=1, le=64)
+    temperal_downsample: Annotated[list[bool], Len(1, 8)] = [True]
+    scaling_factor: Positive | None = None
+    shift_factor: Shift | None = None
+    latents_mean: Annotated[list[Shift], Len(1, 4096)] | None = None
+    latents_std: Annotated[list[Positive], Len(1, 4096)] | None = None
+
+
+VAE_CONFIG = FileKind(VaeConfig, 4 * MIB)
 
 
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from opendit.common.json_file import read_file
+from opendit.common.json_models import read_file
 from opendit.common.utils import hash_parts, sha256_of, shown
 from opendit.config.names import DIGITS, FEATURE_PRECISIONS
-from opendit.encoders.folder import CONFIG, config_kind, one_line, transformers_model
+from opendit.encoders.folder import CONFIG, PRETRAINED, one_line, transformers_model
 from opendit.evaluation.digits import (
     SIZE,
     ClipShape,
@@ -342,7 +342,6 @@ CLASSES = {
     "dinov2_with_registers": ("Dinov2WithRegistersModel", IMAGENET, False),
     "videomae": ("VideoMAEModel", IMAGENET, True),
 }
-KIND = config_kind()
 
 
 @dataclass(frozen=True)
@@ -395,7 +394,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read a folder's configuration. Raises FileNotFoundError or ValueError, naming the file."""
     path = folder / CONFIG
     try:
-        return read_file(path, KIND)
+        return read_file(path, PRETRAINED)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{path} does not exist: a folder of features is one of transformers") from error
 
@@ -414,7 +413,7 @@ def preprocessing(folder: Path, colours: tuple[Any, ...]) -> tuple[int, list[flo
     """Return (side in pixels, mean, deviation) of the folder's preprocessor, or the model's usual ones."""
     path, found = folder / PREPROCESSOR, {}
     if path.is_file():
-        found = read_file(path, KIND)
+        found = read_file(path, PRETRAINED)
     size = found.get("crop_size") or found.get("size") or USUAL_SIDE
     if isinstance(size, dict):
         size = size.get("height") or size.get("shortest_edge") or USUAL_SIDE

@@ -44,7 +44,7 @@ SCHEDULER: dict[str, Any] = dict(
 
 
 def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) -> None:
-    """Raises ValueError for models that Meta's DiT, and so diffusers', can't express."""
+    """Raise ValueError for models that Meta's DiT, and so diffusers', can't express."""
     if config.kind != DiTConfig.kind:
         what = "video DiT" if config.is_video else f"{config.kind} model"
         raise ValueError(f"{target} has no {what}; a {config.kind} can't be exported")
@@ -66,7 +66,7 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
 
 
 def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
-    """Our state dict under DiTTransformer2DModel's names; no two tensors share memory (safetensors refuses that).
+    """Return our state dict under DiTTransformer2DModel's names. No tensors share memory, as safetensors demands.
 
     The label table grows to DiTPipeline's 1000 classes: the null class moves to row 1000, rows between are zero.
     """
@@ -92,13 +92,13 @@ def to_diffusers_state(state: dict[str, Tensor], config: DiTConfig) -> dict[str,
 
 
 def correct_timesteps(transformer: Any) -> None:
-    """Gives a DiTTransformer2DModel the timestep sinusoids that DiTs are trained with."""
+    """Give a DiTTransformer2DModel the timestep sinusoids that DiTs are trained with."""
     for block in transformer.transformer_blocks:
         block.norm1.emb.time_proj.downscale_freq_shift = 0
 
 
 def load_pipeline(folder: str | Path, **options: Any) -> Any:
-    """A DiTPipeline folder as a pipeline that computes what the trained model does: agrees to 1e-5 in fp32."""
+    """Load a DiTPipeline folder as a pipeline that agrees with the trained model to 1e-5 in fp32."""
     from diffusers.pipelines.dit.pipeline_dit import DiTPipeline
 
     pipeline = DiTPipeline.from_pretrained(folder, **options)
@@ -107,7 +107,7 @@ def load_pipeline(folder: str | Path, **options: Any) -> Any:
 
 
 def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
-    """The model of --ckpt, saying so if it is not of the newest checkpoint because that is damaged."""
+    """Load the model of --ckpt, and print a note if the newest checkpoint is damaged and an earlier one is read."""
     notes: list[str] = []
     loaded = load_pretrained(ckpt, model, notes=notes)
     for note in notes:
@@ -118,9 +118,11 @@ def _load(ckpt: str, model: str | None) -> tuple[DiT, Weights]:
 def export_diffusers(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> float:
-    """Writes a DiTPipeline folder, the weights of a network in files of ``most_bytes`` at most; returns how far
-    the stock pipeline's network is off: relative 2-norm of its error on random latents (:func:`load_pipeline` removes
-    it).
+    """Write a DiTPipeline folder, with each network's weights in files of ``most_bytes`` at most.
+
+    Returns:
+        The error of the stock pipeline's network, which :func:`load_pipeline` removes: relative 2-norm on random
+        latents.
 
     Raises:
         ValueError: a model that DiTPipeline can't express; the message says why.
@@ -171,7 +173,7 @@ def export_diffusers(
 
 @torch.no_grad()
 def stock_deviation(network: DiT, transformer: Any) -> float:
-    """Relative 2-norm by which a stock transformer leaves our network, on a few timesteps of random latents."""
+    """Return the relative 2-norm of a stock transformer's error, on a few timesteps of random latents."""
     config, generator = network.config, torch.Generator().manual_seed(0)
     assert config.num_classes is not None
     x = torch.randn(4, config.in_channels, *config.input_size, generator=generator)
@@ -181,10 +183,10 @@ def stock_deviation(network: DiT, transformer: Any) -> float:
 
 
 def export_meta(ckpt: str, output: Path, model: str | None) -> None:
-    """Writes a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
+    """Write a state dict that Meta's DiT loads strictly. Raises ValueError for other kinds of model."""
     network, weights = _load(ckpt, model)
     refuse_unless_plain(network.config, weights.info, "Meta's code")
-    content = io.BytesIO()  # torch.save to a full disk says nothing that can be told
+    content = io.BytesIO()  # torch.save's error for a full disk tells nothing
     torch.save({name: tensor.contiguous() for name, tensor in network.state_dict().items()}, content)
     with replacing(output) as new:
         write_file(new, iter([content.getbuffer()]))
@@ -193,15 +195,18 @@ def export_meta(ckpt: str, output: Path, model: str | None) -> None:
 def import_weights(
     ckpt: str, output: Path, model: str | None, vae: str | None, most_bytes: int = MOST_BYTES
 ) -> tuple[str, Path]:
-    """Writes our safetensors from a DiTPipeline folder, from Meta's .pt, or from a checkpoint of ours of any kind, in
-    several files where they are more than ``most_bytes`` (opendit/checkpoint/tensor_set.py). Returns the model's name
-    and the file that stands for the weights.
+    """Write our safetensors from a DiTPipeline folder, from Meta's .pt, or from a checkpoint of ours of any kind.
+
+    More than ``most_bytes`` become several files with an index (opendit/checkpoint/tensor_set.py).
+
+    Returns:
+        The model's name, and the file or index that was written.
 
     Raises:
         ValueError, FileNotFoundError: it is neither, or no model of ours.
     """
     weights = _read(Path(ckpt), model)
-    assert weights.config is not None  # now of ours
+    assert weights.config is not None  # as of all weights that _read returns
     if notes := table_notes(weights.config, weights.state, weights.path):
         print("\n".join(f"note: {note}" for note in notes), flush=True)
         computed = empty_model(weights.config, parameters=False).named_buffers()
@@ -210,7 +215,7 @@ def import_weights(
         weights.info["vae"] = _name_or_path(vae)
     metadata = {"format": "pt", METADATA_KEY: json.dumps(weights.info)}
     written, *_ = write_weights(output, weights.state, metadata, most_bytes)
-    read_newest(written)  # strictly: what was written is a model of ours
+    read_newest(written)  # strict: fails unless what was written is a model of ours
     return weights.info["model"], written
 
 
@@ -219,8 +224,11 @@ def _name_or_path(vae: str) -> str:
 
 
 def _read(path: Path, model: str | None) -> Weights:
-    """The weights of a checkpoint of ours, which are read when they are written, and what it says of them; of a run,
-    those of its newest that is intact. Meta's .pt needs the name of its ``model``; a LoRA is merged into its base."""
+    """Read the weights to convert and their metadata. Tensors of a checkpoint of ours are read when they are written.
+
+    Of a run the newest intact checkpoint is read. Meta's .pt needs the name of its ``model``; a LoRA is merged into its
+    base.
+    """
     stands = find_weights(path)
     if model is None and not is_set(stands) and stands.name != PIPELINE_INDEX:
         raise ValueError("--model: Meta's .pt does not say which model it is; name it, e.g. --model DiT-XL/2")

@@ -16,12 +16,14 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import MaxLen
+from pydantic import FailFast, Field
 
-from opendit.common.json_file import MIB, SHA256, FileKind, read_file
-from opendit.common.rules import mapping, record, string, whole
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind, JsonObject, Name, Positive, Sha256, Word, read_file
 from opendit.common.safe_files import make_folder, remove, remove_folder, replacing, write_whole
 from opendit.common.utils import hash_parts
 from opendit.sampling.output_files import npy_header
@@ -32,18 +34,17 @@ FINE = 1024  # jobs of up to this many samples have one part for each, so that n
 BLOCK = 4 * MIB  # bytes that are read at a time
 DIGEST = hashlib.sha256().digest_size
 _FILES = re.compile(r"\d{8}\.npy|manifest\.json|\.\d{8}\.\d+\.npy|\.manifest\.\d+\.json")
-_KIND = FileKind(
-    record(
-        {
-            "version": whole(1, 1),
-            "samples": whole(1),
-            "part": whole(1),
-            "settings": mapping(string(64), string(4096), 64),
-            "sha256": SHA256,
-        }
-    ),
-    MIB,
-)
+
+
+class _Manifest(JsonObject):
+    version: int = Field(ge=1, le=1)
+    samples: Positive
+    part: Positive
+    settings: Annotated[dict[Word, Name], FailFast(), MaxLen(64)]
+    sha256: Sha256
+
+
+_KIND = FileKind(_Manifest, MIB)
 
 
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:

@@ -19,7 +19,6 @@ from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a
 from opendit.common.records import WriteFailures
 from opendit.config.names import PLUGINS
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
-from opendit.data.progress import Progress
 from opendit.models import DiT, DiTConfig, empty_model
 from opendit.models.adapt import adapt
 from opendit.models.lora import add_lora
@@ -195,7 +194,6 @@ def open_checkpoints(
         keep=spec.flags.ckpt_keep,
         in_use=spec.resume and spec.resume.folder,
         sharded=sharded_checkpoints(spec, engine, monitor),
-        say=monitor.say,
         enabled=spec.flags.save,
         write_failures=monitor.failures,
         best=best_checkpoint(spec, evaluated),
@@ -408,7 +406,7 @@ def build(
         make_inputs, make_passes: ``Inputs`` and ``EagerPasses`` of train.py.
         evaluation: of --evaluate_every.
     """
-    flags, mesh, failures = spec.flags, spec.mesh, WriteFailures(Progress.write)
+    flags, mesh, failures = spec.flags, spec.mesh, WriteFailures()
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)

@@ -21,9 +21,7 @@ import torch
 
 import opendit
 from opendit.checkpoint.ema import FIRST_WARMUP
-from opendit.checkpoint.schema import RUN_CONFIG
 from opendit.checkpoint.tensor_set import files_of
-from opendit.common.json_file import read_file
 from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
 from opendit.common.utils import hash_parts
 from opendit.config.command_line import overridden, to_yaml
@@ -389,6 +387,9 @@ def _earlier_starts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Return the starts in a config.json; an old one without a list of them is itself a start."""
     if not os.path.lexists(path):
         return []
+    from opendit.checkpoint.schema import RUN_CONFIG  # pydantic, for who reads a file
+    from opendit.common.json_models import read_file
+
     try:
         content = read_file(path, RUN_CONFIG)
     except (OSError, ValueError) as error:

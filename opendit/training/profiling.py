@@ -84,7 +84,7 @@ class StepProfiler:
         failures: WriteFailures | None = None,
     ):
         self.folder, self.cuda = folder, device.type == "cuda"
-        self._failures = failures or WriteFailures(logger.warning)
+        self._failures = failures or WriteFailures()
         self._profile, self._steps = None, 0
         if wanted and steps < WARMUP + STEPS:
             self._say_too_short(steps)

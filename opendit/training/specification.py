@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import read_info, table_notes
-from opendit.checkpoint.schema import compare
+from opendit.checkpoint.tensor_set import compare
 from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule

@@ -99,7 +99,7 @@ def save(mesh: Mesh, run: Run, folder: Path) -> None:
     steps(engine, ema, mesh, 0, BEFORE)
     info, state = {"model": MODEL, "config": CONFIG.to_dict()}, state_of(engine, ema)
     where = folder / str(run)
-    with Checkpoints(where / "checkpoints", engine, ema, info, sharded=run.sharded, say=lambda _: None) as checkpoints:
+    with Checkpoints(where / "checkpoints", engine, ema, info, sharded=run.sharded) as checkpoints:
         checkpoints.save({"step": BEFORE, "epoch": 0, "skipped": 0, "fingerprint": {}})
     assert not checkpoints.failures
     if mesh.is_main:

@@ -24,7 +24,7 @@ from opendit.checkpoint import lock as locking
 if sys.argv[2] == "without flock":
     def none(*args): raise OSError(95, "not supported")
     locking.fcntl.flock = none
-held = locking.FolderLock(Path(sys.argv[1]), "--load", "stop it", say=print)
+held = locking.FolderLock(Path(sys.argv[1]), "--load", "stop it")
 if sys.argv[2] == "and a child":
     if os.fork() == 0:
         time.sleep(60)
@@ -65,7 +65,7 @@ def flocks(request, monkeypatch):
 
 
 def take(folder: Path) -> FolderLock:
-    return FolderLock(folder, "--load latest", "stop it", say=lambda text: None)
+    return FolderLock(folder, "--load latest", "stop it")
 
 
 def test_a_second_writer_is_refused_with_the_owners_name(tmp_path, owner, flocks):

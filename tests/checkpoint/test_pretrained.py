@@ -1,7 +1,8 @@
-"""Meta's files of every way to train: with class dropout and without, with a learned variance and without."""
+"""Meta's files of every way to train, and checksums that are computed while weights are loaded."""
 
 import argparse
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -10,10 +11,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sample
+from opendit.checkpoint import files, pretrained
+from opendit.checkpoint.files import write_manifest
 from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
+from opendit.common.tensor_files import write_tensors
 from opendit.models import DiT, DiTConfig, model_config
 from opendit.models.weights import Weights
+from opendit.models.zoo import build_model
 from tests.first_weights import taken_over
 from tests.models.test_dit import randomised
 
@@ -133,3 +138,48 @@ def test_fine_tuning_does_not_take_the_last_class_for_the_null_class(classes, tm
     taken_over(new, Weights(state, tmp_path / "w.pt", {"class_names": names}), found, ["c7", "other"])
     table = new.state_dict()[name]
     assert torch.equal(table[0], state[name][7]) and torch.equal(table[1:], fresh[1:])
+
+
+# ------------------------------------------------------------------------------------------ verified beside loading
+
+
+def test_weights_are_loaded_while_they_are_verified(tmp_path, monkeypatch):
+    """The checksum is not known before the model is loaded; of damaged weights, what was loaded is dropped."""
+    run, loaded = tmp_path / "run", threading.Event()
+    for step, value in ((1, 0.0), (2, 1.0)):
+        folder = run / "checkpoints" / f"step_{step:07d}"
+        folder.mkdir(parents=True)
+        config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=3)
+        model = build_model(config, seed=0)
+        torch.nn.init.constant_(model.final_layer.linear.bias, value)
+        info = {"model": "DiT-Ti/2", "config": config.to_dict(), "image_size": 8}
+        entry = write_tensors(folder / "ema.safetensors", model.state_dict(), {METADATA_KEY: json.dumps(info)})
+        write_manifest(folder, 1, {"ema.safetensors": entry})
+    seen, hashed, load = [], files.sha256_of, pretrained.load_state
+
+    def waits(path):
+        assert loaded.wait(60), "verified before it was loaded"
+        loaded.clear()
+        return hashed(path)
+
+    def loads(model, *rest):
+        load(model, *rest)
+        seen.append(model.final_layer.linear.bias[0].item())
+        loaded.set()
+
+    monkeypatch.setattr(files, "sha256_of", waits)
+    monkeypatch.setattr(pretrained, "load_state", loads)
+    model, weights = pretrained.load_pretrained(run, notes=[])
+    assert seen == [1.0] and weights.path.parent.name == "step_0000002"
+    with open(weights.path, "r+b") as file:  # one bit of a bias, which stays a number
+        file.seek(-1, 2)
+        last = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([last ^ 1]))
+    notes: list[str] = []
+    model, weights = pretrained.load_pretrained(run, notes=notes)
+    assert seen == [1.0, 1.0, 0.0] and weights.path.parent.name == "step_0000001"
+    assert model.final_layer.linear.bias[0].item() == 0 and "step_0000002" in notes[0] and "checksum" in notes[0]
+    (run / "checkpoints" / "step_0000002" / "ema.safetensors").write_bytes(b"{")  # which can't be loaded at all
+    loaded.set()
+    assert pretrained.load_pretrained(run, notes=notes)[1].path.parent.name == "step_0000001"

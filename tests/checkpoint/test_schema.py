@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from opendit.checkpoint.schema import checked_config, checked_metadata, model_rule
+from opendit.checkpoint.schema import ModelConfig, checked_config, checked_metadata
+from opendit.common.json_models import FileKind, checked
 from opendit.diffusion import DDPMObjective, EDMObjective, FlowObjective
 from opendit.models import NAMES, VIDEO_NAMES, TextConfig, model_config
 from opendit.models.zoo import CLASSES
 
 SIZES = dict(input_size=(32, 32), in_channels=4)
+MODEL = FileKind(ModelConfig, 1)
 
 
 def metadata(name="DiT-XL/2", **more) -> dict:
@@ -26,7 +28,7 @@ def test_every_model_of_the_zoo_passes(name):
         config = model_config(name, **SIZES, frames=frames, **condition)
         stored = json.loads(json.dumps(config.to_dict()))
         assert checked_config(stored, "f") == config
-        model_rule(stored, "config")
+        checked(stored, MODEL, "f")
 
 
 def test_metadata_of_this_and_earlier_versions_passes():
@@ -93,11 +95,11 @@ def test_what_can_not_be_is_refused_in_one_line_that_names_the_field(path, value
     assert field in message or any(words in message for words in others), message
 
 
-def test_every_field_of_a_dataclass_has_its_rule():
+def test_every_field_of_a_dataclass_is_checked():
     for prefix, kind in CLASSES.items():
         stored = metadata(next(name for name in [*NAMES, *VIDEO_NAMES] if name.startswith(f"{prefix}-")))["config"]
         stored = json.loads(json.dumps(stored))
         for field in dataclasses.fields(kind.config):
-            model_rule(stored, "config")
+            checked(stored, MODEL, "f")
             with pytest.raises(ValueError, match=field.name):
-                model_rule({**stored, field.name: object()}, "config")
+                checked({**stored, field.name: object()}, MODEL, "f")

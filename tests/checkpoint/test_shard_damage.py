@@ -20,8 +20,8 @@ from opendit.checkpoint.files import damage, read_manifest, write_manifest
 from opendit.checkpoint.load import find_checkpoint
 from opendit.checkpoint.pretrained import read_newest, read_weights
 from opendit.checkpoint.save import Checkpoints
+from opendit.checkpoint.schema import INDEX_FILE
 from opendit.checkpoint.tensor_set import (
-    INDEX_FILE,
     ShardedTensor,
     ShardIndex,
     index_from,
@@ -29,7 +29,7 @@ from opendit.checkpoint.tensor_set import (
     open_set,
     read_index,
 )
-from opendit.common.json_file import checked
+from opendit.common.json_models import checked
 from opendit.common.tensor_files import open_safetensors, write_tensors
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.parallel.layout import Shard
@@ -324,7 +324,7 @@ def save_for_ever(rank: int, port: int, folder: Path) -> None:
     mesh = init_mesh()
     engine, ema = engine_with(mesh, "zero2", expected_state())
     info = {"model": MODEL, "config": engine.module.config.to_dict()}
-    checkpoints = Checkpoints(folder / "checkpoints", engine, ema, info, sharded=True, say=lambda _: None, keep=3)
+    checkpoints = Checkpoints(folder / "checkpoints", engine, ema, info, sharded=True, keep=3)
     for step in range(1, 10_000):
         for name in engine.shapes:  # every number tells its step
             engine.load_master(name, torch.full(engine.shapes[name], float(step)))

@@ -62,7 +62,7 @@ def counters(step: int) -> dict:
 def save(mesh: Mesh, folder: Path, plugin: str, sharded: bool, state: Expected, step: int = 5, **more) -> Checkpoints:
     engine, ema = engine_with(mesh, plugin, state)
     info = {"model": MODEL, "config": CONFIG.to_dict()}
-    with Checkpoints(folder / "checkpoints", engine, ema, info, sharded=sharded, say=lambda _: None, **more) as made:
+    with Checkpoints(folder / "checkpoints", engine, ema, info, sharded=sharded, **more) as made:
         made.save(counters(step))
         made.wait()
     assert not made.failures, made.failures
@@ -188,7 +188,7 @@ def peaks(mesh: Mesh, folder: Path) -> tuple[int, float, float]:
 
     def save_once() -> None:
         info = {"model": MODEL, "config": config.to_dict()}
-        with Checkpoints(folder / "checkpoints", engine, ema, info, sharded=True, say=lambda _: None) as made:
+        with Checkpoints(folder / "checkpoints", engine, ema, info, sharded=True) as made:
             made.save(counters(1))
         assert not made.failures
 

@@ -108,9 +108,8 @@ def test_what_waits_is_bounded(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text().split() == [f"{i:09d}" for i in range(10, 20)]
 
 
-def test_failures_are_told_once_a_kind_and_counted():
-    said = []
-    failures = WriteFailures(said.append)
+def test_failures_are_told_once_a_kind_and_counted(caplog):
+    failures = WriteFailures()
     for step, (what, number) in enumerate([("log", errno.ENOSPC), ("log", errno.ENOSPC), ("log", errno.EROFS)]):
         with failures.survive(what, step):
             raise OSError(number, os.strerror(number), "/x/log.jsonl")
@@ -119,6 +118,7 @@ def test_failures_are_told_once_a_kind_and_counted():
     with pytest.raises(ZeroDivisionError), failures.survive("samples"):
         raise ZeroDivisionError  # a mistake is not a disk's
     assert failures.count == 4 and failures.describe() == "log 3 times, samples once"
+    said = caplog.messages
     assert len(said) == 3 and said[0].startswith("step 0: log NOT WRITTEN, [Errno 28]") and "/x/log.jsonl" in said[0]
 
 

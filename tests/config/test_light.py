@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = {"torch", "numpy", "transformers", "diffusers", "colossalai", "PIL", "gradio"}
+HEAVY = {"torch", "numpy", "transformers", "diffusers", "colossalai", "PIL", "gradio", "pydantic"}
 # Runs a program as __main__ and says on the last line of stdout which heavy packages it has imported by its end.
 PROBE = """
 import atexit, runpy, sys

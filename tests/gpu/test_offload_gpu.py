@@ -97,7 +97,7 @@ def runs(mesh: Mesh, folder: Path, graph: bool) -> list[tuple]:
         on_host = [ema.averages[0], engine.moments("x_embedder.proj.weight")]
         assert [next(iter(part.values())).is_pinned() for part in on_host] == [offload != "none", offload == "state"]
         losses = train(mesh, engine, ema, range(SAVED), graph)
-        with Checkpoints(here / "checkpoints", engine, ema, {"model": "x"}, sharded=True, say=lambda _: None) as made:
+        with Checkpoints(here / "checkpoints", engine, ema, {"model": "x"}, sharded=True) as made:
             made.save({"step": SAVED, "epoch": 0, "skipped": 1, "fingerprint": {}})
             losses += train(mesh, engine, ema, range(SAVED, STEPS), graph)
         assert not made.failures

@@ -331,7 +331,7 @@ def resumed(mesh: Mesh, folder: Path, saves: list[tuple]) -> list:
         info, saved = {"model": "DiT-Ti/2", "config": config.to_dict()}, state_of(mesh, engine, ema)
         shapes = {f"ema.{name}": p.shape for name, p in build_model(config).named_parameters()}
         assert {name: full.shape for name, full in saved.items() if name.startswith("ema.")} == shapes
-        with Checkpoints(where / "checkpoints", engine, ema, info, sharded=sharded, say=lambda _: None) as checkpoints:
+        with Checkpoints(where / "checkpoints", engine, ema, info, sharded=sharded) as checkpoints:
             checkpoints.save({"step": 2, "epoch": 0, "skipped": 0, "fingerprint": {}})
         assert not checkpoints.failures
         for sizes, plugin in others:

@@ -20,7 +20,7 @@ def spec(folder, **more):
 
 
 def say(spec, capsys, newest=None, failures=(), lost=(), complete=True) -> str:
-    counted = records.WriteFailures(lambda text: None)
+    counted = records.WriteFailures()
     for what in lost:
         with counted.survive(what):
             raise OSError(28, "full")

@@ -15,8 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from opendit.common.json_file import MIB
-from opendit.common.rules import LARGEST
+from opendit.common.json_file import LARGEST, MIB
 from opendit.common.safe_files import open_to_write
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short

@@ -6,7 +6,8 @@ from typing import cast
 
 import numpy as np
 
-from opendit.common.json_file import checked, read_json
+from opendit.common.json_file import read_json
+from opendit.common.json_models import checked
 from opendit.common.yaml_file import read_yaml
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset

@@ -14,12 +14,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Len, MaxLen
+from pydantic import FailFast, Field
 
-from opendit.common.json_file import COUNT, MIB, FileKind, open_regular, parse_text
-from opendit.common.rules import listed, one_of, record, string, truth, whole
+from opendit.common.json_file import MIB, open_regular
+from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError
@@ -53,31 +55,30 @@ ROW = np.dtype(
 
 _RECORD = struct.Struct("<QQQIiIIBBI2x")  # ROW: numpy takes five times as long to read a single one
 
-_NAMES = listed(string(1 << 16), most=256)
-HEADER = FileKind(
-    record(
-        {
-            "version": COUNT,
-            "rows": COUNT,
-            "key_bytes": COUNT,
-            "tar_bytes": COUNT,
-            "sha256": string(64),
-            "checked": truth,
-            "pictures": COUNT,
-            "conditioning": one_of("text", "label", "none"),
-            "num_classes": whole(0, 1 << 31),
-            "suffixes": _NAMES,
-            "captions": listed(_NAMES, most=256),
-            "left_out": COUNT,
-            "examples": _NAMES,
-            "plan": string(64),
-        }
-    ),
-    16 * MIB,
-)
+_Names = Annotated[list[Text], MaxLen(256)]
+
+
+class _Header(JsonObject):
+    version: Count
+    rows: Count
+    key_bytes: Count
+    tar_bytes: Count
+    sha256: Word
+    checked: bool
+    pictures: Count
+    conditioning: Literal["text", "label", "none"]
+    num_classes: int = Field(ge=0, le=1 << 31)
+    suffixes: _Names
+    captions: Annotated[list[_Names], FailFast(), MaxLen(256)]
+    left_out: Count
+    examples: _Names
+    plan: Word
+
+
+HEADER = FileKind(_Header, 16 * MIB)
 CLASS_NAMES = "class_names.json"  # beside the tars: the classes' names in the order of their labels
 MOST_CLASSES = 1_000_000
-NAMES_OF_CLASSES = FileKind(listed(string(1 << 16), least=1, most=MOST_CLASSES), 64 * MIB)
+NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
 
 
 class Record(NamedTuple):

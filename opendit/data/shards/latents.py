@@ -42,7 +42,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from opendit.common.json_file import open_regular, parse_json, parse_text
+from opendit.common.json_file import open_regular, parse_json
+from opendit.common.json_models import parse_text
 from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import hash_parts

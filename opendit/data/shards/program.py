@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from opendit.common.json_file import checked, open_regular, read_json
+from opendit.common.json_file import open_regular, read_json
+from opendit.common.json_models import checked
 from opendit.common.safe_files import refuse_links, remove, replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError, hash_parts

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from opendit.common.json_file import MIB, checked, parse_json, read_json
+from opendit.common.json_file import MIB, parse_json, read_json
+from opendit.common.json_models import checked
 from opendit.common.utils import DataError
 from opendit.data.base import name_few
 from opendit.data.files import printable

@@ -20,7 +20,8 @@ from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.pretrained import find_weights, read_info
 from opendit.checkpoint.run_folders import checkpoints_in, run_folders, step_of
 from opendit.checkpoint.schema import RUN_CONFIG
-from opendit.common.json_file import MIB, read_file
+from opendit.common.json_file import MIB
+from opendit.common.json_models import read_file
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective

@@ -99,7 +99,7 @@ def runs(mesh: Mesh, folder: Path) -> list[tuple]:
         for offload, here in zip(OFFLOAD, before[1:], strict=True):
             engine, ema = engine_of(mesh, case, offload)
             losses = train(mesh, case, engine, ema, range(case.saved))
-            more = dict(sharded=case.sharded, say=lambda _: None)
+            more = dict(sharded=case.sharded)
             with Checkpoints(here / "checkpoints", engine, ema, {"model": "x"}, **more) as made:
                 made.save({"step": case.saved, "epoch": 0, "skipped": 1, "fingerprint": {}})
                 losses += train(mesh, case, engine, ema, range(case.saved, case.steps))  # while it is written

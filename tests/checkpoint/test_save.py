@@ -1,11 +1,14 @@
-"""A checkpoint takes its place whole, beside whatever damage is there."""
+"""A checkpoint gets its place as a whole, whatever damage is there; and the buffer that a save copies to."""
 
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 from opendit.checkpoint import run_folders
-from opendit.checkpoint.save import put_in_place, tidy
+from opendit.checkpoint.save import THREADS, HostBuffer, put_in_place, tidy
 
 
 def test_a_checkpoint_takes_the_place_of_whatever_is_there(tmp_path):
@@ -52,3 +55,22 @@ def test_tidy_keeps_the_one_in_use_and_a_cut_off_deletion_ends(tmp_path):
     assert tidy(tmp_path, tmp_path / ".step_0000002.replaced") == tmp_path / "step_0000002"
     assert [path.name for path in tmp_path.iterdir()] == ["step_0000002"]
     assert [path.name for path in (tmp_path / "step_0000002").iterdir()] == ["step_0000002.replaced"]
+
+
+def test_many_copies_from_host_memory_are_whole_when_they_were_waited_for(monkeypatch):
+    """Copy as for a GPU, which is never asked: more tensors than threads, some of them empty, some large."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    tensors = [torch.randn(size, 3) for size in (1, 0, 70_000, 5, 100_000, 3) * (THREADS + 1)]
+    buffer = HostBuffer(sum(t.numel() for t in tensors), torch.device("cpu"))
+    buffer.device = SimpleNamespace(type="cuda")
+    for _ in range(2):
+        buffer.clear()
+        copies = [buffer.copy(tensor) for tensor in tensors]
+        buffer.wait()
+        assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+        ends = [copy.data_ptr() for copy in copies if copy.numel()]
+        assert ends == sorted(set(ends))
+        for tensor in tensors:
+            tensor.add_(1)
+    assert len(waited) == 2
