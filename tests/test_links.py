@@ -86,7 +86,7 @@ def checkpoint(run: Path) -> None:
 
 
 def profile(run: Path) -> None:
-    profiler = StepProfiler(True, run / "profile", torch.device("cpu"), 100, lambda text: None, Raises())
+    profiler = StepProfiler(True, run / "profile", torch.device("cpu"), 100, Raises())
     for _ in range(WARMUP + STEPS):
         torch.ones(2) + 1
         profiler.step()

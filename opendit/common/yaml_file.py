@@ -1,12 +1,12 @@
-"""Reads YAML that a stranger may have written, within limits.
+"""A reader of YAML that a stranger may have written, within limits.
 
 The parser's events are turned into plain values here, one by one and without recursion, so every limit is checked
 before anything grows: PyYAML's own composer crashes on deep nesting, and copies merge keys without end.
 
 A value is a text, a number, true, false, null, a list, or a dictionary whose keys are texts. Plain content reads as
 ``yaml.safe_load`` reads it. Dates, times such as ``1:30`` and everything else that YAML 1.1 makes an object of stay
-texts. Refused: tags (but ``!!str``), numbers that two versions of YAML read differently (``010``), a key that is there
-twice, and a key that is no text. Who wants a number checks that it is finite.
+texts. Errors are tags other than ``!!str``, numbers that two versions of YAML read differently (``010``), a key that
+occurs twice, and a key that is not a text. Infinities and NaNs are read: whoever uses a number must check for them.
 """
 
 import re
@@ -74,7 +74,7 @@ def parse_yaml(content: bytes, name: str) -> Any:
 
 
 def _directives(text: str) -> Iterator[int]:
-    """Yield where the first few lines are that begin with %."""
+    """Yield the places of the first few lines that begin with %."""
     for count, found in enumerate(re.finditer(r"^%", text, re.MULTILINE)):
         if count > MOST_DIRECTIVES:
             return
@@ -82,7 +82,7 @@ def _directives(text: str) -> Iterator[int]:
 
 
 class _BadValue(Exception):
-    """A value that is not taken, and the line that it is on."""
+    """A value is refused. line: the line of the file that it is on."""
 
     def __init__(self, event: yaml.Event, why: str):
         super().__init__(why)
@@ -102,7 +102,7 @@ class _Finished:
 
 
 class _Open:
-    """A list or dictionary whose end has not come."""
+    """A list or dictionary whose end has not been read yet."""
 
     def __init__(self, event: Any, value: list[Any] | dict[str, Any]):
         self.anchor, self.value, self.event = event.anchor, value, event
@@ -233,7 +233,7 @@ def _is_merge(event: yaml.ScalarEvent) -> bool:
 
 
 def _merged(event: yaml.Event, value: Any) -> list[dict[str, Any]]:
-    """Return the dictionaries that a merge key takes over."""
+    """Return the dictionaries whose keys a merge key copies."""
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(part, dict) for part in found):
         raise _BadValue(event, "<< takes over keys of a dictionary, or of a list of them")

@@ -1,5 +1,7 @@
-"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files, as a command and as
-functions, which stand in opendit.export.conversion."""
+"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
+
+``python -m opendit.export`` is the command; the functions are imported from conversion.py when they are used.
+"""
 
 from typing import TYPE_CHECKING
 
