@@ -162,7 +162,7 @@ def _number(kind: type[Any], text: str) -> int | float | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag that sets a field of an objective's or architecture's configuration.
+    """A flag that sets a field in the configuration of an objective or architecture.
 
     Attributes:
         flag: its name.

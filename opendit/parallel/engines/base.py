@@ -4,7 +4,7 @@ Whatever the plugin, the fp32 master weights, the optimizer's moments and the EM
 fp32 shard of every parameter, and ``layout`` says which slices of the canonical tensor it is. So shards can be gathered
 into canonical full tensors, and full tensors loaded, under any plugin and any number of ranks.
 
-:class:`BoosterEngine` is the base of engines over Colossal-AI's Booster.
+:class:`OnePassEngine` is the base of zero2 and fsdp, :class:`BoosterEngine` that of engines over Colossal-AI's Booster.
 """
 
 import contextlib
@@ -300,6 +300,28 @@ def _values_of(module: nn.Module) -> Values:
     trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
     copies = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
     return lambda name, shard: shard.take(copies[name])
+
+
+class OnePassEngine(Engine):
+    """Base of engines whose optimizer steps this rank's shards by OnePassAdamW, averages included."""
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """This rank's part of the gradients since the last step. Those of a replayed graph are set explicitly."""
+        return self.optimizer.gradients
+
+    @gradients.setter
+    def gradients(self, gradients: list[Tensor | None]) -> None:
+        self.optimizer.gradients = gradients
+
+    def gradient_shards(self) -> dict[str, Tensor | None] | None:
+        return dict(zip(self.shapes, self.gradients, strict=True))
+
+    def attach_averages(
+        self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
+    ) -> bool:
+        self.optimizer.attach_averages([[shards[name] for name in self.shapes] for shards in averages], decays, updates)
+        return True
 
 
 def state_of_scaler(scaler: Any) -> dict[str, float]:

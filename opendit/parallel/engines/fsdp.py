@@ -3,7 +3,6 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from opendit.parallel.colossal import load
-from opendit.parallel.engines.base import Engine, StepResult
+from opendit.parallel.engines.base import OnePassEngine, StepResult
 from opendit.parallel.layout import Layout, dim_cut, flat_cut
 from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
-class FSDPEngine(Engine):
+class FSDPEngine(OnePassEngine):
     """Every rank of the group ``fsdp`` holds fp32 rows of every parameter, and of its gradient, moments and averages. A
     unit of the model's plan is gathered, in the precision of the forward pass, when it is called. Each of
     ``dp_replicate`` groups has a copy. A single rank holds all weights, like zero2."""
@@ -110,24 +109,6 @@ class FSDPEngine(Engine):
         scale = 1.0 if scale is None else scale.scale.clone()
         self.optimizer.step()
         return StepResult(self.optimizer.grad_norm, self.optimizer.finite, scale)
-
-    def attach_averages(
-        self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
-    ) -> bool:
-        self.optimizer.attach_averages([[shards[name] for name in self.shapes] for shards in averages], decays, updates)
-        return True
-
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """This rank's part of the gradients since the last step. Those of a replayed graph are set explicitly."""
-        return self.optimizer.gradients
-
-    @gradients.setter
-    def gradients(self, gradients: list[Tensor | None]) -> None:
-        self.optimizer.gradients = gradients
-
-    def gradient_shards(self) -> dict[str, Tensor | None] | None:
-        return dict(zip(self.shapes, self.gradients, strict=True))
 
     # ---------------------------------------------------------------- fp16
 
