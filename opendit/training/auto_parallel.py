@@ -133,7 +133,7 @@ class Circumstances:
     Attributes:
         node: ranks of one machine.
         capacity: bytes that a rank may use.
-        has_gpu: see ``settled``.
+        has_gpu: see ``TrainConfig.resolve``.
     """
 
     world: int

@@ -48,19 +48,19 @@ def test_a_mistake_is_one_line_that_names_the_fix(argv, message, capsys):
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
 
 
-def test_of_all_ranks_the_first_speaks(capsys, monkeypatch):
+def test_only_the_first_rank_prints(capsys, monkeypatch):
     for rank, local in (("1", "1"), ("8", "0")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local)
         assert refused(["--lr", "nan"], capsys) == ""
-        # What another machine may not see is said by the first process of each.
+        # The first process of each machine prints what another machine may not see.
         assert bool(refused(["--load", "nowhere"], capsys)) == (local == "0")
     monkeypatch.setenv("RANK", "0")
     assert "--lr nan" in refused(["--lr", "nan"], capsys)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_under_torchrun_the_silent_rank_waits_for_the_one_that_speaks(rank, monkeypatch, capsys):
+def test_under_torchrun_the_silent_rank_waits_for_the_one_that_prints(rank, monkeypatch, capsys):
     """torchrun ends all processes once one has ended."""
     waits = []
     monkeypatch.setattr("opendit.config.command_line.time.sleep", waits.append)

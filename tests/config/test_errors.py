@@ -196,8 +196,8 @@ def test_the_line_of_a_real_command(line, tmp_path, monkeypatch, capsys, no_rank
     assert console.name_of("train.py") == "train.py"
 
 
-def test_errors_are_said_through_one_door():
-    """Nobody else writes ``error:`` in front of a line, but the supervisor of several ranks, below this floor."""
+def test_errors_are_printed_in_one_place():
+    """Only the console and the supervisor of several ranks print lines that begin with ``error:``."""
     others = {
         str(path.relative_to(ROOT))
         for path in SOURCES

@@ -135,10 +135,10 @@ def test_an_output_folder_that_cannot_be_written(tmp_path):
 
 def test_default_precision_falls_back_with_a_note(tmp_path):
     flags = parse(TrainConfig, ["--outputs", str(tmp_path)])
-    settled, notes = flags.resolve(world_size=1, has_gpu=False)
-    assert settled.mixed_precision == "fp32" and "no GPU" in notes[0]
-    settled, notes = flags.resolve(world_size=1, has_gpu=True)
-    assert notes == [] and settled == flags and flags.mixed_precision == "fp16"
+    resolved, notes = flags.resolve(world_size=1, has_gpu=False)
+    assert resolved.mixed_precision == "fp32" and "no GPU" in notes[0]
+    resolved, notes = flags.resolve(world_size=1, has_gpu=True)
+    assert notes == [] and resolved == flags and flags.mixed_precision == "fp16"
 
 
 @pytest.mark.parametrize("kind", (TrainConfig, SampleConfig))

@@ -1,4 +1,4 @@
-"""Flags that would change nothing: refused on the command line, noted where a recipe sets them."""
+"""Flags without effect: rejected on the command line, noted if a recipe sets them."""
 
 import json
 
