@@ -34,7 +34,9 @@ def main(argv: list[str]) -> None:
     parser = build_parser()
     options, _ = parser.read(argv)
     path = Path(options["out"]) if options["out"] else default_path()
-    from opendit.parallel.hardware import measure_hardware  # imports torch, so that wrong flags are reported without it
+    from opendit.parallel.hardware_measurement import (
+        measure_hardware,  # imports torch, so that wrong flags are reported without it
+    )
     from opendit.parallel.mesh import close_mesh, init_mesh
 
     try:

@@ -2,28 +2,17 @@
 
 :data:`H200` holds measurements on H200s (benchmarks/results.csv, docs/sequence_parallel.md). Other cards of
 :data:`CARDS` have these figures scaled by the ratio of the data sheets: expected, not measured. ``python -m
-opendit.cli.links`` measures the machines at hand (:func:`measure_hardware`: on GPUs over NCCL, on CPUs over gloo; every
-figure is that of the slowest rank) and keeps the figures in a file, which replaces either.
+opendit.cli.links`` measures the machines at hand (opendit/parallel/hardware_measurement.py) and keeps the figures in a
+file, which replaces either. Needs no torch.
 """
 
 import json
 import math
 import os
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from opendit.common.safe_files import write_whole
-from opendit.config.parallel_sizes import ParallelDims
-from opendit.parallel.mesh import Mesh
 
 GIB = 2**30
 FORMAT = "opendit-hardware-1"  # of the file
@@ -212,148 +201,3 @@ def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, s
     if model is None:
         return H200, f"an H200's, because {card} is unknown; python -m opendit.cli.links measures it"
     return model, f"{model.name}: {model.origin}"
-
-
-TRIALS = 5
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the operations that are timed. shard: bytes that a rank brings to an all-gather."""
-
-    product: int = 8192
-    copied: int = 1 << 30
-    shard: int = 256 << 20
-    tokens: int = 8192
-    heads: int = 24
-
-
-ON_GPUS, ON_CPUS = Sizes(), Sizes(product=512, copied=16 << 20, shard=1 << 20, tokens=256, heads=2)
-
-
-class _Timer:
-    """Measures the seconds of a call on the slowest rank of a mesh."""
-
-    def __init__(self, mesh: Mesh, trials: int):
-        self.mesh, self.trials = mesh, trials
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        call()  # libraries set up, communicators made
-        times = []
-        for _ in range(self.trials):
-            self._wait()
-            self.mesh.barrier()
-            start = time.perf_counter()
-            call()
-            self._wait()
-            times.append(-self.mesh.least(-(time.perf_counter() - start)))
-        return statistics.median(times)
-
-    def _wait(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
-
-
-def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
-    """Measure the hardware of the ranks of ``mesh``, of which ``node`` are on each machine. Collective.
-
-    Figures that need more ranks than there are, and those that are not measured (launches, exchanges through symmetric
-    memory, how far computation hides communication), are the card's in :data:`CARDS`, or an H200's.
-
-    Raises:
-        ValueError: machines with unequal numbers of ranks.
-    """
-    world, cuda = mesh.world_size, mesh.device.type == "cuda"
-    if world % node:
-        raise ValueError(f"{world} processes are no whole number of machines of {node}")
-    sizes = sizes or (ON_GPUS if cuda else ON_CPUS)
-    name = torch.cuda.get_device_name(mesh.device) if cuda else "CPU"
-    base, timer = of_card(name) or H200, _Timer(mesh, trials)
-    found = _card(mesh, sizes, timer)
-    found["matmul_fp8"] = base.matmul_fp8 / base.matmul * found["matmul"]
-    found |= _links(mesh, node, sizes, timer)
-    if world > node:
-        found |= _across(mesh, node, sizes, timer)
-    if cuda:
-        found["capacity"] = mesh.least(torch.cuda.get_device_properties(mesh.device).total_memory)
-    measured = ", ".join(sorted(found))
-    return replace(base, name=name, origin=f"measured here by {world} ranks, {node} a machine: {measured}", **found)
-
-
-def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
-    """Measure the rates of products, attention and copies."""
-    dtype = torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(mesh.device, dtype)
-
-    a, b = random(sizes.product, sizes.product), random(sizes.product, sizes.product)
-    source = torch.empty(sizes.copied, dtype=torch.uint8, device=mesh.device).fill_(1)
-    target = torch.empty_like(source)
-    q, k, v, grad = (random(1, sizes.heads, sizes.tokens, 128) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
-    both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
-    flops = 4 * sizes.heads * sizes.tokens**2  # for each element of a head
-    # Rates at the length that was timed; the model's are those of long sequences.
-    there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
-    return {
-        "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),
-        "memory": 2 * sizes.copied / timer(lambda: target.copy_(source)),
-        "attention": there * flops / forward,
-        "attention_backward": back * 2.5 * flops / max(both - forward, 0.1 * both),
-    }
-
-
-def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Time a machine's links: all-gathers among neighbours, and all-to-alls and single shards among all its ranks."""
-    world, gathers = mesh.world_size, []
-    groups = [size for size in (2, 4, 8, 16) if node % size == 0]
-    if node > 1 and node not in groups:
-        groups.append(node)
-    group = None
-    for size in groups:
-        group = mesh.divided(ParallelDims(dp_shard=world // size, sp=size)).group("sp")
-        gathers.append((size, _gathered(mesh, group, size, sizes.shard, timer)))
-    if not gathers:
-        return {}
-    size = gathers[-1][0]
-    sent = torch.empty(sizes.shard // size * size, dtype=torch.uint8, device=mesh.device)
-    received = torch.empty_like(sent)
-    exchange = timer(lambda: dist.all_to_all_single(received, sent, group=group))
-    after, before = ((dist.get_rank(group) + step) % size for step in (1, -1))
-    hop = timer(lambda: _pass_on(sent, received, after, before, group))
-    small = torch.empty(size, dtype=torch.uint8, device=mesh.device)
-    latency = timer(lambda: dist.all_gather_into_tensor(small, small[:1].clone(), group=group))
-    link = sizes.shard * (size - 1) / size / exchange
-    return {"gather": tuple(sorted(gathers)), "link": link, "copies": sizes.shard / hop, "latency": latency}
-
-
-def _across(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, float]:
-    """Measure the links between machines, used by all their ranks at the same time."""
-    nodes = mesh.world_size // node
-    group = mesh.divided(ParallelDims(dp_replicate=nodes, dp_shard=node)).group("dp_replicate")
-    small = torch.empty(nodes, dtype=torch.uint8, device=mesh.device)
-    latency = timer(lambda: dist.all_gather_into_tensor(small, small[:1].clone(), group=group))
-    rate = _gathered(mesh, group, nodes, sizes.shard, timer)
-    return {"node_link": rate, "node_latency": latency / (nodes - 1)}
-
-
-def _gathered(mesh: Mesh, group: dist.ProcessGroup | None, size: int, shard: int, timer: _Timer) -> float:
-    """Measure the bytes/s that each rank receives in an all-gather."""
-    mine = torch.empty(shard, dtype=torch.uint8, device=mesh.device)
-    whole = torch.empty(size * shard, dtype=torch.uint8, device=mesh.device)
-    return (size - 1) * shard / timer(lambda: dist.all_gather_into_tensor(whole, mine, group=group))
-
-
-def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup | None) -> None:
-    """Send to the next rank of a group, and receive from the one before."""
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=after),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=before),
-        ]
-    )
-    for work in works:
-        work.wait()

@@ -9,18 +9,8 @@ from pathlib import Path
 import pytest
 
 from opendit.parallel import hardware
-from opendit.parallel.hardware import (
-    CARDS,
-    GIB,
-    H200,
-    HardwareModel,
-    Sizes,
-    find_hardware,
-    load,
-    measure_hardware,
-    of_card,
-    save,
-)
+from opendit.parallel.hardware import CARDS, GIB, H200, HardwareModel, find_hardware, load, of_card, save
+from opendit.parallel.hardware_measurement import Sizes, measure_hardware
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
