@@ -1,5 +1,6 @@
-"""Media in: the built-in digits, picture folders, CSVs of captioned media, torchvision's data sets, cached latents.
-A name's module is imported when it is first used: ``names`` needs no torch."""
+"""Data sets of pictures, clips and latents, the order of their samples, and the loader.
+
+The module of a name is imported when the name is first used."""
 
 from typing import TYPE_CHECKING
 
