@@ -331,7 +331,7 @@ class PackSchedule(BatchSchedule):
             raise ValueError(DAMAGED)
         packs, capacity = state["global_batch"], state["capacity"]
         if (packs, capacity) == (self.global_batch, self.capacity):
-            self._go_on(begin)
+            self._continue_from(begin)
             if begins < step and self._window(begin).after.step <= step:
                 raise ValueError(DAMAGED)
             return "step" in state
@@ -341,14 +341,14 @@ class PackSchedule(BatchSchedule):
             before.restore({**state, "capacity": before.capacity}, step)
             order, waiting = before._after(step)
             begin = replace(order, step=step, carry=tuple(waiting.tolist()))
-        self._go_on(begin)
+        self._continue_from(begin)
         return False
 
     def begin_at(self, step: int) -> None:
         """Begin the order at ``step``, in a run that had no packs before."""
-        self._go_on(Beginning(step, 0))
+        self._continue_from(Beginning(step, 0))
 
-    def _go_on(self, begin: Beginning) -> None:
+    def _continue_from(self, begin: Beginning) -> None:
         self._beginnings = {begin.step: begin}
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._planned = 0  # steps of all windows in memory

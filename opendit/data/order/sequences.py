@@ -2,7 +2,7 @@
 
 ``permuted`` is a keyed permutation that is computed where it is needed, in memory that does not grow with its size. A
 ``Pool`` is permutation after permutation of some rows. A ``Mixture`` takes its elements from several components in
-given proportions.
+fixed proportions.
 """
 
 import math
@@ -178,7 +178,7 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """An endless sequence that assigns a component to every position, in given proportions.
+    """An endless sequence that assigns a component to every position, in fixed proportions.
 
     The sequence is made of blocks. Up to the end of block b component c has been taken floor(b * rate_c) times,
     whatever the rates, so its share is off by less than one there. Within a block the order is a keyed permutation.
