@@ -100,11 +100,20 @@ def test_a_model_with_kernels_is_the_model_without(flags, checkpointed):
     "config",
     (
         STDiTConfig((2, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, bias=False, qk_norm=True, positions="rope"),
+        DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3, norm="rms", mlp="swiglu", qk_norm=True, positions="rope"),
+        DiTConfig((4, 4), 2, 2, 72, 2, 3, text=TextConfig("t5", 8, 5, True), norm="rms"),
         MOVIEGEN(num_classes=3, kv_heads=1),
         MOVIEGEN(num_classes=3, bias=True, mlp_ratio=1.5),
         MOVIEGEN(text=TextConfig("t5", 8, 5, True)),
     ),
-    ids=("ST-DiT without biases", "MovieGen", "MovieGen with biases", "MovieGen with cross-attention"),
+    ids=(
+        "ST-DiT without biases",
+        "DiT, mixed",
+        "DiT with RMSNorm",
+        "MovieGen",
+        "MovieGen with biases",
+        "MovieGen with cross-attention",
+    ),
 )
 @pytest.mark.parametrize("flags", (ALL, SpeedFlags(enable_modulate_kernel=True)), ids=("all", "modulate"))
 def test_other_blocks_with_kernels(config, flags):

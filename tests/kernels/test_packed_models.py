@@ -14,6 +14,7 @@ from tests.models.test_dit import randomised
 
 LABELS = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
 CAPTIONS = VDiTConfig((2, 4, 4), (2, 2, 2), 2, 72, 1, 3, text=TextConfig("t5", 8, 5, cross_attention=True))
+MIXED = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3, norm="rms", mlp="swiglu", qk_norm=True, positions="rope")
 MOVIEGEN = MovieGenConfig((4, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1)
 FLOAT8 = DiTConfig((4, 4), 2, 2, 64, 2, 2, num_classes=3)
 SIZES = {2: [(4, 4), (4, 4), (2, 4), (2, 2), (2, 2), (6, 2)], 3: [(2, 4, 4), (4, 2, 4), (1, 4, 2), (1, 4, 2)]}
@@ -37,7 +38,9 @@ def use(model: DiT, flags: SpeedFlags, recompute: str = "none") -> None:
     recompute_in(model, recompute)
 
 
-@pytest.mark.parametrize("config", (LABELS, CAPTIONS, MOVIEGEN), ids=("DiT", "vDiT with captions", "MovieGen"))
+@pytest.mark.parametrize(
+    "config", (LABELS, CAPTIONS, MIXED, MOVIEGEN), ids=("DiT", "vDiT with captions", "mixed", "MovieGen")
+)
 @pytest.mark.parametrize("flags", FLAGS)
 def test_kernels_give_what_torch_gives_one_by_one(config, flags):
     model, given = case(config)

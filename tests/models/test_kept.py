@@ -23,6 +23,11 @@ CASES = [
     MovieGenConfig(**CLIP, text=TEXT, kv_heads=1, **TURNED),
     ECDiTConfig(**PICTURE, num_classes=3, experts=8, expert_hidden=48),
     ECDiTConfig(**PICTURE, text=TEXT, experts=8, expert_hidden=24, expert_capacity=4.0),
+    DiTConfig(**PICTURE, text=TEXT, norm="rms", mlp="swiglu", **TURNED),
+    DiTConfig(**PICTURE, num_classes=3, norm="rms"),
+    DiTConfig(**PICTURE, num_classes=3, mlp="swiglu"),
+    STDiTConfig(**CLIP, text=TEXT, norm="rms", mlp="swiglu"),
+    MovieGenConfig(**CLIP, text=TEXT, norm="layer", mlp="gelu"),
 ]
 
 

@@ -21,6 +21,9 @@ CASES = [
     (2, "fastseq", replace(VIDEO, num_heads=6, **NORMED), (2, 4, 6), 1, False),  # a shorter clip
     (2, "ulysses", replace(IMAGE, bias=False, adaln_lora=5), None, 1, True),
     (2, "ring", replace(VIDEO, bias=False, positions="learned"), (2, 4, 4), 2, False),
+    (2, "ulysses", replace(IMAGE, norm="rms", mlp="swiglu", **NORMED), None, 1, True),
+    (2, "fastseq", replace(VIDEO, norm="rms", num_heads=6, **NORMED), (2, 4, 6), 2, False),
+    (2, "ring", replace(VIDEO, mlp="swiglu", positions="learned"), (2, 4, 4), 1, False),
     (2, "ulysses", MOVIE, None, 1, False),
     (2, "fastseq", MOVIE, (2, 4, 6), 2, False),
     (2, "fastseq, kept", replace(MOVIE, num_classes=None, text=TEXT.text), (2, 4, 4), 2, True),

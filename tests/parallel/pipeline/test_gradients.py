@@ -27,7 +27,7 @@ from tests.parallel.test_axial import strategy
 from tests.ranks import run_ranks
 
 TOLERANCE, SAMPLES, MICRO_BATCHES, DEPTH = 1e-10, 3, 4, 5
-NAMES = ("DiT", "DiT, every option", "DiT of text", "vDiT", "vDiT, no bias", "ST-DiT", "MovieGen, bias",
+NAMES = ("DiT", "DiT, every option", "DiT, mixed", "DiT of text", "vDiT", "vDiT, no bias", "ST-DiT", "MovieGen, bias",
          "EC-DiT of text")  # fmt: skip
 CONFIGS = {name: replace(MODELS[name], depth=DEPTH) for name in NAMES}
 # A picture is a clip of one frame, which is repeated to fill the patch.

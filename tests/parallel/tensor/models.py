@@ -18,9 +18,11 @@ DIT = DiTConfig(**PICTURE, num_classes=5)
 MODELS = {
     "DiT": DIT,
     "DiT, every option": replace(DIT, qk_norm=True, adaln_lora=6, positions="rope"),
+    "DiT, mixed": replace(DIT, norm="rms", mlp="swiglu", qk_norm=True, positions="rope"),
     "DiT of text": DiTConfig(**PICTURE, text=BYTES, positions="learned"),
     "vDiT": VDiTConfig(**CLIP, text=T5, qk_norm=True),
     "vDiT, no bias": VDiTConfig(**CLIP, num_classes=5, bias=False, adaln_lora=5),
+    "vDiT, mixed": VDiTConfig(**CLIP, text=T5, norm="rms", mlp="swiglu", positions="learned", mlp_ratio=2.0),
     "ST-DiT": STDiTConfig(**CLIP, text=T5, full_attention=True, qk_norm=True),
     "Latte": STDiTConfig(**CLIP, num_classes=5),
     "MovieGen": MovieGenConfig(**CLIP, text=T5, kv_heads=2, qk_norm=True),
