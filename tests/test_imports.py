@@ -30,7 +30,7 @@ for module in sys.argv[1:]:
         try:
             importlib.import_module(f"opendit.{module}")
             if module == "models":
-                from opendit.models.shapes import model_shapes
+                from opendit.models.zoo import model_shapes
                 from opendit.models.zoo import empty_model, model_config
                 config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5)
                 model_shapes(config), empty_model(config, parameters=False)

@@ -39,7 +39,7 @@ from opendit.common.tensor_files import (
 )
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.models.configuration import DiTConfig
-from opendit.models.shapes import Shapes, model_shapes
+from opendit.models.zoo import Shapes, model_shapes
 from opendit.parallel.layout import Runs, Shard, copy_overlap, hold_each_once, runs_of
 
 INDEX_VERSION = 1

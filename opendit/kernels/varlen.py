@@ -31,7 +31,7 @@ LONG, TOGETHER = 1024, 4096
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """A kernel of ``package`` for segments of unequal length, see ``opendit.models.segment_attention``.
+    """A kernel of ``package`` for segments of unequal length, see ``opendit.models.segments``.
 
     head_size: size that heads are padded to with zeros, which change nothing; FlashAttention 4 pads them in its
     backward pass only.

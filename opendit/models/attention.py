@@ -12,8 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
 from opendit.models.positions import rotate
-from opendit.models.segment_attention import Varlen, segment_attention, segment_cross_attention
-from opendit.models.segments import PlacedSegments
+from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
 # one qkv tensor: they come out wrong (relative error 1.4, measured). The others' are right.
@@ -115,7 +114,7 @@ class Attention(nn.Module):
     ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
     ``kv_heads``: keys and values of so many heads, each shared by as many neighbouring heads of queries (grouped-query
     attention, Ainslie et al. 2023). ``options.qk_norm``: RMSNorm of every query and key (Dehghani et al. 2023, who
-    take LayerNorm; RMS as in Stable Diffusion 3). ``varlen``: a kernel for packs' short runs, see segment_attention.py.
+    take LayerNorm; RMS as in Stable Diffusion 3). ``varlen``: a kernel for packs' short runs, see segments.py.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):

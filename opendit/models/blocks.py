@@ -94,11 +94,6 @@ class BlockSpec:
     options: Options = PLAIN
 
     @property
-    def attentions(self) -> tuple[Branch, ...]:
-        """The branches that attend to the block's own tokens."""
-        return tuple(branch for branch in self.branches if branch.sees in ATTENTIONS)
-
-    @property
     def chunks(self) -> int:
         """Vectors of the block's modulation."""
         return 3 * sum(branch.modulated for branch in self.branches)

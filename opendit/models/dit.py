@@ -28,8 +28,7 @@ from opendit.models.initialization import (
 )
 from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, TimestepEmbedder, modulation
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
-from opendit.models.segment_attention import Varlen
-from opendit.models.segments import PlacedSegments, Segments
+from opendit.models.segments import PlacedSegments, Segments, Varlen
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks

@@ -17,9 +17,8 @@ from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import Projection
 from opendit.models.parameter_names import canonical_name
-from opendit.models.shapes import model_shapes
 from opendit.models.weights import Weights
-from opendit.models.zoo import build_model
+from opendit.models.zoo import build_model, model_shapes
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters

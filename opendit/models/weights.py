@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from opendit.models.configuration import DiTConfig
-from opendit.models.shapes import Shapes
-from opendit.models.zoo import config_from_dict
+from opendit.models.zoo import Shapes, config_from_dict
 
 
 @dataclass

@@ -14,6 +14,8 @@ from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize
 from opendit.models.plan import PLAN, Plan
 
+Shapes = dict[str, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Classes:
@@ -158,6 +160,18 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
         model.to_empty(device=device)
     model.fill_tables(device)
     return model
+
+
+def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
+    """The shapes of a model's parameters and of its buffers; no weight is made. Raises ValueError if there is no such
+    model."""
+    try:
+        with on_meta():
+            model = build_model(config)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError, AssertionError) as error:
+        raise ValueError(f"a model of this configuration can't be built ({str(error).splitlines()[0]})") from error
+    parameters, buffers = model.named_parameters(), model.named_buffers()
+    return {n: tuple(p.shape) for n, p in parameters}, {n: tuple(b.shape) for n, b in buffers}
 
 
 def plan_of(config: DiTConfig) -> Plan:

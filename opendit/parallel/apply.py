@@ -10,7 +10,7 @@ from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
 from opendit.models.layers import Attend, BlockOps
 from opendit.models.parameter_names import fits
-from opendit.models.segment_attention import Varlen
+from opendit.models.segments import Varlen
 from opendit.parallel.collectives import Group
 from opendit.parallel.experts import divide_among, shard_experts
 from opendit.parallel.mesh import Mesh

@@ -20,7 +20,7 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig
 from opendit.models.attention import SequenceShards
 from opendit.models.experts import ExpertMlp, Routing
-from opendit.models.shapes import model_shapes
+from opendit.models.zoo import model_shapes
 from opendit.parallel.collectives import Group, start_gather, start_sum
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible

@@ -35,7 +35,7 @@ from opendit.models.attention import (
 from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.layers import Attend, Projection
 from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule
-from opendit.models.shapes import model_shapes
+from opendit.models.zoo import model_shapes
 from opendit.parallel.collectives import Group, column_product, join, join_result, sum_shares, take_tokens
 from opendit.parallel.layout import Cut, Layout
 from opendit.parallel.mesh import Mesh

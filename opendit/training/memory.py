@@ -23,7 +23,7 @@ from opendit.config.names import BYTES
 from opendit.config.parallel_sizes import divide_grid
 from opendit.models import DiTConfig, plan_of
 from opendit.models.plan import Execution
-from opendit.models.shapes import model_shapes
+from opendit.models.zoo import model_shapes
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
 from opendit.parallel.rules import rule_of

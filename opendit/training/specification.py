@@ -23,8 +23,8 @@ from opendit.encoders.video_vae import VideoCodec, video_geometry
 from opendit.kernels.select import KernelChoice
 from opendit.models import DiTConfig, config_from_dict
 from opendit.models.lora import Lora
-from opendit.models.shapes import model_shapes
 from opendit.models.weights import Weights
+from opendit.models.zoo import model_shapes
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh

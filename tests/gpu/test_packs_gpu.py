@@ -9,8 +9,7 @@ from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.kernels.varlen import resolve_varlen
 from opendit.models import DiT, TextConfig, build_model, model_config
-from opendit.models.segment_attention import segment_attention
-from opendit.models.segments import Segments
+from opendit.models.segments import Segments, segment_attention
 from tests.kernels.cases import BOUNDS, DTYPES, MODULATED, check, make_inputs
 from tests.models.packs import Samples, assert_same, samples
 from tests.models.test_dit import randomised

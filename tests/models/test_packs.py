@@ -8,8 +8,7 @@ import torch
 
 from opendit.models import DiTConfig, ECDiTConfig, MovieGenConfig, STDiTConfig, TextConfig, VDiTConfig, build_model
 from opendit.models.lora import Lora, add_lora
-from opendit.models.segment_attention import segment_attention
-from opendit.models.segments import Segments
+from opendit.models.segments import Segments, segment_attention
 from tests.models.packs import assert_same, samples, with_vectors
 from tests.models.test_dit import randomised
 
