@@ -81,8 +81,8 @@ class SequenceShards(Protocol):
     def project_and_attend(
         self, x: Tensor, qkv: "AnyProjection", heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """The same of x (B, n, D), of which ``qkv`` makes q, k, v of so many heads each; ``float8``: by products in
-        float8, and x may be what such operations hand over."""
+        """Project x (B, n, D) by ``qkv`` to q, k and v of ``heads`` heads each, and return :meth:`attention` of them.
+        float8: the products are in float8, and x may be the quantised output of another operation."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
@@ -102,9 +102,9 @@ class SequenceShards(Protocol):
         attend: "Callable[[Tensor, AnyProjection, TokenGrid], Tensor]",
         rotary: Tensor | None,
     ) -> Tensor:
-        """The attention output (B, n, D) of this rank's tokens x (B, n, D), each to the tokens that differ from it in
-        one axis alone, 0 the frame, 1 the place in it: made by ``attend(tokens, qkv, grid)`` of grids that are whole
-        along that axis. rotary: the rotations of all tokens."""
+        """Return the attention output (B, n, D) of this rank's tokens x (B, n, D), each of which attends to the tokens
+        that differ from it in one axis alone (0: the frame, 1: the place in the frame). ``attend(tokens, qkv, grid)``
+        computes it for grids that are complete along that axis. rotary: the rotations of all tokens."""
         ...
 
 
@@ -112,9 +112,10 @@ class Attention(nn.Module):
     """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
 
     ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
-    ``kv_heads``: keys and values of so many heads, each shared by as many neighbouring heads of queries (grouped-query
-    attention, Ainslie et al. 2023). ``options.qk_norm``: RMSNorm of every query and key (Dehghani et al. 2023, who
-    take LayerNorm; RMS as in Stable Diffusion 3). ``varlen``: a kernel for packs' short runs, see segments.py.
+    ``kv_heads``: number of heads of keys and values, each shared by equally many neighbouring heads of queries
+    (grouped-query attention, Ainslie et al. 2023). ``options.qk_norm``: RMSNorm of every query and key (Dehghani et al.
+    2023, who take LayerNorm; RMS as in Stable Diffusion 3). ``varlen``: a kernel for packs' short runs, see
+    segments.py.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -186,8 +187,10 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class GridAttention:
-    """A layer's attention between the tokens of a grid, for whoever shares them out: called with q, k, v (B, H, N, d)
-    of all tokens, (B, H, N, d); or, by who attends to some of the keys at a time, asked to prepare q, k, v of some."""
+    """A layer's attention between the tokens of a grid, as sequence strategies use it.
+
+    Calling it with q, k, v (B, H, N, d) of all tokens returns (B, H, N, d). A strategy that attends to some of the keys
+    at a time calls :meth:`prepare` for the tokens that it has."""
 
     layer: Attention
     grid: TokenGrid | None
@@ -254,7 +257,7 @@ class AxialAttention(Attention):
 
 
 class FrameAttention(AxialAttention):
-    """Attention of every token to those of its own frame: (B T, H, S, d) of tokens in a grid of T frames."""
+    """Attention of every token to those of its frame: (B T, H, S, d) of tokens in a grid of T frames."""
 
     axis = 1
 

@@ -55,8 +55,8 @@ MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
 class Branch:
     """A branch of a block.
 
-    name: of its module. sees: the tokens that each token attends to: all, those of its frame, those at its place along
-    time, or the caption's; None: the branch is the MLP. modulated: it has a shift, a scale and a gate.
+    name: name of its module. sees: the tokens that each token attends to (all, those of its frame, those at its place
+    in all frames, or the caption's); None: the branch is the MLP. modulated: it has a shift, a scale and a gate.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Branch:
 
     @property
     def norm(self) -> str:
-        """The name of the norm before it, where norms have weights."""
+        """Name of the norm before it, if norms have weights."""
         return f"{self.name.removesuffix('_attn')}_norm"
 
 
@@ -76,11 +76,11 @@ MLP = Branch("mlp", None)
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A kind of block.
+    """The specification of a block.
 
-    width: D. heads, kv_heads: of queries, and of keys and values (None: as many). mlp_hidden: the width of the MLP's
-    hidden layer. norm: "layer", without weights, or "rms", with a weight a channel; before every branch. mlp: "gelu" or
-    "swiglu". experts: those beside the MLP.
+    width: D. heads, kv_heads: number of heads of queries, and of keys and values (None: the same). mlp_hidden: width of
+    the MLP's hidden layer. norm: the norm before every branch, "layer" (without weights) or "rms" (with one weight per
+    channel). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
     """
 
     width: int
@@ -95,7 +95,7 @@ class BlockSpec:
 
     @property
     def chunks(self) -> int:
-        """Vectors of the block's modulation."""
+        """Number of vectors in the block's modulation."""
         return 3 * sum(branch.modulated for branch in self.branches)
 
     def layer(self, branch: Branch) -> nn.Module:
@@ -160,7 +160,7 @@ class ResidualStream:
         self._parts = (x,)
 
     def take(self, ops: BlockOps) -> Tensor:
-        """Return x with everything added to it, and let go of it."""
+        """Return x with everything added to it, and empty the stream."""
         x = self._taken()[0] if len(self._parts) == 1 else ops.linear_gate_residual(*self._taken(), *self._rows)
         if self._routing is not None:
             (gate, routing), self._routing = self._routing, None
@@ -304,7 +304,7 @@ def run_blocks(
                 x = block(*arguments)
         return x
     residual = ResidualStream(x, of_rows(grid), stack=True)
-    del x  # the first block lets go of it
+    del x  # so that the first block can free it
     for block, context in zip(blocks, contexts, strict=True):
         block.add_branches(residual, cast(Tensor, next(modulations)), context, grid)
     return residual.take(blocks[-1].ops)

@@ -57,7 +57,7 @@ class BytesEncoder(nn.Module):
     """Ids (B, L) int64 with L <= max_tokens to a :class:`TextCondition` of the configured width.
 
     The pooled vector is the mean over the tokens. With 40 captions ("a seven moving left") a classifier on it named
-    digit and direction of every one after 50 steps at a learning rate of 1e-3; the begin token's output in place of
+    digit and direction of every one after 50 steps at a learning rate of 1e-3; the begin token's output instead of
     the mean took a little longer, and a convolution over neighbouring bytes below it made no difference.
     """
 

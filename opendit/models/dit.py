@@ -133,7 +133,8 @@ class DiT(nn.Module):
         """Replace torch expressions by kernels or by a parallel strategy; return self.
 
         With ``sequence`` (opendit.parallel.sequence) several ranks share every sample: all of them call the model with
-        the same arguments, and all get the whole result. Gradients are those of their own tokens, times their number.
+        the same arguments, and all get the complete output. A rank's gradients are those of its own tokens, times the
+        number of ranks.
         """
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
@@ -152,7 +153,7 @@ class DiT(nn.Module):
             part.compile(dynamic=False, **options)
 
     def place(self, device: torch.device | str, dtype: torch.dtype) -> "DiT":
-        """Moves the model: weights become ``dtype``, position tables stay fp32; returns self."""
+        """Move the model to ``device`` and its weights to ``dtype``; position tables stay fp32. Return self."""
         tables = {name: table.to(device) for name, table in self.named_buffers()}
         self.to(device, dtype)
         for name, table in tables.items():
@@ -249,8 +250,8 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Run blocks and final layer: the part of :meth:`predict` between :meth:`embed` and :meth:`unpatchify`.
 
-        Returns (B, n, prod(patch) * out_channels). residual: the tokens (B, n, D), which it lets go of, so that nothing
-        holds them while the blocks run."""
+        Returns (B, n, prod(patch) * out_channels). residual: holds the tokens (B, n, D), and is emptied, so that their
+        memory is free while the blocks run."""
         modulations, checkpointed = iter(modulations), self.grad_checkpoint and torch.is_grad_enabled()
         x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
@@ -278,15 +279,15 @@ class DiT(nn.Module):
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Computes the fixed tables of positions, (1, N, D) in fp32 or their present dtype, on ``device`` (None: where
-        they are). A model that was built on the meta device has none, and a state dict may have brought others."""
+        """Compute the fixed tables of positions, (1, N, D) in fp32 or their present dtype, on ``device`` (None: where
+        they are). A model that was built on the meta device has none, and a state dict may hold other values."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)
             old: Tensor | None = getattr(owner, attribute, None)
             where, dtype = (device, None) if old is None else (device or old.device, old.dtype)
             made = sincos_position_table(dim, *sizes, device=where or torch.get_default_device())
-            # A buffer is saved, but never trained or sharded. It is a new tensor: the old one may be a caller's.
+            # A buffer is saved, but never trained or sharded. It is a new tensor: a caller may hold the old one.
             owner.register_buffer(attribute, made.to(dtype or made.dtype).unsqueeze(0))
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
@@ -315,7 +316,7 @@ class DiT(nn.Module):
         return self._made_once(("rope", grid), lambda: rotary_table(self._coordinates(grid), self.config.head_dim))
 
     def table(self, name: str, sizes: tuple[int, ...], configured: tuple[int, ...]) -> Tensor:
-        """The buffer ``name`` (1, N, D), or its like for other sizes than the configured ones."""
+        """Return the buffer ``name`` (1, N, D), or for other sizes than the configured ones a table made like it."""
         buffer = self.get_buffer(name)
         if sizes == configured:
             return buffer
@@ -407,7 +408,7 @@ class DiT(nn.Module):
         return packed.coordinates()[:, -len(self.config.patch) :]
 
     def _segment_positions(self, packed: PlacedSegments) -> Tensor | None:
-        """(1, n, D): every token's position in the grid of its own segment, as :meth:`positions` has it."""
+        """Return every token's position in the grid of its segment, (1, n, D); see :meth:`positions`."""
         config, grids = self.config, packed.segments.grids
         if config.positions == "rope":
             return None

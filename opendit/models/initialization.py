@@ -164,8 +164,8 @@ def distribution_of(model: nn.Module, name: str) -> Distribution:
 
 
 def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
-    """The initial distributions of an attention called ``name``, to tokens of its own (qkv) or others (q, kv);
-    ``output``: that of its projection (None: Xavier's)."""
+    """Return the initial distributions of a self-attention (qkv) or cross-attention (q, kv) called ``name``. output:
+    that of its projection (None: Xavier's)."""
     inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
     norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
     return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}

@@ -104,8 +104,8 @@ class Kernel:
     """A replacement for an operation's torch reference, and what callers have to know about it.
 
     operation: the field of :class:`BlockOps`. switches: what must be on for it. keeps: the activations that it keeps
-    for the backward pass, by their names in its operation. takes_projection: it reads the projection's weight itself,
-    in place of its ``product``. after_product: of an operation that is something after a product, that alone, a
+    for the backward pass, by their names in its operation. takes_projection: it reads the projection's weight itself
+    instead of calling ``product``. after_product: for an operation that follows a product, that part alone, as a
     function of product and bias.
     """
 
@@ -151,7 +151,7 @@ class BlockOps:
     linear_gate_residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = _of_projection(None)
     swiglu: Callable[[Tensor], Tensor] = swiglu
     add_table: Callable[[Tensor, Tensor], Tensor] = add_table
-    kernels: tuple[Kernel, ...] = ()  # what stands in the place of references
+    kernels: tuple[Kernel, ...] = ()  # the kernels that replace references
 
     @classmethod
     def names(cls, projection: bool = False) -> list[str]:

@@ -115,7 +115,8 @@ def check_lora(weights: "Weights") -> None:
 
 @torch.no_grad()
 def merge_lora(model: DiT, weights: "Weights") -> None:
-    """Return W + (alpha / rank) B A for every W, and the layers trained whole; ``model`` has the base's weights."""
+    """Add (alpha / rank) B A to every W of ``model``, which has the base's weights, and copy the layers that were
+    trained in full."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     parameters = dict(model.named_parameters())
     for name, value in state.items():

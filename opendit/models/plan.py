@@ -24,10 +24,10 @@ Count = Callable[[OwnConfig], int]  # how many of something a block has
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank has all of it.
+    """Every rank holds the whole parameter.
 
-    ``partial_gradient``: ranks apply it to features of their own (to their heads, to their experts), so that its
-    gradient is the sum of theirs. Without it all ranks find the same gradient, of all features.
+    ``partial_gradient``: each rank applies it to different features (its heads or its experts), so the gradient is the
+    sum over the ranks. Without it every rank computes the same gradient, over all features.
     """
 
     partial_gradient: bool = False
@@ -37,8 +37,8 @@ class Replicated:
 class Column:
     """Ranks have different output features of a linear layer: dimension 0 of its weight and of its bias.
 
-    ``sections``: so many parts of equal width lie side by side (SwiGLU's two halves), and a rank has its share of each.
-    ``gathered``: the ranks' outputs are gathered, so that what comes next gets all features.
+    ``sections``: number of parts of equal width that lie side by side, such as SwiGLU's two halves; a rank has its
+    share of each. ``gathered``: the ranks' outputs are gathered, so that the next layer sees all features.
     """
 
     sections: int = 1
@@ -50,7 +50,7 @@ class Row:
     """Ranks have different input features of a linear layer, dimension 1 of its weight; the output is the sum of their
     products. Its bias, which is added to that sum once, is :class:`Replicated`.
 
-    ``heads``: the input is the output of so many attention heads, which stay whole.
+    ``heads``: number of attention heads that make the input; a head is not divided.
     """
 
     heads: int | None = None
@@ -58,13 +58,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Heads:
-    """A :class:`Column` of whole heads, so many in each section: (H, K, K) of a fused qkv projection [q; k; v] whose H
-    heads of queries share K heads of keys and values; (H,) and (H, H) of cross-attention's q and [k; v].
+    """A :class:`Column` that divides between heads. ``heads`` is their number in each section: (H, K, K) for a fused
+    qkv projection [q; k; v] whose H heads of queries share K heads of keys and values; (H,) and (H, H) for
+    cross-attention's q and [k; v].
 
-    A rank's heads of queries and the heads of keys and values that they share have the same rank.
+    Heads of queries are on the same rank as the heads of keys and values that they use.
 
-    of_context: the layer's input are a caption's tokens, which all ranks have, and not those of the residual stream,
-    which they may share out.
+    of_context: the input is a caption's tokens, which every rank has, instead of the residual stream, whose tokens may
+    be divided between ranks.
     """
 
     heads: tuple[int, ...]
@@ -78,8 +79,8 @@ class Expert:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ranks have different rows of an embedding's table; a row's vector is the sum of what all find, zero for rows of
-    others. Shares may be unequal, because a table has as many rows as there are classes."""
+    """Ranks hold different rows of an embedding table. A lookup is summed over the ranks, and is zero on those that do
+    not hold the row. Shares may be unequal, because a table has as many rows as there are classes."""
 
 
 Rule = Replicated | Column | Row | Heads | Expert | Vocabulary
@@ -99,7 +100,7 @@ class StageCuts:
 
     Names are those of the model's modules and buffers. ``first`` and ``last`` belong to those stages alone; ``every``
     is on every stage, which makes the condition itself from t and y, and its gradients are summed over the stages.
-    ``crosses``: what goes from a stage to the next, named as the block's arguments: x (B, N, D).
+    ``crosses``: the arguments of a block that are sent from one stage to the next: x (B, N, D).
     """
 
     stack: str
@@ -188,9 +189,9 @@ class Plan:
     memory: what a block keeps; backward: the units that its backward pass takes at its worst beyond that.
     projections: of a configuration, patterns of modules -> the operations (fields of BlockOps) that a block gives them
         to as their projection; nothing else reads their weights.
-    units: patterns of modules that are shard units, each gathered and freed as a whole; what is outside of all of
-        them is one more. A block's unit holds its modulation, too: as a unit of its own it would be reduced right after
-        the block, and the backward pass would wait for the block's reduction, which nothing hides.
+    units: patterns of modules that are shard units, each gathered and freed at once; the rest of the model is one more
+        unit. A block's unit includes its modulation: as a separate unit it would be reduced right after the block, and
+        the backward pass would wait for the block's reduction, which nothing hides.
     """
 
     rules: Callable[[OwnConfig], dict[str, Rule]]
@@ -203,7 +204,7 @@ class Plan:
     units: tuple[str, ...] = ("blocks.*",)
 
     def with_terms(self, *terms: "MemoryTerm | FlopTerm") -> "Plan":
-        """The same with these terms in place of those of their parts."""
+        """Return the plan with these terms instead of those of the same parts."""
         memory = {term.part: term for term in terms if isinstance(term, MemoryTerm)}
         flops = {term.part: term for term in terms if isinstance(term, FlopTerm)}
         return replace(
@@ -274,12 +275,12 @@ def _branch_rules(config: DiTConfig, branch: Branch) -> dict[str, Rule]:
 
 
 def mlp_rules(branches: int = 1) -> dict[str, Rule]:
-    """A block's MLP, whose fc1 has so many branches side by side."""
+    """Return the rules of a block's MLP. branches: matrices that lie side by side in fc1."""
     return linear("blocks.*.mlp.fc1", Column(branches)) | linear("blocks.*.mlp.fc2", Row())
 
 
 EXPERT_RULES: dict[str, Rule] = {
-    # Every rank needs all affinities, for the softmax over the experts, and weights the outputs of its own by them.
+    # Every rank needs all affinities, for the softmax over the experts, and weights its experts' outputs by them.
     "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),
@@ -435,7 +436,7 @@ def _projections(config: DiTConfig) -> int:
 
 
 def attention_term(part: str, keys: Count) -> FlopTerm:
-    """Both products of an attention in which every token sees so many ``keys``."""
+    """The two products of an attention in which every token attends to ``keys`` tokens."""
     return FlopTerm(part, lambda config: 4 * config.tokens * keys(config) * config.hidden_size, keys=keys)
 
 

@@ -36,7 +36,7 @@ def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
 
 
 def check_sincos(dim: int, axes: int) -> None:
-    """Raises ValueError for a width that sines and cosines of so many axes don't share evenly."""
+    """Raise ValueError if the sines and cosines of ``axes`` axes can't divide the width evenly."""
     if dim % (2 * axes):
         raise ValueError(f"a {axes}D sine-cosine table needs a width divisible by {2 * axes}, not {dim}")
 

@@ -1,8 +1,8 @@
 """Packs: samples of unequal size, one after the other in a single sequence of tokens.
 
-A *segment* is one sample in it, with a grid of tokens, a timestep, a condition and a modulation of its own. Tokens
-attend to those of their segment alone. What the segments leave of the sequence is padding at its end, which goes
-through the layers as garbage, is attended to by nobody and has a gradient of exactly zero.
+A *segment* is one sample in it, which has its own grid of tokens, timestep, condition and modulation. Tokens attend
+only to tokens of their segment. The end of the sequence that no segment fills is padding: its values go through the
+layers, but no token attends to them, and their gradient is exactly zero.
 
 Segments may come in any order; where those of equal length are neighbours they are a *run*, whose tokens are a view
 (count, length, ...) of the sequence, and dense kernels take them together.
@@ -98,7 +98,7 @@ class Segments:
         return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
 
     def place(self, device: torch.device) -> "PlacedSegments":
-        """Copy the layers' description of the whole pack to ``device``, without waiting for it."""
+        """Copy the layers' description of the pack to ``device``, without waiting for it."""
         table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
@@ -111,7 +111,7 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """A pack as layers know it, whole or one rank's part of it.
+    """A pack as layers see it: all of it, or one rank's part.
 
     sample_of_row: (n,) int32, non-decreasing, the segment that each token belongs to; padding counts with the last.
     offsets: (S + 1,) int32, as of :class:`Segments`. first: the place in the pack of the first of the n tokens.
@@ -123,7 +123,7 @@ class PlacedSegments:
     first: int = 0
 
     def part(self, first: int, rows: int) -> "PlacedSegments":
-        """The part of a rank that has ``rows`` of a whole pack's tokens."""
+        """Return one rank's part of a pack: ``rows`` tokens from the token ``first`` on."""
         return PlacedSegments(self.segments, self.sample_of_row[first : first + rows], self.offsets, first)
 
     @cached_property
@@ -132,8 +132,8 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """(count + 1,) int32: the first tokens of so many segments from number ``segment`` on, and the end of the last,
-        counted from the first."""
+        """Return where ``count`` segments from number ``segment`` on begin, and where the last one ends, counted from
+        the first of them: (count + 1,) int32."""
         made = self.__dict__.setdefault("_offsets", {})  # every layer asks for the same ones
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
@@ -176,7 +176,7 @@ def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
 
 
 def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """The inverse of :func:`to_patches`: (B, n, C, *patch), of so many tokens along each axis, to (B, C, ...)."""
+    """The inverse of :func:`to_patches`: (B, n, C, *patch) to (B, C, ...). grid: tokens along each axis."""
     patch = x.shape[3:]
     axes, x = len(patch), x.unflatten(1, tuple(grid))
     order = (0, 1 + axes, *(place for axis in range(axes) for place in (1 + axis, 2 + axes + axis)))

@@ -1,4 +1,4 @@
-"""ST-DiT: attention within frames and along time in turn, whose work grows with T S^2 + S T^2 in place of (T S)^2.
+"""ST-DiT: attention within frames and along time in turn, whose work grows with T S^2 + S T^2 instead of (T S)^2.
 
 As in Latte (Ma et al. 2024) and Open-Sora, with a modulation for each part of a block as in NeMo's ST-DiT.
 """

@@ -146,8 +146,8 @@ def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
 
 
 def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
-    """The network of a configuration on torch's default device, with its fixed tables and without values: somebody sets
-    all of its parameters. Raises ValueError for what can't be built.
+    """Return the network of a configuration on torch's default device, with its fixed tables and without values: the
+    caller sets all of its parameters. Raises ValueError for what can't be built.
 
     parameters: whether they are in memory; else they are on the meta device, and the tables alone on the other.
     """
