@@ -112,26 +112,29 @@ class ClipReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a data set holds.
+    """Description of a data set, for models, logs and training.
 
-    text: one line for the log. kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard
-    deviations). conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
-    class_names: one name per class, in the order of the labels; empty for "text". sample_shape: (C, H, W) or
-    (C, T, H, W) of what one item holds. clips: how clips are read; None where there are none.
-
-    How training reads it: random_flip: mirror half of the samples, keyed by Stream.FLIP. random_window: begin each
-    clip at a place keyed by Stream.CROP instead of in its middle. seed: the run's. max_bad: the largest share of
-    unreadable files that is skipped.
-
-    vae, scaling_factor, shift_factor: of latents, see ``latents.LatentDataset``. text_encoder, max_tokens,
-    empty_caption: of cached embeddings of captions. cut_captions: lines about captions that were cut when they were
-    embedded. counted_captions: (rows, how many captions of them are looked up before a start) of each source, more
-    where they are in memory and fewer where storage answers late; empty: ``USUALLY_COUNTED``.
-
-    sources: of a blend. blend: its weights, for people and for the resume fingerprint. files: returns (rows, file
-    number of each or None) for each source: several rows may show one file, such as a picture with several captions;
-    None: each row shows its own. largest_label: returns the largest label and a sample that has it, None if that is
-    not known.
+    Attributes:
+        text: one line for the log.
+        kind: "pixels" (x in [-1, 1]) or "latents" (x holds a VAE's means and standard deviations).
+        conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
+        class_names: one name per class, in the order of the labels; empty for "text".
+        sample_shape: (C, H, W) or (C, T, H, W) of an item.
+        clips: how clips are read; None without clips.
+        random_flip: training mirrors half of the samples, keyed by Stream.FLIP.
+        random_window: training begins each clip at a place keyed by Stream.CROP instead of in its middle.
+        seed: the run's.
+        max_bad: the largest share of unreadable files that training skips.
+        vae, scaling_factor, shift_factor: of latents, see ``latents.LatentDataset``.
+        text_encoder, max_tokens, empty_caption: of cached embeddings of captions.
+        cut_captions: lines about captions that were cut when they were embedded.
+        counted_captions: (rows, number of captions that are checked before a start) of each source: more for captions
+            in memory, fewer for slow storage; empty: ``USUALLY_COUNTED``.
+        sources: of a blend.
+        blend: its weights, for people and for the resume fingerprint.
+        files: returns (rows, file number of each or None) for each source, since several rows may show one file, such
+            as a picture with several captions; None if each row shows its own.
+        largest_label: returns the largest label and a sample that has it, None if that is not known.
     """
 
     text: str
@@ -196,9 +199,10 @@ class Shapes:
 
 
 class Fingerprint:
-    """What tells two data sets apart; each hash is computed when it is first asked for.
+    """Identity of a data set; each hash is computed when it is first asked for.
 
-    checksums: of the files, None if none are known.
+    Attributes:
+        checksums: of the files, None if none are known.
     """
 
     def __init__(

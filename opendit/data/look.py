@@ -148,10 +148,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in ``dataset``: the opened rows in their order, and "file: reason" for every bad one.
+    """The opened rows of ``dataset`` in their order, and "file: reason" for every bad one.
 
-    drawn: the rows that figures are made from; with several sources as many of each as its weight asks for, so that
-    some may occur twice and others not at all.
+    Attributes:
+        drawn: the rows of the figures; several sources contribute by weight, so some rows may occur twice and others
+            never.
     """
 
     dataset: MediaDataset

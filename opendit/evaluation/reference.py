@@ -27,10 +27,12 @@ SETTINGS, COUNT, FEATURES = "opendit_settings", "opendit_count", "features_"
 
 @dataclass
 class Reference:
-    """What samples are compared with.
+    """Statistics or features of the media that samples are compared with.
 
-    gaussians: mean and covariance by the name of the features. features: of the samples (N, ...), if known. settings:
-    of the networks that computed them; None if unknown.
+    Attributes:
+        gaussians: mean and covariance by the name of the features.
+        features: of the samples (N, ...), if known.
+        settings: of the networks that computed them; None if unknown.
     """
 
     name: str

@@ -28,7 +28,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """How steps differ, apart from numbers in tables; one recording serves all steps of a kind."""
+    """The structure of a step, apart from numbers in tables; one recording serves all steps of a kind."""
 
     guided: bool
     evaluations: int

@@ -1,4 +1,4 @@
-"""What a training step works on: micro-batches of samples of one size, or packs of samples of unequal size."""
+"""Micro-batches: samples of one size, or packs of samples of unequal size, and how batches become them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

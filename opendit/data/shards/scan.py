@@ -233,12 +233,15 @@ def member_header(name: str, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Fields:
-    """Where the parts of a sample are; of several places the first that the sample has is used.
+    """Places of the parts of a sample; the first place that a sample has is used.
 
-    medium: endings of pictures and clips; None: the first member with such an ending. caption, label: see
-    ``FieldPath``. parts: the only endings that are read; None: all. exact: endings keep their case, as in Energon,
-    where webdataset's are lower case. whole: a sample is all its members, which the user's code reads, and has no
-    fields. empty: whether a caption may be empty.
+    Attributes:
+        medium: endings of pictures and clips; None for the first member with such an ending.
+        caption, label: see ``FieldPath``.
+        parts: the only endings that are read; None for all.
+        exact: endings keep their case, as in Energon; webdataset's are lower case.
+        whole: a sample is all its members, which the user's code reads, and has no fields.
+        empty: a caption may be empty.
     """
 
     medium: tuple[str, ...] | None = None

@@ -39,10 +39,12 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """What a model is trained to predict, and how samples are drawn from it.
+    """A training objective: the prediction that a model learns, its loss, and the trajectory that samplers follow.
 
-    name: equal to its file's. preview_sampler: the sampler for few steps. learn_sigma: the network also predicts a
-    variance, in as many additional channels.
+    Attributes:
+        name: equal to its file's.
+        preview_sampler: the sampler for few steps.
+        learn_sigma: the network also predicts a variance, in C additional channels.
     """
 
     name: ClassVar[str]

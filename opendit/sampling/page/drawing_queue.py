@@ -35,7 +35,7 @@ class TooManyRequests(Exception):
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """What to draw: weights, classes or captions (or a number of samples without them), and settings."""
+    """A request to draw: weights, classes or captions (or a number of samples without them), and settings."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
