@@ -59,7 +59,7 @@ class PicturesAndClips(MediaDataset):
 
     @property
     def clip_reading(self) -> ClipReading | None:
-        """How clips are read; None in a picture run."""
+        """Return how clips are read; None in a picture run."""
         if not self.use_video:
             return None
         return ClipReading(

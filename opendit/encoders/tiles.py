@@ -23,7 +23,7 @@ class Tiles:
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
-        """Where tiles start along height and along width."""
+        """Return where tiles start along height and along width."""
         rows, columns = (
             [*range(0, side - size, size - overlap), side - size]
             for side, size, overlap in zip(self.sides, self.size, self.overlap, strict=True)
