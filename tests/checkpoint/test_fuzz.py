@@ -36,7 +36,17 @@ EXAMPLES = {
     "metadata": 600, "lora": 150, "weights": 250, "pickle": 150, "manifest": 250, "state": 250, "index": 250,
     "shard": 120, "vae": 150, "clip": 150, "tokenizer": 40, "vae weights": 20, "pipeline": 60,
 }  # fmt: skip
-TINY = DiTConfig(input_size=(4, 4), patch_size=2, in_channels=1, hidden_size=8, depth=1, num_heads=2, num_classes=2)
+TINY = DiTConfig(
+    input_size=(4, 4),
+    patch_size=2,
+    in_channels=1,
+    hidden_size=8,
+    depth=1,
+    num_heads=2,
+    num_classes=2,
+    norm="rms",
+    mlp="swiglu",
+)
 STATE = {
     "version": 2, "model": "DiT-Ti/2", "step": 10, "epoch": 0, "skipped": 0, "optimizer_steps": 10, "world_size": 1,
     "scaler": {"scale": 65536.0, "growth": 3}, "plugin": "zero2", "precision": "fp16", "fp8": False,

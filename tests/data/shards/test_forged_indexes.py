@@ -114,9 +114,9 @@ def test_a_label_without_a_class_names_tar_and_sample(tars):
     (tars / "label" / "class_names.json").unlink()
     data = build_dataset(str(tars / "label"), 8, seed=0)
     with pytest.raises(ValueError, match=r"--num_classes 2: .* labels 0 to 2 \(.*/label/x.tar: 2 has the label 2\)"):
-        check_classes(2, "label", data.describe().text)
-    check_classes(3, "label", data.describe().text)
-    check_classes(None, "label", data.describe().text)
+        check_classes(2, "label", data.describe())
+    check_classes(3, "label", data.describe())
+    check_classes(None, "label", data.describe())
 
 
 def latents(folder, members):
