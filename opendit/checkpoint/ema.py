@@ -60,7 +60,7 @@ class EMA:
     def update(self, finite: Tensor) -> None:
         """Update average += (1 - decay) * (master - average), unless the step was skipped. Call after every step.
 
-        With zero2 the optimizer's step has done it already. finite: of the StepResult.
+        With zero2 and fsdp the optimizer's step has already done it. finite: of the StepResult.
         """
         if self._in_the_step or not finite:
             return

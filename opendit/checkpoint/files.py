@@ -126,7 +126,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 class FileId(NamedTuple):
-    """The identity of a file, by which it is noticed that another one has got its name since."""
+    """Identity of a file, to detect that another file has since taken its name."""
 
     device: int
     inode: int

@@ -33,7 +33,7 @@ from opendit.parallel.tensor import divide, layout_of, tensor_group
 METADATA_KEY = "opendit"
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
-ROUNDING = 1e-6  # of fp32: Meta's files hold the same tables, made by other libraries
+ROUNDING = 1e-6  # fp32 tolerance: the tables in Meta's files were computed by other libraries
 
 
 def find_weights(path: str | Path, which: str = "ema") -> Path:

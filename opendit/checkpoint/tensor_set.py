@@ -386,7 +386,8 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def check_size(config: DiTConfig, shapes: Shapes, path: Path) -> None:
-    """Raise ValueError if a model has more weights than its files, by a formula, so before anything is built."""
+    """Raise ValueError if the configuration describes more weights than the files hold. A formula counts them, so
+    nothing is built first."""
     described, held = config.parameters(), sum(map(math.prod, shapes.values()))
     if described > held:
         raise ValueError(

@@ -16,7 +16,7 @@ from opendit.common.utils import shown
 
 Count = Annotated[int, Interval(ge=0, le=LARGEST)]
 Positive = Annotated[int, Interval(ge=1, le=LARGEST)]
-# (InstanceOf, for a name of the file system may hold bytes that are not UTF-8, which pydantic's own str refuses.)
+# InstanceOf, because file names may hold bytes that are not UTF-8, which pydantic's own str rejects.
 Text = Annotated[InstanceOf[str], MaxLen(1 << 16)]
 Name = Annotated[InstanceOf[str], MaxLen(4096)]
 Word = Annotated[InstanceOf[str], MaxLen(64)]

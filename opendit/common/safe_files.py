@@ -41,8 +41,8 @@ def replacing(
     whoever reads it before the end.
 
     Args:
-        mark: stands in the new file's name instead of the number of this process, for whoever can find what a killed
-            process has left. No two processes may write with one mark at once.
+        mark: replaces the process number in the temporary file's name, so that a caller can find what a killed process
+            left. Two processes must not use one mark at the same time.
         make: make the folders down to ``path`` that are not there.
         temporary: the new file's whole name, where another than ``.STEM.MARK.SUFFIX`` is needed.
 

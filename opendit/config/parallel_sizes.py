@@ -156,7 +156,8 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (sizes of a grid of all ranks, outer to inner; its axes along which a group of this name runs)."""
+        """Return the sizes of a grid of all ranks, outer to inner, and the axes of it along which the ranks of a group
+        differ."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
             return (self.pp, self.dp_replicate, inner // self.ep, self.ep), (3 if name == "ep" else 2,)

@@ -69,13 +69,16 @@ PLAIN = View()
 
 
 class Item(NamedTuple):
-    """One sample: ``x`` float32 of the data set's ``sample_shape`` (or uint8, see :class:`View`), and its class ``y``
-    or its caption ``text``.
+    """One sample.
 
-    skipped: "path: reason" of every unreadable file that this sample replaces. embedding: of the caption, where it is
-    cached. small, whole: where ``x`` is smaller than asked for, what is left to do, and the (height, width) to reach.
-    shortened: a clip's frames are closer together than asked for, because it is too short. bytes_read: of files and
-    tars; 0 where samples are made or lie in memory.
+    Attributes:
+        x: float32 of the data set's ``sample_shape``, or uint8, see :class:`View`.
+        y, text: its class, or its caption.
+        skipped: "path: reason" of each unreadable file that this sample replaces.
+        embedding: of the caption, if it is cached.
+        small, whole: if ``x`` is smaller than requested, the enlargement still to do, and the (height, width) to reach.
+        shortened: True if the clip was too short, so that its frames are closer together than requested.
+        bytes_read: from files and tars; 0 if samples are generated or in memory.
     """
 
     x: Tensor
@@ -169,12 +172,14 @@ class Description:
 class Shapes:
     """The shapes of a data set's samples, and the sizes of the media that they are made of.
 
-    keys: (rows,) integers, perhaps mapped from a file, or one integer for all rows. Rows with one key have samples of
-    one shape, and only those may share a micro-batch. media: returns (rows, 3) int32, the :data:`Size` of each row's
-    medium upright, as its file has it; None: all have ``sample_shape``. read_as: a key of everything that these sizes
-    depend on apart from the media. latents: returns the sizes of cached latents from the first row on, as (end of the
-    rows of one size, size). frame_rates: returns the frames per second of some clips' files, spread evenly; none if
-    there are no clips, or if nothing is known.
+    Attributes:
+        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Rows with equal keys have samples
+            of one shape; only those may share a micro-batch.
+        media: returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all have ``sample_shape``.
+        read_as: identifies everything besides the media that these sizes depend on.
+        latents: returns the sizes of cached latents as runs (row after the run, size), from the first row on.
+        frame_rates: returns the frames per second of some clips, spread evenly; empty if there are no clips or nothing
+            is known.
     """
 
     keys: np.ndarray | int = 0

@@ -39,9 +39,12 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 12
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Counts the tokens of a medium at its own aspect ratio and length: scaled down to the area of ``image_size``
-    squared, never up, every ``frame_interval``-th frame, or ``fps`` per second, at most ``num_frames``. A token is
-    ``token_pixels`` rows and columns of pixels and ``token_frames`` frames."""
+    """Counts the tokens of a medium at its own aspect ratio and length.
+
+    It is scaled down, never up, to the area of ``image_size`` squared. Every ``frame_interval``-th frame of a clip
+    counts (or ``fps`` a second), up to ``num_frames``. A token covers ``token_pixels`` x ``token_pixels`` pixels of
+    ``token_frames`` frames.
+    """
 
     image_size: int
     num_frames: int

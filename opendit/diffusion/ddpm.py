@@ -132,8 +132,8 @@ class DDPM:
         logs = torch.logit(self.alphas_cumprod)
         even = torch.linspace(float(logs[0]), float(logs[-1]), num_steps, dtype=torch.float64, device="cpu")
         nearest = (even[:, None] - logs).abs().argmin(1)
-        # Near the data, timesteps are further apart than the even spacing, and two targets may round to one timestep:
-        # there every timestep is used once.
+        # Near the data, timesteps are further apart than the targets, and several targets may round to one timestep.
+        # Duplicates move to the next timesteps, so that each is used once.
         order = torch.arange(num_steps, device="cpu")
         distinct = (nearest - order).cummax(0).values + order
         return self._keeping(torch.minimum(distinct, self.num_steps - num_steps + order))

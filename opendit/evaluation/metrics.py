@@ -83,7 +83,7 @@ class Moments:
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
-    """mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
+    """Return |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2)) (Dowson and Landau 1982).
 
     The trace of the matrix root is computed as the sum of the singular values of C_a^(1/2) C_b^(1/2). This needs no
     root of a matrix that is not symmetric, and for covariances without full rank it stays within their own subspaces.

@@ -28,7 +28,7 @@ COMPARED_FIELDS = {
     "labels": "labels",
     "rounding": "rounding",
 }
-OFTEN_UNKNOWN = ("labels", "rounding")  # compared only where both are known: samples of other tools don't tell them
+OFTEN_UNKNOWN = ("labels", "rounding")  # compared only if both results record them; samples of other tools don't
 
 
 @dataclass(frozen=True)

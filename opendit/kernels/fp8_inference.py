@@ -23,9 +23,9 @@ from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.split_heads import head_views
 from opendit.models.layers import Projection
 
-# A product whose output has fewer tiles of 128 x 128 than this leaves the scales of rows to the next kernel. cuBLAS
-# (13) has a single tile size for products that apply them, with which it can't fill the GPU. On an H200, fc2 of
-# DiT-XL/2: 512 rows 15.0 us with them and 8.6 without, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
+# If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales. cuBLAS 13 has only
+# one tile size for products that apply them, which can't fill the GPU. fc2 of DiT-XL/2 on an H200, with and without
+# row scales: 512 rows 15.0 and 8.6 us, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
 TILES = 1024
 CAST_FROM = 8192  # least number of rows for which an activation is cast; below it the product is in the input's dtype
 

@@ -137,7 +137,8 @@ class _RoutedHere:
 
 
 def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
-    """Rows (E, B k) of the flattened tokens of all samples, of ``tokens`` each, from numbers in a sample (B, E, k)."""
+    """Turn the numbers of tokens within each sample, (B, E, k), into rows (E, B k) of the flattened batch. tokens: of
+    each sample."""
     sample = torch.arange(len(token), device=token.device).view(-1, 1, 1)
     return (token + tokens * sample).transpose(0, 1).flatten(1)
 

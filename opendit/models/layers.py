@@ -293,9 +293,11 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """(B, C, H, W) to tokens (B, H/p * W/p, D), rows first; with patches (t, h, w), (B, C, T, H, W), frames first.
+    """Turns pictures (B, C, H, W) into tokens (B, H/p * W/p, D), row by row; with patches (t, h, w), clips (B, C, T, H,
+    W), frame by frame.
 
-    ``given`` more channels may follow the ``in_channels``; where they are left out they are zeros."""
+    The input may have ``given`` more channels after the ``in_channels``; zeros stand in for them if they are left out.
+    """
 
     def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, given: int = 0):
         super().__init__()

@@ -130,11 +130,13 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """The memory that is kept for the backward pass, in several units; amounts add up.
+    """Memory kept for the backward pass, by how it scales; instances add up.
 
-    units: tensors of tokens x hidden size in the precision of the activations.
-    statistics: fp32 numbers a token. numbers: numbers a sample in the precision of the activations.
-    weights: bytes that do not grow with the batch.
+    Attributes:
+        units: tensors of tokens x hidden size, in the precision of the activations.
+        statistics: fp32 numbers a token.
+        numbers: numbers a sample, in the precision of the activations.
+        weights: bytes that do not grow with the batch.
     """
 
     units: float = 0
@@ -441,7 +443,8 @@ def attention_term(part: str, keys: Count) -> FlopTerm:
 
 
 def mlp_flops(config: DiTConfig, matrices: int | None = None) -> int:
-    """Count the FLOPs of an MLP. matrices: of hidden size x MLP width; None: those of the block's MLP."""
+    """Count the FLOPs of an MLP. matrices: number of matrices of hidden size x MLP width; None for those of the block's
+    MLP."""
     matrices = 1 + MLPS[config.mlp].branches if matrices is None else matrices
     return 2 * matrices * config.tokens * config.hidden_size * config.mlp_hidden
 

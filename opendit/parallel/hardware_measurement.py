@@ -111,7 +111,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
 
 
 def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Time a machine's links: all-gathers among neighbours, and all-to-alls and single shards among all its ranks."""
+    """Time a machine's links: all-gathers among neighbours; all-to-alls, and transfers of one shard, among all its
+    ranks."""
     world, gathers = mesh.world_size, []
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:

@@ -124,7 +124,7 @@ class Message:
     forward: bool
     source: int
     target: int
-    chunk: int  # of the target, which receives it
+    chunk: int  # number of the receiving chunk on the target rank
     micro_batch: int
 
 

@@ -204,7 +204,8 @@ class Search:
                 yield recompute, checkpoint
 
     def shards(self, plugin: str, sharing: int, sequence: int) -> Iterator[tuple[int, str]]:
-        """Yield (copies of the model, --reshard) that --plugin can have. Each copy fills whole machines."""
+        """Yield the pairs (copies of the model, --reshard) to try with ``plugin``; several copies each fill whole
+        machines."""
         if plugin != "fsdp":
             yield self.flags.data_parallel_replicate, self.flags.reshard
             return

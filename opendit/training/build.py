@@ -29,10 +29,11 @@ from opendit.parallel.initial import InitialValues
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
-from opendit.training.batches import Batches, Interrupt, NoData
+from opendit.training.batches import Batches
 from opendit.training.diagnosis import Diagnosis, MakesMicroBatches, SkippedSteps
 from opendit.training.drawing import EMASampler, SampleGrids
 from opendit.training.due import Due, PeriodicWork
+from opendit.training.interrupt import Interrupt, NoData
 from opendit.training.loggers import LOGGERS
 from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing

@@ -317,7 +317,7 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
 # Differences that repeat others, or change nothing.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # The line on the schedule covers this if there was no cosine, or is none.
+    # Matters only with a cosine; if only one of the runs has one, the line on the schedule reports it.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,

@@ -19,7 +19,7 @@ import torch
 import train
 from opendit.checkpoint import save
 from opendit.checkpoint.files import damage, read_state
-from opendit.training.batches import Interrupt
+from opendit.training.interrupt import Interrupt
 from tests.checkpoint.test_checkpoint import ARGV, run_to, steps_in
 from tests.checkpoint.test_resume import assert_same_bits
 from tests.ranks import context, free_port, run_ranks, several_programs
@@ -242,7 +242,7 @@ def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
 
 TWO_SIGNALS = """
 import os, signal, torch
-from opendit.training.batches import Interrupt
+from opendit.training.interrupt import Interrupt
 from opendit.parallel.mesh import Mesh
 with Interrupt(Mesh(0, 1, 0, torch.device("cpu"))) as interrupt:
     interrupt.ask()

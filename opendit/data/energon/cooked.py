@@ -45,7 +45,8 @@ def load_cooker(name: str) -> Cooker:
 
 
 def members_of(content: bytes, fields: Fields) -> tuple[str, dict[str, bytes]]:
-    """Return the key of a sample and its members by ending, from their bytes in a tar."""
+    """Return the key of a sample, and its members as a dictionary from ending to bytes. content: the bytes of the
+    sample in a tar."""
     key, parts = "", {}
     for member in members(io.BytesIO(content + bytes(2 * BLOCK))):
         if member.regular and (split := split_name(member.name, fields.exact)) is not None:

@@ -134,7 +134,7 @@ class _Window(NamedTuple):
     filled: int  # tokens of all packs
     begin: Beginning
     after: Beginning
-    waiting: _Samples  # those of ``after``'s carry
+    waiting: _Samples  # left over for the next window, at the positions ``after.carry``
 
 
 class PackSchedule(BatchSchedule):
@@ -239,8 +239,8 @@ class PackSchedule(BatchSchedule):
     def seen(self, step: int) -> dict[int, int] | None:
         """Implement ``BatchSchedule.seen``; None for several sources, whose epochs are in :meth:`log`.
 
-        All samples before a place of the order were drawn, except for those that wait there and those in the window's
-        later steps.
+        Every sample before the current position has been drawn, except those held back and those in later steps of the
+        window.
         """
         if self.sources is not None:
             return None

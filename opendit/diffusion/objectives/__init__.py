@@ -1,8 +1,8 @@
 """All objectives by name. Training makes one from flags, sampling from what the checkpoint recorded (``to_dict``).
 
-To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, a ``Trajectory``,
-and the constants of ``opendit.config.names.ObjectiveDescription``, which its flags are made of. Samplers need no
-change: each works with any trajectory that defines the method it needs.
+To add one, write ``NAME.py`` here: its formulas, a subclass of ``Objective`` named by ``OBJECTIVE``, and a
+``Trajectory``. Then add its row, from which its flags are made, to opendit/config/names.py. Samplers need no change:
+each works with any trajectory that defines the method it needs.
 """
 
 from dataclasses import fields

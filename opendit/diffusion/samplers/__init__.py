@@ -1,7 +1,8 @@
 """Samplers: from noise to data along an objective's trajectory. One file each, all with one signature.
 
-To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``. It samples from the models of
-all objectives whose trajectories define the method that it ``needs``.
+To add one, write ``NAME.py`` here with a subclass of ``Sampler`` named by ``SAMPLER``, and add the name to
+``ALL_SAMPLERS`` in opendit/config/names.py. It samples from the models of all objectives whose trajectories define the
+method that it ``needs``.
 """
 
 from collections.abc import Callable, Iterable

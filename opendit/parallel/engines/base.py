@@ -29,7 +29,7 @@ PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-Values = Callable[[str, Shard], Tensor]  # of a parameter's shard
+Values = Callable[[str, Shard], Tensor]  # (parameter, shard) -> the values of that shard
 
 
 @dataclass

@@ -16,9 +16,12 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(OnePassEngine):
-    """Every rank of the group ``fsdp`` holds fp32 rows of every parameter, and of its gradient, moments and averages. A
-    unit of the model's plan is gathered, in the precision of the forward pass, when it is called. Each of
-    ``dp_replicate`` groups has a copy. A single rank holds all weights, like zero2."""
+    """FSDP2 (``fully_shard``): each rank holds rows of every parameter, and of its gradient, moments and averages, in
+    fp32.
+
+    A unit of the model's plan is gathered in the precision of the forward pass when it is called. Each of
+    ``dp_replicate`` groups holds a full copy. A single rank holds all weights, like zero2.
+    """
 
     plugin = "fsdp"
     optimizer: ShardedOptimizer

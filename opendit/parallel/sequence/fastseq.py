@@ -59,7 +59,7 @@ class FastSeq:
     group: Group
     keep_gathered: bool = False
 
-    takes_projection: ClassVar[bool] = True  # inputs travel beside their products
+    takes_projection: ClassVar[bool] = True  # computes q, k, v itself: transfers of inputs overlap with the products
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
@@ -176,7 +176,7 @@ class DirectFastSeq:
     memory: PeerMemory
     keep_gathered: bool = False
 
-    takes_projection: ClassVar[bool] = True  # inputs travel beside their products
+    takes_projection: ClassVar[bool] = True  # computes q, k, v itself: transfers of inputs overlap with the products
 
     @not_compiled  # what other ranks read and write is in no graph of a compiler
     def project_and_attend(

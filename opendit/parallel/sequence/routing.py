@@ -158,7 +158,7 @@ def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tupl
 
 
 class _Spread(torch.autograd.Function):
-    """Puts rows x (M, D) at distinct places (M,) among ``rows``; zeros elsewhere."""
+    """Scatters the rows of x (M, D) to distinct ``places`` (M,) of a zero tensor (rows, D)."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor, rows: int):

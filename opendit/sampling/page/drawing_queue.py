@@ -218,7 +218,7 @@ class DrawingQueue:
 
 
 def is_for_people(error: BaseException) -> bool:
-    """Return True if an error's message is meant for users, so that the program has no fault."""
+    """Return True if the message of an error is meant for the user, and the error is not a bug in the program."""
     return isinstance(error, CancelledError | ValueError | OSError)
 
 

@@ -1,0 +1,102 @@
+"""The end of a run between two steps, on all ranks after the same one.
+
+SIGTERM, SIGINT and SIGUSR1 (which schedulers send before a time limit) finish the step, save, and end the run with exit
+code 0. If data can't be read any more, the step that lacks them is left out, the run saves and ends with the error.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from opendit.data import DataError
+from opendit.parallel.mesh import ControlGroup, Mesh
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ECHO_SECONDS = 1.0
+OTHERS_SECONDS = 0.5  # delay of the other ranks, so that the rank whose data failed prints its error first
+_GO_ON, _STOP, _NO_DATA = range(3)
+
+
+class NoData(DataError):
+    """A rank can't read its data; all ranks leave the step out."""
+
+
+class Interrupt:
+    """Notes the first of these signals; a second one ends the process at once, as if no handler were installed.
+
+    A context manager; use it in the main thread, on every rank. Ranks get their signals at different moments, so every
+    step asks all of them: :meth:`ask` before the optimizer's step, :meth:`answer` after it. The message goes over gloo
+    while the device computes; no GPU is read.
+
+    Attributes:
+        alone: True if there are no other ranks.
+        lost: the reason why this rank has no data for the current step, which it computes with others instead; the next
+            :meth:`ask` tells all ranks.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._mesh, self._channel = mesh, ControlGroup(mesh)
+        self._noted_at: float | None = None
+        self.alone = mesh.world_size == 1
+        self.lost: DataError | None = None
+        self._answer: Callable[[], int] | None = None
+        # torchrun forwards a Ctrl-C to its processes, which already got it from the terminal.
+        self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+
+    def __enter__(self) -> "Interrupt":
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is not None and self._mesh.world_size > 1:
+            # torchrun ends the other ranks once one has ended. This one must first report the error and close what it
+            # holds, for which the Supervisor gives it seconds.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def ask(self) -> None:
+        """Ask whether any rank got a signal or lacks data.
+
+        Raises:
+            NoData: on all ranks if one lacks data. Its gradients are part of everybody's, so the optimizer's step must
+                wait for the answer.
+        """
+        word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else _GO_ON
+        self._answer = self._channel.start_largest(word)
+        if self._answer() == _NO_DATA:
+            raise NoData(str(self.lost or "another rank can't read its data"))
+
+    def answer(self) -> bool:
+        """Return True if any rank got a signal before the last :meth:`ask`; the same on all ranks."""
+        assert self._answer is not None, "ask first"
+        return self._answer() == _STOP
+
+    def leave(self) -> None:
+        """Wait until all ranks have saved, before NoData is raised further. Collective."""
+        self._channel.gather(None)  # all have saved
+        if self.lost is None and not self.alone:
+            time.sleep(OTHERS_SECONDS)
+
+    def _note(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if self._noted_at is None:
+            self._noted_at = now
+            if self._mesh.local_rank == 0:
+                name = signal.Signals(number).name
+                text = f"\n{name}: finishing the step and saving; a second signal quits at once\n"
+                with contextlib.suppress(OSError, ValueError):  # the reader is gone
+                    os.write(sys.stderr.fileno(), text.encode())  # print may be in the middle of a line
+            if not self._echo:
+                self._hand_back()
+        elif now - self._noted_at >= self._echo:
+            self._hand_back()
+            os.kill(os.getpid(), number)
+
+    def _hand_back(self) -> None:
+        """Restore the system's handlers: they work even where Python waits inside a collective."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
