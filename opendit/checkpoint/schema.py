@@ -30,6 +30,7 @@ from opendit.common.json_models import (
     Sha256,
     Texts,
     Word,
+    absent,
     parse_text,
 )
 from opendit.common.tensor_files import ITEM_BYTES
@@ -142,7 +143,7 @@ class Metadata(JsonObject):
     """What the weights files of a run say of themselves."""
 
     model: str = Field("", max_length=64, pattern=r"^[\w./-]+\z")
-    config: ModelConfig = {}
+    config: ModelConfig = {}  # pyright: ignore[reportInvalidTypeForm]  # made from the dataclasses above
     objective: ObjectiveSettings = {}
     class_names: Texts = []
     captions: Annotated[list[Annotated[InstanceOf[str], MaxLen(1 << 20)]], FailFast(), MaxLen(4096)] = []
@@ -153,7 +154,7 @@ class Metadata(JsonObject):
     frame_interval: int = Field(1, ge=1, le=1 << 20)
     fps: Rate = 1
     clip_fps: Rate = 1
-    lora: LoraEntry = Field(None)
+    lora: LoraEntry = absent()
     step: Count = 0
     version: Count = 0
 
@@ -242,7 +243,7 @@ class StateFile(JsonObject):
     global_batch: Positive = 1
     seed: int = Field(0, ge=-(2**63), le=2**64)
     val_loss: Figure = 0
-    evaluation: SavedFigures = Field(None)
+    evaluation: SavedFigures = absent()
     packs: Packs | None = None
     objective: ObjectiveSettings = {}
     fingerprint: Annotated[dict[Word, Any], FailFast(), MaxLen(1000)] = {}  # opendit.training.fingerprint

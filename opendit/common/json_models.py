@@ -28,6 +28,11 @@ Sha256 = Annotated[str, Field(pattern=_SHA256)]
 Texts = Annotated[list[Text], FailFast(), MaxLen(10_000_000)]
 
 
+def absent() -> Any:
+    """Return the default of a field that may be absent but not null."""
+    return Field(None)
+
+
 class JsonObject(BaseModel):
     """An object. A field without a default must be there; null is taken only where the field's type says so."""
 
@@ -88,7 +93,7 @@ def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
 
 
 def _first_problem(error: ValidationError, value: Any) -> str:
-    found = error.errors(include_url=False)[0]
+    found: dict[str, Any] = dict(error.errors(include_url=False)[0])
     place = ""
     for step in found["loc"]:  # which also names the members of unions, and "[key]"
         if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):

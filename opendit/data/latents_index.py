@@ -31,6 +31,7 @@ from opendit.common.json_models import (
     Text,
     Texts,
     Word,
+    absent,
     checked,
 )
 from opendit.common.safe_files import open_to_write, remove, replacing
@@ -69,7 +70,7 @@ class LatentsSettings(JsonObject):
     flips: bool
     shard_size: Positive
     precision: Word = ""
-    video: ClipSettings = Field(None)
+    video: ClipSettings = absent()
     text: Word | None = None
 
 
@@ -127,15 +128,15 @@ class LatentsOfOneSize(JsonObject):
     latent_shape: LatentShape
     flips: bool
     shards: Annotated[list[ShardEntry], FailFast()]
-    settings: LatentsSettings = Field(None)
+    settings: LatentsSettings = absent()
     skipped: Skipped = []
-    video: ClipSettings = Field(None)
+    video: ClipSettings = absent()
     data_fps: Rate = 1  # of the files that the clips were read from
     conditioning: Literal["label", "text"] = "label"
-    text: TextEncoding = Field(None)
-    captions: CaptionCounts = Field(None)
+    text: TextEncoding = absent()
+    captions: CaptionCounts = absent()
     checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of the files beside the shards
-    foreign: ForeignTars = Field(None)
+    foreign: ForeignTars = absent()
 
 
 class LatentsIndex(LatentsOfOneSize):

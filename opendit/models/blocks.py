@@ -44,6 +44,7 @@ Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 # A block's shifts, scales and gates side by side (B, chunks * D); or what they are made of: c (B, D), and what all
 # blocks share of them, if they do.
 Modulation = Tensor | tuple[Tensor, Tensor | None]
+Sum = tuple[Tensor, Tensor, Tensor, Projection]  # x, gate, z, last of x + gate * last(z)
 
 # ------------------------------------------------------------------------------------------------------ specification
 
@@ -134,7 +135,7 @@ class ResidualStream:
         """Return norm(x) * (1 + scale) + shift, by LayerNorm where ``norm`` is None. joined: the sum before it may be
         made in the same pass, whose result in FP8 only the linear layers of ``BlockOps`` can read."""
         if joined and len(self._parts) > 1:
-            x, y = ops.residual_then_norm(*self._taken(), shift, scale, norm, self._rows)
+            x, y = ops.residual_then_norm(*cast(Sum, self._taken()), shift, scale, norm, self._rows)
         elif self._outside or norm is not None:  # its backward pass adds up the two gradients of x
             x, y = ops.residual_and_norm(self.take(ops), shift, scale, norm, self._rows)
         else:
@@ -185,6 +186,7 @@ class Block(nn.Module):
     """
 
     mlp: Mlp
+    cross_attn: CrossAttention  # of blocks with a caption branch
     adaLN_modulation: nn.Module
 
     def __init__(self, spec: BlockSpec):

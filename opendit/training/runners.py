@@ -31,9 +31,12 @@ class EagerPasses(Protocol):
     micro_batches: number of micro-batches in a step, whose mean loss is the step's.
     """
 
-    engine: Engine
-    objective: Objective
-    micro_batches: int
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def objective(self) -> Objective: ...
+    @property
+    def micro_batches(self) -> int: ...
 
     def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
         """Return the loss of each sample, (B,)."""
