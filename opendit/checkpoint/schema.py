@@ -13,7 +13,7 @@ import math
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
 
 from annotated_types import Interval, Len, MaxLen
 from pydantic import AfterValidator, Discriminator, FailFast, Field, InstanceOf, Tag, create_model, model_validator
@@ -117,7 +117,8 @@ def _tagged(kinds: dict[str, type[Any]], tag: str, default: str | None) -> Any:
 
 
 if TYPE_CHECKING:
-    ModelConfig = ObjectiveSettings = dict[str, Any]
+    ModelConfig: TypeAlias = dict[str, Any]
+    ObjectiveSettings: TypeAlias = dict[str, Any]
 else:
     # As ``DiTConfig.to_dict`` writes it; one without a kind is a DiT's.
     ModelConfig = _tagged({kind.config.kind: kind.config for kind in CLASSES.values()}, "kind", DiTConfig.kind)
@@ -143,7 +144,7 @@ class Metadata(JsonObject):
     """What the weights files of a run say of themselves."""
 
     model: str = Field("", max_length=64, pattern=r"^[\w./-]+\z")
-    config: ModelConfig = {}  # pyright: ignore[reportInvalidTypeForm]  # made from the dataclasses above
+    config: ModelConfig = {}
     objective: ObjectiveSettings = {}
     class_names: Texts = []
     captions: Annotated[list[Annotated[InstanceOf[str], MaxLen(1 << 20)]], FailFast(), MaxLen(4096)] = []

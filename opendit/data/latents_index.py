@@ -406,8 +406,9 @@ class CachedLatents(MediaDataset):
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
         # One number, or one a channel, which JSON knows as a list only.
-        scale_and_shift = index["scaling_factor"], index["shift_factor"]
-        self.scaling_factor, self.shift_factor = (tuple(v) if isinstance(v, list) else v for v in scale_and_shift)
+        scale, shift = index["scaling_factor"], index["shift_factor"]
+        self.scaling_factor: float | tuple[float, ...] = tuple(scale) if isinstance(scale, list) else scale
+        self.shift_factor: float | tuple[float, ...] = tuple(shift) if isinstance(shift, list) else shift
         channels, *sides = index["latent_shape"]
         self.sample_shape = (2 * channels, *sides)
         self.conditioning = index.get("conditioning", "label")

@@ -186,14 +186,16 @@ class Block(nn.Module):
     """
 
     mlp: Mlp
-    cross_attn: CrossAttention  # of blocks with a caption branch
+    cross_attn: nn.Module  # of blocks with a caption branch
     adaLN_modulation: nn.Module
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
         self.spec = spec
         self.ops: BlockOps = BlockOps()
-        self.branches = [(branch, branch.norm if spec.norm == "rms" else None) for branch in spec.branches]
+        self.branches: list[tuple[Branch, str | None]] = [
+            (branch, branch.norm if spec.norm == "rms" else None) for branch in spec.branches
+        ]
         for branch, norm in self.branches:
             if norm is not None and branch.modulated:
                 setattr(self, norm, RMSNorm(spec.width))
