@@ -23,9 +23,7 @@ HELPED = re.compile(r"[^;]*\S; \S.*[^.]", re.DOTALL)
 FLAG = re.compile(r"--[a-z]")
 # A flag in front of another exception's text, or of one that a function makes: what they say can't be seen here.
 PASSED_ON = re.compile(r"(--\w*(\{\})?|\{flag\w*\})( [\w{}]+)?(:( is)?)? \{\}")
-WAITING = {
-    (f"opendit/models/{name}.py", "--positions learned: {} patches, but positions for {}") for name in ("dit", "packs")
-}
+WAITING = {("opendit/models/dit.py", "--positions learned: {} patches, but positions for {}")}
 
 
 def template(node: ast.expr) -> str | None:

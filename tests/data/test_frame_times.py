@@ -132,7 +132,7 @@ def test_data_sets_count_and_read_frames_by_time(files, tmp_path):
     assert data.shapes().media()[:, 0].tolist() == [24, 24, 23] and "8 frames a second" in data.describe().text
     every = build_dataset(str(tmp_path / "clips.csv"), 16, **how)
     assert every.shapes().media()[:, 0].tolist() == [36, 180, 40]
-    assert every.frame_rate() == pytest.approx(30, rel=1e-3)
+    assert every.shapes().frame_rate() == pytest.approx(30, rel=1e-3)
     kept, _, dropped = check_rows(rows, num_frames=23, fps=8, num_workers=1)
     assert len(kept) == 3
     kept, _, dropped = check_rows(rows, num_frames=26, fps=8, num_workers=1)

@@ -188,7 +188,8 @@ def test_sources_are_looked_into_by_their_weights(data, tmp_path):
 
 def test_every_source_is_looked_into():
     rows = SourceRows(("a", "b", "c"), (1000, 1010, 1020), ((0, (Fraction(1), Fraction(1, 9999), Fraction(0))),), 1020)
-    found = look.draw_rows(SimpleNamespace(source_rows=lambda: rows), 20)
+    about = SimpleNamespace(sources=rows)
+    found = look.draw_rows(SimpleNamespace(describe=lambda: about), 20)
     assert rows.count(found).tolist() == [20, 1, 1]
 
 

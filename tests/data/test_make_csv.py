@@ -232,7 +232,7 @@ def test_pipes_circles_and_names_of_any_bytes(tmp_path, capsys):
     assert [(row.path.name, row.text) for row in rows] == [("1.png", "a cat"), (odd, "a cat"), (" 2.png", "~home")]
     assert all(row.path.is_file() for row in rows)
     data = build_dataset(str(root / "media.csv"), 8, seed=0)
-    assert [data[SampleKey(i, 0, 0)].skipped for i in range(3)] == [()] * 3 and data.describe().isprintable()
+    assert [data[SampleKey(i, 0, 0)].skipped for i in range(3)] == [()] * 3 and data.describe().text.isprintable()
     check_csv.run(str(root / "media.csv"), str(root / "checked.csv"), num_workers=1)
     assert read_csv(root / "checked.csv") == rows
 

@@ -89,4 +89,4 @@ def test_heads_that_do_not_fit_are_named():
 
 def test_an_input_without_an_agreed_scale_is_refused():
     with pytest.raises(AssertionError, match="have not agreed"):
-        products.taken_over(torch.randn(1, 4, 64), torch.nn.Linear(64, 192), float8=True)
+        products.prepare_projection(torch.randn(1, 4, 64), torch.nn.Linear(64, 192), float8=True)
