@@ -355,12 +355,12 @@ def _float8_weights(execution: Execution, count: int) -> int:
 
 
 def _attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Of self-attention q, k, v, what it returns, that projected, and the sum with x; keys and values that heads share
-    for every head too, of which ranks that share a sample make copies before they exchange them. In FP8 what it returns
-    is there in both forms.
+    """Return what self-attention keeps: q, k, v, its output, the projected output, and the sum with x.
 
-    All of torch's kernels but ``math`` keep a log-sum-exp a row and head, counted for one attention, whatever the
-    number."""
+    Keys and values that heads share are kept for every head, since ranks that share a sample make copies before they
+    exchange them. In FP8 the output is kept in both forms. All of torch's kernels but ``math`` keep a log-sum-exp a row
+    and head, counted for one attention, whatever the number.
+    """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
     units = 3 + (3 if copied else 1 + 2 * keys + 2) + (execution.fp8 and execution.recompute == "none") / 2
@@ -373,8 +373,8 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
-    """What every self-attention keeps, and its result in the order that the projection reads, which is not the order it
-    is written in. Rotated queries and keys are copies in that order; normalised ones are kept beside them."""
+    """Return what self-attention keeps, plus its result in the order that the projection reads, which differs from the
+    order of writing. Rotated queries and keys are copies in that order; normalised ones are kept beside them."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
@@ -385,9 +385,11 @@ def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Of cross-attention q and what it returns, k and v of the text; outside of its heads h before it and, with a gate,
-    its projection; without, the norm before it, which autocast copies, or both products of an RMSNorm. With a gate its
-    projection is an operation's, whose weight is kept in float8."""
+    """Return what cross-attention keeps: q, its output, and k and v of the text.
+
+    Outside of its heads, with a gate: the input h and the projection, an operation whose weight is kept in float8.
+    Without a gate: h and the norm before it, which autocast copies, or both products of an RMSNorm.
+    """
     if not config.cross_attention:
         return Kept()
     gated = any(branch.sees == "caption" and branch.modulated for branch in config.branches)
@@ -410,8 +412,8 @@ def _mlp(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Of every expert of a token its input, its output and its hidden layer before and after GELU; then the sum over
-    experts."""
+    """Return what the experts keep: for every expert of a token its input, its output, and its hidden layer before and
+    after GELU; then the sum over experts."""
     experts = config.block.experts
     if experts is None:
         return Kept()
