@@ -133,7 +133,7 @@ Figure = Annotated[float, Interval(ge=-1e38, le=1e38)]
 
 
 class LoraEntry(JsonObject):
-    """What a checkpoint of --lora adds to."""
+    """LoRA settings of a checkpoint, and the base weights that its layers are added to."""
 
     rank: int = Field(ge=1, le=1 << 16)
     alpha: Rate
@@ -141,7 +141,7 @@ class LoraEntry(JsonObject):
 
 
 class Metadata(JsonObject):
-    """What the weights files of a run say of themselves."""
+    """Metadata of the weights files of a run."""
 
     model: str = Field("", max_length=64, pattern=r"^[\w./-]+\z")
     config: ModelConfig = {}

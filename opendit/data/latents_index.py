@@ -50,7 +50,7 @@ Skipped = Annotated[list[Text], FailFast()]
 
 
 class ClipSettings(JsonObject):
-    """How clips were taken from their files."""
+    """Settings by which clips were read from their files."""
 
     num_frames: Side
     frame_interval: Side
@@ -75,7 +75,7 @@ class LatentsSettings(JsonObject):
 
 
 class LatentsShard(JsonObject):
-    """What a file of latents says of itself."""
+    """Metadata of a file of latents."""
 
     settings: LatentsSettings
     skipped: Skipped
@@ -99,7 +99,7 @@ class TextEncoding(JsonObject):
 
 
 class CaptionCounts(JsonObject):
-    """Of the captions that an encoder embedded: how many were looked at, were cut, and the tokens of the longest."""
+    """Counts of the captions that an encoder embedded: checked, cut, and the tokens of the longest."""
 
     rows: Count
     counted: Count
@@ -108,7 +108,7 @@ class CaptionCounts(JsonObject):
 
 
 class ForeignTars(JsonObject):
-    """Of tars that another program made: what their arrays hold, and which they are."""
+    """Tars that another program made: the content of their arrays, and the files."""
 
     form: str = Field(pattern=rf"^({'|'.join(FOREIGN_FORMS)})\z")
     array: Name
