@@ -10,6 +10,7 @@ the ratios of neighbouring turns, first side's time over second's: above 1 the s
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -27,11 +28,12 @@ def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, w
     sys.path.insert(0, os.getcwd())
     import torch
 
-    try:
-        from opendit.checkpoint.ema import EMA
-    except ImportError:  # before the packages
-        from opendit.ema import EMA
     import train
+
+    for package in ("opendit.checkpoint", "opendit.state", "opendit"):  # today's, and those of older trees
+        if importlib.util.find_spec(package) and importlib.util.find_spec(f"{package}.ema"):
+            EMA = importlib.import_module(f"{package}.ema").EMA
+            break
 
     rank, cuda, times = int(os.environ.get("RANK", "0")), torch.cuda.is_available(), []
     turn, step, started = 0, 0, 0.0

@@ -1,0 +1,122 @@
+"""The vocabulary of families: public models as data.
+
+A file of this package describes one family, as diffusers publishes it: how its ``config.json`` becomes a specification
+of blocks, the names of its weights, what conditions it, its latents, and how it is sampled. Nothing here or there needs
+diffusers; ``opendit.encoders`` and ``opendit.checkpoint`` read these tables when they load a folder.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Match:
+    """Weights of ours and of a published folder that hold the same numbers.
+
+    The tensors ``ours`` joined along ``dim`` are the tensors ``theirs`` joined along ``dim``: so q, k and v become one
+    projection, and one projection of attention and MLP becomes two. ``*`` stands for the number of a block, in both.
+
+    Attributes:
+        blocks: numbers of our blocks that the names with ``*`` are of; None for the other names.
+        offset: number of the first of these blocks among ours less its number among theirs.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    dim: int = 0
+    blocks: range | None = None
+    offset: int = 0
+
+    def names(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """List the names of every block: (ours, theirs)."""
+        if self.blocks is None:
+            return [(self.ours, self.theirs)]
+        return [
+            (
+                tuple(name.replace("*", str(number)) for name in self.ours),
+                tuple(name.replace("*", str(number - self.offset)) for name in self.theirs),
+            )
+            for number in self.blocks
+        ]
+
+
+@dataclass(frozen=True)
+class Text:
+    """How prompts condition a family.
+
+    Attributes:
+        tokens: to which prompts are cut, and padded unless ``padding`` is "remove".
+        padding: what the network sees of padded tokens: "attend" (as the encoder gives them), "zero" (zeros that are
+            attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network adds learned
+            ones).
+        pooled: whether there is a pooled vector beside the tokens.
+    """
+
+    tokens: int
+    padding: Literal["attend", "zero", "remove"]
+    pooled: bool = False
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The latents of a family.
+
+    Attributes:
+        vae: class of diffusers. Shift and scale are read from its ``config.json``.
+        normalised: how latents are made of the VAE's: "scalar", (z - shift_factor) * scaling_factor; or "channel", (z -
+            latents_mean) / latents_std for every channel.
+        video: they have frames.
+    """
+
+    vae: str
+    normalised: Literal["scalar", "channel"]
+    video: bool = False
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """How a family is guided.
+
+    Attributes:
+        scale: by default, as its pipeline counts it.
+        formula: "uncond", uncond + scale * (cond - uncond); "cond", cond + scale * (cond - uncond); "embedded", one
+            pass, to which the scale is an input.
+    """
+
+    scale: float
+    formula: Literal["uncond", "cond", "embedded"] = "uncond"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of public models.
+
+    Attributes:
+        name: equal to its file's.
+        network: diffusers' class of the network, the ``_class_name`` of its ``config.json``.
+        pipelines: diffusers' classes whose folders hold such a network, the first the usual one.
+        components: the pipeline's components that are used -> (library, class), as ``model_index.json`` must have them.
+        layout: makes the specification of the values of ``config.json``. Raises ValueError for values that are not
+            those of this family.
+        names: all weights of a network of such a specification.
+        text, latents, guidance: see there.
+        steps: of sampling by default.
+        image_size: side in pixels by default, or (height, width).
+        license: of the published weights, as the hub writes it; what a run or an export states.
+    """
+
+    name: str
+    network: str
+    pipelines: tuple[str, ...]
+    components: Mapping[str, tuple[str, str]]
+    layout: Callable[[Mapping[str, Any]], Any]
+    names: Callable[[Any], tuple[Match, ...]]
+    text: Text
+    latents: Latents
+    guidance: Guidance
+    steps: int
+    image_size: int | tuple[int, int] = 1024
+    frames: int | None = None
+    license: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
