@@ -11,6 +11,7 @@ from opendit.common.torch_utils import on_meta
 from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families.network import ARCHITECTURE as PUBLIC_ARCHITECTURE
 from opendit.models.initialization import initialize
 from opendit.models.plan import PLAN, Plan
 
@@ -31,6 +32,7 @@ def _find(kind: str) -> Classes:
 
 
 CLASSES = {kind: _find(kind) for kind in KINDS}
+PUBLIC = Classes(*PUBLIC_ARCHITECTURE)
 
 
 def model_config(
@@ -181,7 +183,7 @@ def plan_of(config: DiTConfig) -> Plan:
 
 def _classes(stored: str) -> Classes:
     """Find the classes of a kind by its name in configurations. Raises ValueError for an unknown one."""
-    known = {made.config.kind: made for made in CLASSES.values()}
+    known = {made.config.kind: made for made in (*CLASSES.values(), PUBLIC)}
     if stored not in known:
         raise ValueError(f"a model of kind {stored!r}: this version knows {', '.join(known)}; use a newer OpenDiT")
     return known[stored]
