@@ -73,7 +73,7 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
         add(ours, theirs)
     add("text_embedder.norm", "cap_embedder.0", ("weight",))
     found.append(Match(("text_embedder.filling",), ("cap_pad_token",)))
-    found.append(Match(("media_filling",), ("x_pad_token",)))
+    found.append(Match(("x_embedder.filling",), ("x_pad_token",)))
     refiners = spec.text_refiner.count if spec.text_refiner else 0
     for ours, theirs, count in (
         ("blocks", "layers", spec.stacks[0].count),
