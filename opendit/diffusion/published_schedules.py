@@ -92,9 +92,10 @@ def _euler(config: Mapping[str, Any]) -> PublishedSchedule:
     if (law := config.get("time_shift_type", "exponential")) != "exponential":
         raise ValueError(f"time_shift_type {law!r}: not supported; give 'exponential'")
     # As calculate_shift of the pipelines: mu is linear in the number of tokens, and the shift e^mu.
-    least, most = _number(config, "base_shift", 0.5), _number(config, "max_shift", 1.15)
-    if max(abs(least), abs(most)) > 10:
-        raise ValueError(f"base_shift {least:g}, max_shift {most:g}: out of range; give numbers from -10 to 10")
+    least, most = (_number(config, key, mu) for key, mu in (("base_shift", 0.5), ("max_shift", 1.15)))
+    for key, mu in (("base_shift", least), ("max_shift", most)):
+        if abs(mu) > 10:
+            raise ValueError(f"{key} {mu:g}: out of range; give a number from -10 to 10")
     few, many = (_number(config, key, n) for key, n in (("base_image_seq_len", 256), ("max_image_seq_len", 4096)))
     if not 1 <= few < many or few != int(few):
         raise ValueError(f"base_image_seq_len {few:g}: out of range; give a whole number below max_image_seq_len")

@@ -231,9 +231,11 @@ STEPS = {  # levels, evaluations of each step, the first and the last level as p
     ("shifted", "ddim"): (DDPMObjective("v", shift=6.0), 6 * EVEN, [1] * 8, 944, 0.06),
     ("flow", "euler"): (FlowObjective(shift=3.0), FLOW, [1] * 8, math.inf, 0.429),  # 3 / 7
     ("flow", "heun"): (FlowObjective(shift=3.0), FLOW, [2] * 8, math.inf, 0.429),
+    ("flow", "unipc"): (FlowObjective(shift=3.0), FLOW, [1] * 8, math.inf, 0.429),
     ("edm", "heun"): (EDMObjective(), KARRAS, [2] * 7 + [1], 80, 0.002),
     ("edm", "euler"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
     ("edm", "dpmpp"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
+    ("edm", "unipc"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
 }
 STEPS_OF = pytest.mark.parametrize("which", STEPS, ids=", ".join)
 

@@ -126,11 +126,14 @@ def test_dynamic_shifts_are_those_of_diffusers(base, more, few, many, tokens, st
     )
     mu = base + more * (tokens - few) / (many - few)
     objective = published_schedule(config).objective
-    if mu > 8:
-        return  # beyond float32
+    if mu > 5:
+        return  # beyond float32, and ten times what is in use
     begin(scheduler, steps, tokens)
     times = objective.for_tokens(tokens).trajectory(steps).times
-    np.testing.assert_allclose(times, scheduler.sigmas.double(), rtol=0, atol=2e-7)
+    # diffusers computes in float32, and stretching divides by what the last time lacks to 1.
+    unstretched = sampling_times(steps, math.exp(mu))[-2].item()
+    tolerance = 2e-7 if terminal is None else 2e-7 + 2e-7 / (1 - unstretched)
+    np.testing.assert_allclose(times, scheduler.sigmas.double(), rtol=0, atol=tolerance)
     if terminal is not None:
         assert times[-2] == pytest.approx(terminal) and times[0] == 1 and times[-1] == 0
 
@@ -149,9 +152,10 @@ def test_discrete_times_are_those_of_diffusers_unipc(steps, shift):
     assert all(math.isfinite(level) for level in trajectory.levels)
 
 
-def test_the_first_discrete_time_is_999():
+def test_discrete_times_are_cut_and_begin_at_999():
     times, told = discrete_times(4, 3.0)
-    assert told.tolist() == [999, 900, 750, 501, 0] and times[0] == pytest.approx(1 - 1e-6, abs=1e-7)
+    assert told.tolist() == [999, 900, 750, 500, 0] and times[0] == pytest.approx(1 - 1e-6, abs=1e-7)
+    assert times.tolist()[1:] == pytest.approx([3 * t / (1 + 2 * t) for t in (0.75025, 0.5005, 0.25075, 0)])
     assert sampling_times(4, 3.0).tolist() == pytest.approx([1, 0.9, 0.75, 0.5, 0])
 
 
@@ -161,8 +165,8 @@ def test_the_first_discrete_time_is_999():
 @pytest.mark.parametrize("name", EULER)
 @pytest.mark.parametrize("steps", [3, 8, 28])
 def test_euler_draws_what_diffusers_draws(name, steps):
-    """Up to the rounding of the network's time, 6e-5 of 1000."""
-    compare_paths(*euler(**EULER[name]), steps, torch.float32, 1e-5, tokens=1536)
+    """Up to the rounding of the network's time: 1e-4 of 1000, and the stand-in turns by 1 rad a unit."""
+    compare_paths(*euler(**EULER[name]), steps, torch.float32, 3e-5, tokens=1536)
 
 
 @pytest.mark.parametrize("flow_shift", [1.0, 3.0, 5.0])
@@ -211,7 +215,7 @@ def test_files_are_read_and_survive_a_checkpoint():
     assert wan == (FlowObjective(3.0, discrete_times=True), "unipc")
     assert wan.objective.to_dict() == {"name": "flow", "shift": 3.0, "times_are": "uniform", "discrete_times": True}
     flux = published_schedule(FLUX_FILE).objective
-    assert flux == FlowObjective(math.exp(0.5), shift_tokens=256, shift_growth=0.65 / 3840)
+    assert flux == FlowObjective(math.exp(0.5), shift_tokens=256, shift_growth=(1.15 - 0.5) / (4096 - 256))
     assert flux.for_tokens(4096).shift == pytest.approx(math.exp(1.15)) and flux.for_tokens(4096).shift_tokens is None
     qwen = published_schedule({**FLUX_FILE, **EULER["Qwen-Image"]}).objective
     for objective in (wan.objective, flux, qwen):
@@ -226,15 +230,18 @@ def test_unknown_settings_that_are_off_are_accepted():
     assert published_schedule({**WAN_FILE, **newer, "use_karras_sigmas": None}) == published_schedule(WAN_FILE)
 
 
-@pytest.mark.parametrize("config", [FLUX_FILE, WAN_FILE], ids=["euler", "unipc"])
-def test_every_setting_of_diffusers_is_known(config):
-    """A setting that changed nothing would be one that is ignored; those of noise schedules that flows don't use are."""
-    scheduler, written = (euler if config is FLUX_FILE else unipc)()
+@pytest.mark.parametrize("made", [euler, unipc])
+def test_every_setting_of_diffusers_is_known(made):
+    """A setting that is on is unknown, or among those that are read, supported in one value, or of no use to flows."""
+    scheduler, written = made()
     published_schedule(written)
-    for key, value in scheduler.config.items():
-        if key not in WAN_FILE and not key.startswith("_"):
-            with pytest.raises(ValueError, match="^magic "):
-                published_schedule({**written, key: value, "magic": 1})
+    with pytest.raises(ValueError, match="^magic 1: not known to this version$"):
+        published_schedule({**written, "magic": 1})
+    for key in scheduler.config:
+        try:
+            published_schedule({**written, key: "magic"})
+        except ValueError as error:
+            assert str(error).startswith(f"{key} 'magic'") and "not known" not in str(error)
 
 
 BAD = [

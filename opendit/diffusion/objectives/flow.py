@@ -80,6 +80,7 @@ def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None
     time.
     """
     t = shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+    t[0] = 1  # which the shift rounds
     if terminal is not None and steps > 1:
         t[:-1] = 1 - (1 - t[:-1]) * ((1 - terminal) / (1 - t[-2]))
     return t
