@@ -157,6 +157,8 @@ def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> No
     torch.manual_seed(0)
     config = config_class(vocab_size=len(pieces), feed_forward_proj="gated-gelu", **sizes)
     randomise(model_class(config), 2).save_pretrained(folder / encoder)
+    path = folder / encoder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))  # as published
 
 
 def write_flux_text(folder: Path) -> None:
