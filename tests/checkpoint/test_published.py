@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from opendit.checkpoint.fill import DeviceReader, fill
 from opendit.checkpoint.published import open_published
@@ -314,4 +314,5 @@ def test_no_more_memory_than_the_shards_and_no_more_of_the_files_than_the_rank_n
     assert abs(size / (1 if ranks == 1 else 2) - whole / ranks) < 1e5  # the rank's copies are in fp32
     assert above < 40 << 20  # the largest shard that is made of several pieces, and its copy in fp32
     assert at_first < 2 << 20
-    assert mapped < whole / ranks * 1.1 + (4 << 20)  # whole pages, and those around a fault
+    # A fault maps up to 2 MiB around it, at either end of a range; there are 10 large tensors.
+    assert mapped < whole / ranks + 10 * (4 << 20)
