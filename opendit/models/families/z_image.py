@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -108,12 +108,11 @@ FAMILY = Family(
         "tokenizer": ("transformers", "Qwen2Tokenizer"),
         "text_encoder": ("transformers", "Qwen3Model"),
         "vae": ("diffusers", "AutoencoderKL"),
-        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "remove"),
-    latents=Latents("AutoencoderKL", "scalar"),
+    latents=LatentSpace("AutoencoderKL", "scalar"),
     guidance=Guidance(5.0, "cond"),
     steps=50,
     license="apache-2.0",
