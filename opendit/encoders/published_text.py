@@ -29,7 +29,7 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.base import Family
 
-CAPTIONS_AT_ONCE = 16  # of 512 tokens each: UMT5-XXL's attention scores are 2 GiB then, in fp32 within its softmax 4
+CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then has scores of 0.5 GiB, its softmax 1 GiB
 # transformers' class -> the model_type of its config.json
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),

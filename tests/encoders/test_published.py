@@ -146,7 +146,7 @@ def test_weights_in_bf16_are_diffusers(name, folders, encoders):
     """On a GPU weights are loaded in bf16, those included that transformers keeps in fp32 beside fp16."""
     from diffusers import DiffusionPipeline
 
-    reference = DiffusionPipeline.from_pretrained(folders[name], torch_dtype=torch.bfloat16)
+    reference = DiffusionPipeline.from_pretrained(folders[name], dtype=torch.bfloat16)
     for component, (_, class_name) in COMPONENTS[name].items():
         if component.startswith("text_encoder"):
             got = transformers_model(folders[name] / component, class_name, "model", torch.bfloat16).state_dict()
@@ -213,13 +213,8 @@ def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
     """Which other tests rely on: prompts, seeds and every step make a difference."""
     pipeline, drawn = pipelines[name], []
     pipeline.set_progress_bar_config(disable=True)
-    for prompt, seed, steps in (
-        ("a seven", 0, 3),
-        ("a seven", 0, 3),
-        ("left", 0, 3),
-        ("a seven", 1, 3),
-        ("a seven", 0, 2),
-    ):
+    runs = [("a seven", 0, 3), ("a seven", 0, 3), ("left", 0, 3), ("a seven", 1, 3), ("a seven", 0, 2)]
+    for prompt, seed, steps in runs:
         generator = torch.Generator().manual_seed(seed)
         drawn.append(pipeline(prompt, num_inference_steps=steps, generator=generator, output_type="latent", **sizes)[0])
     assert all(torch.as_tensor(latents).isfinite().all() for latents in drawn)
