@@ -1,0 +1,219 @@
+"""Public models, read from the folders in which diffusers keeps them, without trusting these.
+
+    model_index.json                     what the pipeline consists of; compared, and nothing is imported for it
+    transformer/config.json              the network's class and sizes
+    transformer/diffusion_pytorch_model.safetensors, or several files and their .index.json
+    vae/, text_encoder/, tokenizer/, scheduler/
+
+The folder of the transformer alone will do as well. What a family's file says (opendit/models/families) decides how the
+configuration and the names are understood. Headers are read and compared; weights are read when they are asked for.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from opendit.checkpoint.files import file_id
+from opendit.checkpoint.foreign import PIPELINE_INDEX
+from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
+from opendit.checkpoint.tensor_set import WholeTensors
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
+from opendit.common.tensor_files import open_safetensors
+from opendit.common.utils import shown
+from opendit.config.names import PARTS, WHOLE
+from opendit.encoders.folder import CONFIG, INDEX, PretrainedConfig, one_line, weight_files
+from opendit.models.families.base import Family
+
+TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
+MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
+
+
+class NetworkConfig(PretrainedConfig):
+    """transformer/config.json of any family. Its numbers are bounded before a family computes with them."""
+
+    class_name: Word = Field(alias="_class_name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound(cls, value: Any) -> Any:
+        _check_bounds("", value)
+        return value
+
+
+def _check_bounds(key: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_bounds(name, item)
+    elif isinstance(value, list | str):
+        if len(value) > MOST_ITEMS:
+            raise ValueError(f"{key[:60]} is longer than {MOST_ITEMS:,}")
+        for item in value if isinstance(value, list) else ():
+            _check_bounds(key, item)
+    elif isinstance(value, int | float):
+        least, most = (0, MOST_LAYERS) if key.endswith("layers") else (-MOST_NUMBER, MOST_NUMBER)
+        if not least <= value <= most:
+            raise ValueError(f"{key[:60]} is {shown(value)}; read are {least:,} to {most:,}")
+
+
+class ModelIndex(OpenJsonObject):
+    """model_index.json of any pipeline."""
+
+    class_name: Word = Field(alias="_class_name")
+
+
+NETWORK, MODEL_INDEX = FileKind(NetworkConfig, 4 * MIB), FileKind(ModelIndex, 4 * MIB)
+
+
+@dataclass(frozen=True)
+class PublishedFolder:
+    """A public model's folder, compared with what its family says.
+
+    Attributes:
+        family, spec: the family, and the specification that it makes of the configuration.
+        config: the content of ``transformer``/config.json.
+        transformer: the folder of the network.
+        pipeline: the folder around it; None if only the network's was named.
+        index: the content of model_index.json, if there is one.
+        root: nothing outside of this folder is read.
+        files: the weights under their published names.
+        pairs: our names, published names, and the dimension along which they are joined.
+    """
+
+    family: Family
+    spec: Any
+    config: dict[str, Any]
+    transformer: Path
+    pipeline: Path | None
+    index: dict[str, Any] | None
+    root: Path
+    files: WholeTensors
+    pairs: tuple[Pair, ...]
+
+    def tensors(self, shapes: Mapping[str, Sequence[int]]) -> MatchedTensors:
+        """Return the weights under our names.
+
+        Args:
+            shapes: of all parameters of the network that ``spec`` describes.
+
+        Raises:
+            ValueError: in one line, the file and the weight that does not fit.
+        """
+        return MatchedTensors(self.files, self.pairs, shapes, self.files.path)
+
+    def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
+        """Return weights of ours under the published names, in the published shapes and dtypes; the inverse of
+        :meth:`tensors`.
+
+        Args:
+            state: weights by our names.
+            path: of these, for messages.
+
+        Raises:
+            ValueError: in one line, what is missing, unexpected, or does not fit.
+        """
+        back = [(theirs, ours, dim) for ours, theirs, dim in self.pairs]
+        return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes)
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self.files.close()
+
+
+def open_published(folder: str | Path, families: Mapping[str, Family]) -> PublishedFolder:
+    """Open a public model's folder. Of its weights only the headers are read.
+
+    Args:
+        folder: of the pipeline, or of its transformer.
+        families: those that are known, by their names.
+
+    Raises:
+        FileNotFoundError: no such folder, or a file is missing.
+        ValueError: in one line, the file that is damaged, leads out of the folder, or is another model's.
+    """
+    folder = Path(folder)
+    inside = folder / TRANSFORMER
+    pipeline, transformer = (folder, inside) if inside.is_dir() else (None, folder)
+    if not (transformer / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{folder}: no public model there; give a folder with {TRANSFORMER}/{CONFIG}, as diffusers writes it"
+        )
+    root = _root(folder)
+    file_id(transformer / CONFIG, root)
+    config = read_file(transformer / CONFIG, NETWORK)
+    family = next((family for family in families.values() if family.network == config["_class_name"]), None)
+    if family is None:
+        raise ValueError(
+            f"{transformer / CONFIG}: _class_name is {shown(config['_class_name'])}; read are "
+            f"{', '.join(sorted(family.network for family in families.values()))}"
+        )
+    index = _read_index(pipeline, family, root) if pipeline else None
+    try:
+        spec = family.layout(config)
+        pairs = tuple((*names, match.dim) for match in family.names(spec) for names in match.names())
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        what = f"{one_line(error)} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{transformer / CONFIG}: {what}") from error
+    files = _open_files(transformer, root)
+    check_matched(
+        [name for _, theirs, _ in pairs for name in theirs],
+        files.shapes,
+        f"{files.path}: of the weights of a {family.network} as {CONFIG} has it",
+    )
+    return PublishedFolder(family, spec, config, transformer, pipeline, index, root, files, pairs)
+
+
+def _root(folder: Path) -> Path:
+    """Return the folder that all files must lie in: the one that was named, or its repository in the hub's cache, where
+    files are links to ``blobs``."""
+    real = folder.resolve()
+    for path in (real, real.parent):
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return path.parent.parent
+    return real
+
+
+def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | None:
+    """Return model_index.json, compared with the family's components; None if there is none."""
+    path = pipeline / PIPELINE_INDEX
+    if not path.is_symlink() and not path.exists():
+        return None
+    file_id(path, root)
+    index = read_file(path, MODEL_INDEX)
+    if index["_class_name"] not in family.pipelines:
+        raise ValueError(
+            f"{path}: _class_name is {shown(index['_class_name'])}; a {family.network} is read of "
+            f"{', '.join(family.pipelines)}"
+        )
+    for name, kind in {**family.components, TRANSFORMER: ("diffusers", family.network)}.items():
+        if (found := index.get(name)) != list(kind):
+            said = "missing" if found is None else json.dumps(found)[:100]
+            raise ValueError(f"{path}: {name} is {said}; it should be {json.dumps(list(kind))}")
+    others = [
+        name for name, kind in index.items() if name.startswith(f"{TRANSFORMER}_") and kind not in (None, [None, None])
+    ]
+    if others:
+        raise ValueError(f"{path}: it has a second network, {shown(others[0])}, which is not read")
+    return index
+
+
+def _open_files(transformer: Path, root: Path) -> WholeTensors:
+    """Map the files of weights, and compare their headers with their sizes and the index."""
+    files = weight_files(transformer, STEM)
+    for file in files:
+        file_id(file, root)
+    path = transformer / (STEM + PARTS)
+    place: dict[str, str] = {}
+    if path.is_file():
+        file_id(path, root)
+        place = read_file(path, INDEX)["weight_map"]
+        if not place:
+            raise ValueError(f"{path} names no weights")
+    tensors = WholeTensors(path if place else transformer / (STEM + WHOLE), open_safetensors, place)
+    tensors.check_floats()
+    return tensors
