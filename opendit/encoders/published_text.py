@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -
         raise ValueError(f"a prompt of {longest} tokens doesn't fit into {length}")
     return TextCondition.cat(
         [
-            TextCondition(F.pad(y.tokens, (0, 0, 0, rest)), F.pad(y.mask, (0, rest)), y.pooled)
+            replace(y, tokens=F.pad(y.tokens, (0, 0, 0, rest)), mask=F.pad(y.mask, (0, rest)))
             for y in conditions
             for rest in [length - y.tokens.shape[1]]
         ]
