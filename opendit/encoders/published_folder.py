@@ -36,13 +36,13 @@ def check_index(folder: Path, family: Family) -> None:
         found = shown(index.get("_class_name"))
         raise ValueError(f"{path}: _class_name is {found}, not {' or '.join(family.pipelines)}")
     for component, (library, class_name) in family.components.items():
-        if not _names(index.get(component), library, class_name):
+        if not names_class(index.get(component), library, class_name):
             found = index.get(component)
             found = ", ".join(map(shown, found[:2])) if isinstance(found, list) else shown(found)
             raise ValueError(f"{path}: {component} is {found}, not {class_name} of {library}")
 
 
-def _names(entry: Any, library: str, class_name: str) -> bool:
+def names_class(entry: Any, library: str, class_name: str) -> bool:
     """Return True if an entry of ``model_index.json`` names this class.
 
     transformers has had two tokenizers of every kind, NAME and NAMEFast, and now has one under both names.

@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.base import Family
 
-CAPTIONS_AT_ONCE = 16  # of 512 tokens each: UMT5-XXL's attention scores are 2 GiB then, in fp32 within its softmax 4
+CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then has scores of 0.5 GiB, its softmax 1 GiB
 # transformers' class -> the model_type of its config.json
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),
@@ -182,7 +182,7 @@ def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -
         raise ValueError(f"a prompt of {longest} tokens doesn't fit into {length}")
     return TextCondition.cat(
         [
-            TextCondition(F.pad(y.tokens, (0, 0, 0, rest)), F.pad(y.mask, (0, rest)), y.pooled)
+            replace(y, tokens=F.pad(y.tokens, (0, 0, 0, rest)), mask=F.pad(y.mask, (0, rest)))
             for y in conditions
             for rest in [length - y.tokens.shape[1]]
         ]

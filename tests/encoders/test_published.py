@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,38 +15,18 @@ from opendit.encoders.published_text import check_text, load_published_text, pad
 from opendit.encoders.vae import module_fingerprint
 from opendit.encoders.video_vae import codec_scale, video_geometry
 from opendit.models.conditioning import TextCondition
-from opendit.models.families.base import Family, Guidance, Latents, Text
+from opendit.models.families import FAMILIES
 from tests.encoders.published_folders import (
     CLIP_WIDTH,
     COMPONENTS,
     PIPELINES,
     QWEN_WIDTH,
+    SCHEDULERS,
     T5_WIDTH,
     TRANSFORMERS,
     write_pipeline,
 )
 
-TEXTS = {"flux": Text(512, "attend", pooled=True), "z_image": Text(512, "remove"), "wan": Text(512, "zero")}
-LATENTS = {
-    "flux": Latents("AutoencoderKL", "scalar"),
-    "z_image": Latents("AutoencoderKL", "scalar"),
-    "wan": Latents("AutoencoderKLWan", "channel", video=True),
-}
-FAMILIES = {
-    name: Family(
-        name=name,
-        network=TRANSFORMERS[name][0],
-        pipelines=(PIPELINES[name],),
-        components=COMPONENTS[name],
-        layout=lambda values: values,
-        names=lambda layout: (),
-        text=TEXTS[name],
-        latents=LATENTS[name],
-        guidance=Guidance(1.0),
-        steps=3,
-    )
-    for name in PIPELINES
-}
 LONG = "a seven " * 400  # more than 512 tokens of every tokenizer
 CAPTIONS = ["a seven moving left", "", LONG, "  It&amp;#39;s\n seven seven ", "zwei fünf"]
 NAMES = pytest.mark.parametrize("name", list(FAMILIES))
@@ -130,7 +111,9 @@ def test_z_image_pads_to_a_length(encoders):
     short, padded = encoder.encode(CAPTIONS[:2]), encoder.encode(CAPTIONS[:2], length=512)
     assert padded.tokens.shape == (2, 512, QWEN_WIDTH) and padded.mask.sum() == short.mask.sum()
     again = pad_tokens([short[:1], short[1:]], 512)
-    assert all(torch.equal(a, b) for a, b in zip(vars(again).values(), vars(padded).values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again.tensors(), padded.tensors(), strict=True))
+    scaled = pad_tokens([replace(short, guidance=torch.tensor([1.0, 2.0]))], 512)
+    assert scaled.guidance is not None and scaled.guidance.tolist() == [1, 2]
     with pytest.raises(ValueError, match="a prompt of 512 tokens doesn't fit into 100"):
         encoder.encode([LONG], length=100)
 
@@ -146,7 +129,7 @@ def test_weights_in_bf16_are_diffusers(name, folders, encoders):
     """On a GPU weights are loaded in bf16, those included that transformers keeps in fp32 beside fp16."""
     from diffusers import DiffusionPipeline
 
-    reference = DiffusionPipeline.from_pretrained(folders[name], torch_dtype=torch.bfloat16)
+    reference = DiffusionPipeline.from_pretrained(folders[name], dtype=torch.bfloat16)
     for component, (_, class_name) in COMPONENTS[name].items():
         if component.startswith("text_encoder"):
             got = transformers_model(folders[name] / component, class_name, "model", torch.bfloat16).state_dict()
@@ -168,6 +151,15 @@ def test_a_language_model_with_its_head(copy, encoders):
         for encoder in (load_published_text(folder, FAMILIES["z_image"], device="cpu"), encoders["z_image"])
     )
     assert torch.equal(got.tokens, want.tokens) and torch.equal(got.mask, want.mask)
+
+
+@NAMES
+def test_the_folders_are_as_the_family_says(name, folders):
+    """The table of the tests is that of the published folders, and was not derived from the family's."""
+    family = FAMILIES[name]
+    assert family.components == COMPONENTS[name] | {"scheduler": ("diffusers", SCHEDULERS[name]["_class_name"])}
+    assert (family.pipelines, family.network) == ((PIPELINES[name],), TRANSFORMERS[name][0])
+    check_index(folders[name], family)
 
 
 @NAMES
@@ -213,13 +205,8 @@ def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
     """Which other tests rely on: prompts, seeds and every step make a difference."""
     pipeline, drawn = pipelines[name], []
     pipeline.set_progress_bar_config(disable=True)
-    for prompt, seed, steps in (
-        ("a seven", 0, 3),
-        ("a seven", 0, 3),
-        ("left", 0, 3),
-        ("a seven", 1, 3),
-        ("a seven", 0, 2),
-    ):
+    runs = [("a seven", 0, 3), ("a seven", 0, 3), ("left", 0, 3), ("a seven", 1, 3), ("a seven", 0, 2)]
+    for prompt, seed, steps in runs:
         generator = torch.Generator().manual_seed(seed)
         drawn.append(pipeline(prompt, num_inference_steps=steps, generator=generator, output_type="latent", **sizes)[0])
     assert all(torch.as_tensor(latents).isfinite().all() for latents in drawn)
@@ -298,6 +285,15 @@ def message(kind, work, *arguments, **options):
 )
 def test_classes_under_their_other_names(copy, name, changes):
     check_text(copy(name, PIPELINE_INDEX, **changes), FAMILIES[name])
+
+
+@NAMES
+def test_folders_that_diffusers_has_saved(name, pipelines, encoders, tmp_path):
+    """transformers 5 writes other names of tokenizers' classes than the published folders have."""
+    pipelines[name].save_pretrained(tmp_path)
+    encoder = load_published_text(tmp_path, FAMILIES[name], device="cpu")
+    assert encoder.fingerprint() == encoders[name].fingerprint()
+    check_vae(tmp_path, FAMILIES[name])
 
 
 @pytest.mark.parametrize(
