@@ -67,7 +67,7 @@ class DeviceReader:
         gpu = self._device.type == "cuda"
         if not self._buffers:
             size = max(self._bytes, 16)
-            self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=gpu) for _ in range(BUFFERS)]
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(BUFFERS)]
             self._copied = [torch.cuda.Event() for _ in range(BUFFERS)] if gpu else []
         i = self._turn = (self._turn + 1) % BUFFERS
         if self._copied:

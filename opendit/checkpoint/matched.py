@@ -183,7 +183,7 @@ class MatchedTensors(TensorSet):
         reading = self.reading(name, shard)
         full = reading.view()
         if full is None:
-            full = torch.empty(reading.shape, dtype=reading.dtype)
+            full = torch.empty(reading.shape, dtype=reading.dtype, device="cpu")
             reading.copy_to(full.view(-1))
         return full if dtype is None else full.to(dtype)
 

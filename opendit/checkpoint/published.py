@@ -21,7 +21,7 @@ from opendit.checkpoint.files import file_id
 from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
 from opendit.checkpoint.tensor_set import WholeTensors
-from opendit.common.json_file import MIB
+from opendit.common.json_file import MIB, read_json
 from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.utils import shown
@@ -34,7 +34,7 @@ from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 from opendit.models.families.network import public_config
 from opendit.models.weights import Weights
-from opendit.models.zoo import model_shapes
+from opendit.models.zoo import Shapes, model_shapes
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
 SCHEDULER = "scheduler_config.json"
@@ -102,15 +102,23 @@ class PublishedFolder:
     files: WholeTensors
     pairs: tuple[Pair, ...]
 
-    def tensors(self, shapes: Mapping[str, Sequence[int]]) -> MatchedTensors:
+    def shapes(self) -> Shapes:
+        """Return the shapes of the parameters of our network. Raises ValueError, naming the configuration."""
+        try:
+            return model_shapes(public_config(self.family.name, self.config))[0]
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"{self.transformer / CONFIG}: {one_line(error)}") from error
+
+    def tensors(self, shapes: Mapping[str, Sequence[int]] | None = None) -> MatchedTensors:
         """Return the weights under our names.
 
         Args:
-            shapes: of all parameters of the network that ``spec`` describes.
+            shapes: of all parameters of the network; by default those of :meth:`shapes`.
 
         Raises:
             ValueError: in one line, the file and the weight that does not fit.
         """
+        shapes = self.shapes() if shapes is None else shapes
         return MatchedTensors(self.files, self.pairs, shapes, self.files.path)
 
     def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
@@ -130,6 +138,18 @@ class PublishedFolder:
     def close(self) -> None:
         """Unmap the files."""
         self.files.close()
+
+
+def is_published(folder: str | Path, families: Mapping[str, Family]) -> bool:
+    """Return True for a folder that :func:`open_published` is for, whatever may be wrong with it beside its class."""
+    folder = Path(folder)
+    path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
+    try:
+        values = read_json(path, NETWORK.most_bytes) if path else None
+    except (ValueError, OSError):
+        return False
+    name = values.get("_class_name") if isinstance(values, dict) else None
+    return name in [family.network for family in families.values()]
 
 
 def open_published(folder: str | Path, families: Mapping[str, Family]) -> PublishedFolder:

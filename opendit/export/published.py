@@ -14,12 +14,13 @@ from torch import Tensor
 from opendit.checkpoint.files import file_id
 from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.pretrained import read_newest
-from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, open_published
+from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, open_published
 from opendit.checkpoint.tensor_set import write_weights
 from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, remove_tree, rename, sync_folder
 from opendit.config.names import WHOLE
 from opendit.encoders.folder import CONFIG, PICKLES
 from opendit.models.families.base import Family
+from opendit.models.weights import Weights
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # code, and files that run code when they are loaded
@@ -146,7 +147,8 @@ def export_run(
     """Write a folder that diffusers loads from a checkpoint or a run of a public model, as :func:`export_published`.
 
     Args:
-        ckpt: a checkpoint, a run, of which the newest intact checkpoint is read, or a file of weights.
+        ckpt: a checkpoint, a run, of which the newest intact checkpoint is read, a file of weights, or the folder of a
+            public model.
         base: the public model's folder. It is named by the user: what only a checkpoint names is not followed.
         families: those that are known.
         which: the set of weights of a checkpoint.
@@ -160,7 +162,10 @@ def export_run(
     """
     opened, notes = open_published(base, families), []
     try:
-        weights = read_newest(ckpt, which, notes)
+        if is_published(ckpt, families):
+            weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
+        else:
+            weights = read_newest(ckpt, which, notes)
         if "lora" in weights.info:
             raise ValueError(f"{weights.path} holds what --lora trains, without its base; merge it first")
         left_out = export_published(weights.state, weights.path, opened, output, most_bytes)
