@@ -140,7 +140,7 @@ class PublishedFolder:
         self.files.close()
 
 
-def is_published(folder: str | Path, families: Mapping[str, Family]) -> bool:
+def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) -> bool:
     """Return True for a folder that :func:`open_published` is for, whatever may be wrong with it beside its class."""
     folder = Path(folder)
     path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
@@ -239,18 +239,6 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
 
 
 # ------------------------------------------------------------------------------------------------ as weights of ours
-
-
-def is_published(folder: Path) -> bool:
-    """Return True for the folder of a network of a known family, or of its pipeline; False for anything else."""
-    for path in (folder / TRANSFORMER / CONFIG, folder / CONFIG):
-        if path.is_file():
-            try:
-                name = read_file(path, NETWORK)["_class_name"]
-            except (ValueError, OSError):
-                return False
-            return any(family.network == name for family in FAMILIES.values())
-    return False
 
 
 def read_published(folder: str | Path) -> Weights:

@@ -1,6 +1,8 @@
 """Public models against diffusers' own networks: outputs and gradients, single wrong facts, sizes, configurations."""
 
 import functools
+import inspect
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -14,20 +16,43 @@ from torch import Tensor, nn
 from opendit.models import attention, layers
 from opendit.models.blocks import Block, JointBlock
 from opendit.models.conditioning import TextCondition
-from opendit.models.families import network
-from opendit.models.families.network import PublicConfig, PublicDiT
+from opendit.models.families import FAMILIES, network
+from opendit.models.families.network import PublicConfig, PublicDiT, public_config
 from opendit.models.layers import BlockOps, RMSNorm, layer_norm
+from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
+    FLUX,
     ORACLES,
+    WAN,
+    Z_IMAGE,
     Inputs,
     Oracle,
     by_our_names,
     difference,
     in_double_precision,
     inputs,
+    load,
+    networks,
     ours,
     output_and_gradients,
 )
+
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN}
+SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10)}
+FLUX_1 = dict(
+    patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
+    joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
+)  # fmt: skip
+Z_IMAGE_6B = dict(
+    all_patch_size=(2,), all_f_patch_size=(1,), in_channels=16, dim=3840, n_layers=30, n_refiner_layers=2, n_heads=30,
+    n_kv_heads=30, norm_eps=1e-5, qk_norm=True, cap_feat_dim=2560, rope_theta=256.0, t_scale=1000.0,
+    axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512],
+)  # fmt: skip
+WAN_14B = dict(
+    patch_size=(1, 2, 2), num_attention_heads=40, attention_head_dim=128, in_channels=16, out_channels=16,
+    text_dim=4096, freq_dim=256, ffn_dim=13824, num_layers=40, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+    eps=1e-6, image_dim=None, added_kv_proj_dim=None, rope_max_seq_len=1024,
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -589,5 +614,163 @@ def test_a_single_wrong_fact_moves_the_output_by_more_than_the_tolerance(family,
         model = ours(oracle, torch.float64)
         y = WRONG[family, what](model, monkeypatch, given.y) or given.y
         moved = difference(model(given.x, given.t, y), expected)
-    print("MOVED", family, what, f"{moved:.1e}")
     assert moved > 2 * TOLERANCE
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+
+# What the hub's config.json files hold, and the numbers of weights in millions.
+PUBLISHED = {
+    "FLUX.1-dev": ("flux", FLUX_1 | {"guidance_embeds": True}, 11_901),
+    "FLUX.1-schnell": ("flux", FLUX_1, 11_891),
+    "Z-Image": ("z_image", Z_IMAGE_6B, 6_155),
+    "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
+    "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_networks_of_published_sizes_have_all_weights_of_diffusers_by_their_names(name):
+    family, values, millions = PUBLISHED[name]
+    config = public_config(family, values)
+    with torch.device("meta"):
+        model = PublicDiT(config)
+        theirs = getattr(networks(), FAMILIES[family].network).from_config(values)
+    load(model, theirs.state_dict())  # compares names and shapes
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert round(count / 10**6) == millions
+    assert count == sum(parameter.numel() for parameter in model.parameters()) == config.parameters()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_survive_json(name):
+    family, values, _ = PUBLISHED[name]
+    config = public_config(family, values, max_tokens=77)
+    again = config_from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config and hash(again) == hash(config) and type(again) is PublicConfig
+    assert again.spec is config.spec and again.text.max_tokens == 77
+    assert public_config(family, json.loads(json.dumps(values)), max_tokens=77) == config  # lists for tuples
+    smaller = public_config(family, values, config.input_size[:-1] + (8,), 77)
+    assert smaller != config and PublicConfig.from_dict(smaller.to_dict()) == smaller
+
+
+def test_configurations_of_an_unknown_family_are_refused():
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan"):
+        public_config("flax", {})
+
+
+# ----------------------------------------------------------------------------------------------- configurations' keys
+
+REFUSED = None
+# Every argument of diffusers' classes with a value that is not the usual one: refused, or understood as diffusers does,
+# with these values beside it.
+UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
+    "flux": {
+        "patch_size": (2, REFUSED),
+        "in_channels": (6, REFUSED),
+        "out_channels": (8, REFUSED),
+        "num_layers": (1, {}),
+        "num_single_layers": (1, {}),
+        "attention_head_dim": (16, {"axes_dims_rope": (4, 6, 6)}),
+        "num_attention_heads": (3, {}),
+        "joint_attention_dim": (6, {}),
+        "pooled_projection_dim": (6, {}),
+        "guidance_embeds": (False, {}),
+        "axes_dims_rope": ((4, 4, 6), REFUSED),
+    },
+    "z_image": {
+        "all_patch_size": ((4,), REFUSED),
+        "all_f_patch_size": ((2,), REFUSED),
+        "in_channels": (6, {}),
+        "dim": (48, {"axes_dims": [4, 6, 6]}),
+        "n_layers": (1, {}),
+        "n_refiner_layers": (1, {}),
+        "n_heads": (2, {"axes_dims": [6, 6, 6]}),
+        "n_kv_heads": (1, {}),  # it is not read
+        "norm_eps": (1e-3, {}),
+        "qk_norm": (False, {}),
+        "cap_feat_dim": (6, {}),
+        "siglip_feat_dim": (6, REFUSED),
+        "rope_theta": (100.0, {}),
+        "t_scale": (1.0, REFUSED),
+        "axes_dims": ([4, 4, 6], REFUSED),
+        "axes_lens": ([66, 3, 5], {}),  # the least that these places need
+    },
+    "wan": {
+        "patch_size": ((3, 1, 2), {}),
+        "num_attention_heads": (3, {}),
+        "attention_head_dim": (10, {}),
+        "in_channels": (6, REFUSED),
+        "out_channels": (6, REFUSED),
+        "text_dim": (6, {}),
+        "freq_dim": (6, {}),
+        "ffn_dim": (6, {}),
+        "num_layers": (1, {}),
+        "cross_attn_norm": (False, REFUSED),
+        "qk_norm": ("rms_norm", {}),  # it is not read
+        "eps": (1e-5, REFUSED),
+        "image_dim": (6, REFUSED),
+        "added_kv_proj_dim": (28, REFUSED),
+        "rope_max_seq_len": (5, {}),
+        "pos_embed_seq_len": (6, REFUSED),
+    },
+}
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_every_argument_of_diffusers_networks_is_known(family):
+    arguments = inspect.signature(getattr(networks(), FAMILIES[family].network).__init__).parameters
+    assert UNUSUAL[family].keys() == arguments.keys() - {"self"}
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "beside"),
+    [(family, key, *found) for family, keys in UNUSUAL.items() for key, found in keys.items()],
+)
+def test_unusual_values_are_refused_or_mean_what_they_mean_to_diffusers(family, key, value, beside):
+    case = USUAL[family]
+    if beside is REFUSED:
+        with pytest.raises(ValueError, match=rf"\b{key}\b"):
+            public_config(family, TINY[family] | {key: value})
+        return
+    values = {key: value} | beside
+    shape = (values["in_channels"], *SHAPES[family][1:]) if "in_channels" in values else None
+    case = replace(case, values=values, shape=shape)
+    with in_double_precision(), torch.no_grad():
+        oracle = case.oracle(torch.float64)
+        given = case.inputs(oracle, torch.float64)
+        expected = oracle.theirs(given.x, given.t, given.y)
+        assert difference(ours(oracle, torch.float64)(given.x, given.t, given.y), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("flux", "num_layers"),
+        ("flux", "in_channels"),
+        ("z_image", "axes_dims"),
+        ("wan", "ffn_dim"),
+        ("wan", "in_channels"),
+    ],
+)
+def test_configurations_without_a_key_are_refused_by_its_name(family, key):
+    values = {name: value for name, value in TINY[family].items() if name != key}
+    with pytest.raises(ValueError, match=rf"\b{key}\b"):
+        public_config(family, values)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "key"),
+    [
+        ("z_image", {"dim": 37}, "dim"),  # heads of 12, and one left over
+        ("wan", {"attention_head_dim": 13}, "attention_head_dim"),
+        ("wan", {"patch_size": (2, 2)}, "patch_size"),
+    ],
+)
+def test_values_that_make_no_network_are_refused(family, values, key):
+    with pytest.raises(ValueError, match=rf"\b{key}\b"):
+        public_config(family, TINY[family] | values)
+
+
+def test_wan_whose_outputs_are_left_open_has_as_many_as_inputs():
+    assert public_config("wan", WAN | {"out_channels": None}).spec == public_config("wan", WAN).spec
