@@ -164,6 +164,7 @@ class Metadata(JsonObject):
     captions: Annotated[list[Annotated[InstanceOf[str], MaxLen(1 << 20)]], FailFast(), MaxLen(4096)] = []
     vae: Name = ""
     text_encoder: Name | None = None
+    sampler: Word | None = None
     image_size: int = Field(1, ge=1, le=1 << 20)
     num_frames: int = Field(1, ge=1, le=1 << 20)
     frame_interval: int = Field(1, ge=1, le=1 << 20)

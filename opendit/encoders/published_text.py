@@ -22,11 +22,13 @@ from torch import Tensor
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind
 from opendit.common.utils import hash_parts, shown
+from opendit.config.public_models import family_in, name_of_folder
 from opendit.encoders.folder import CONFIG, Width, loading, refuse_adapters, transformers_model, weight_shapes
-from opendit.encoders.published_folder import check_index, read_json_of
+from opendit.encoders.published_folder import PIPELINE_INDEX, check_index, read_json_of
 from opendit.encoders.text import STEM, TOKENIZERS, TextEncoderConfig, check_tokenizer, check_vocabulary
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition
+from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
 CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then has scores of 0.5 GiB, its softmax 1 GiB
@@ -214,6 +216,17 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     prompts = _prompts(family)
     width = _width(_encoder_config(folder, prompts.encoder, family))
     return width, _width(_encoder_config(folder, prompts.pooled, family)) if prompts.pooled else 0
+
+
+def published_geometry(name: str) -> tuple[int, int, int] | None:
+    """Return (width of the tokens, width of the pooled vector, tokens of a prompt) of a pipeline's folder, without its
+    weights; None for another name. Raises as :func:`check_text`."""
+    folder = Path(name).expanduser()
+    family = family_in(name_of_folder(folder) or "")
+    if family is None or not (folder / PIPELINE_INDEX).is_file():
+        return None
+    found = FAMILIES[family]
+    return *text_widths(folder, found), found.text.tokens
 
 
 def check_text(folder: Path, family: Family) -> None:

@@ -123,9 +123,9 @@ def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
     """The configuration of the model ``name``, of the newest revision, as files of another one have it; the same where
     revisions make no difference."""
-    kind_name, size, _ = parse_name(name)
     if not config.depends_on_revision:
         return config
+    kind_name, size, _ = parse_name(name)
     return replace(config, revision=revision, **(KINDS[kind_name].revision_1.get(size, {}) if revision < 2 else {}))
 
 

@@ -28,7 +28,7 @@ from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_cod
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
-from opendit.models.families.network import PublicConfig, family_of
+from opendit.models.families.network import PublicConfig, embedded_guidance, family_of
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
@@ -233,13 +233,6 @@ def published_conditioner(
     encoder = load_published_text(folder, family, device=device, dtype=PRECISIONS[precision])
     assert config.text is not None
     return PublishedConditioner(config.text, device, encoder, embedded_guidance(config))
-
-
-def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | None:
-    """Return the scale of guidance that a network is told, ``scale`` or the family's own; None if it is told none."""
-    if not isinstance(config, PublicConfig) or not config.spec.guidance:
-        return None
-    return family_of(config.family).guidance.scale if scale is None else scale
 
 
 def guidance_of(config: DiTConfig, scale: float) -> float:

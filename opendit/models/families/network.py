@@ -268,6 +268,13 @@ def public_config(
     )
 
 
+def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | None:
+    """Return the scale of guidance that a network is told, ``scale`` or the family's own; None if it is told none."""
+    if not isinstance(config, PublicConfig) or not config.spec.guidance:
+        return None
+    return family_of(config.family).guidance.scale if scale is None else scale
+
+
 # ------------------------------------------------------------------------------------------------------------ network
 
 
