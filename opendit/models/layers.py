@@ -46,8 +46,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
         self.eps: float = eps
+        # Of ranks that each have some of the features: their number, and what adds up the ranks' sums (..., 1).
+        self.features = dim
+        self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.sum_of_ranks is not None:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            mean = self.sum_of_ranks(wide.square().sum(-1, keepdim=True)) / self.features
+            return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.weight, eps=self.eps).to(x.dtype)
 
 

@@ -11,7 +11,8 @@ from opendit.common.torch_utils import on_meta
 from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.families.network import ARCHITECTURE as PUBLIC_ARCHITECTURE
+from opendit.models.families.network import PublicConfig, PublicDiT
+from opendit.models.families.plan import plan_of_spec
 from opendit.models.initialization import initialize
 from opendit.models.plan import PLAN, Plan
 
@@ -32,7 +33,7 @@ def _find(kind: str) -> Classes:
 
 
 CLASSES = {kind: _find(kind) for kind in KINDS}
-PUBLIC = Classes(*PUBLIC_ARCHITECTURE)
+PUBLIC = Classes(PublicConfig, PublicDiT)
 
 
 def model_config(
@@ -178,7 +179,7 @@ def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
 
 def plan_of(config: DiTConfig) -> Plan:
     """The plan of the models of a configuration. Raises ValueError for a kind that is not in the zoo."""
-    return _classes(config.kind).plan
+    return plan_of_spec(config.spec) if isinstance(config, PublicConfig) else _classes(config.kind).plan
 
 
 def _classes(stored: str) -> Classes:

@@ -6,7 +6,7 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -115,12 +115,11 @@ FAMILY = Family(
         "tokenizer_2": ("transformers", "T5TokenizerFast"),
         "text_encoder_2": ("transformers", "T5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKL"),
-        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "attend", pooled=True),
-    latents=Latents("AutoencoderKL", "scalar"),
+    latents=LatentSpace("AutoencoderKL", "scalar"),
     guidance=Guidance(3.5, "embedded"),
     steps=28,
     license="FLUX.1-dev: flux-1-dev-non-commercial-license; FLUX.1-schnell: apache-2.0",

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -155,6 +156,7 @@ class PublicConfig(DiTConfig):
     """
 
     kind: ClassVar[str] = "public"
+    plain_projections: ClassVar[bool] = False
 
     family: str = ""
     published: str = ""
@@ -207,6 +209,11 @@ class PublicConfig(DiTConfig):
 
     def check(self) -> None:
         """Do nothing: a family checks the published values when it makes a specification of them."""
+
+    @property
+    def modulation_width(self) -> int:
+        """Width of a block's modulation, on the average."""
+        return sum(block.chunks * block.width for block in self.spec.blocks) // self.depth
 
     def parameters(self) -> int:
         """Number of trainable weights."""
@@ -277,6 +284,8 @@ class PatchLinear(nn.Module):
             if spec.convolution
             else nn.Linear(spec.channels * math.prod(spec.patch), width)
         )
+        # Stands in for the tokens that fill a picture.
+        self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
 
     def patches(self, x: Tensor) -> Tensor:
         """Return the patches' numbers (B, N, C * prod(patch)), in the weight's order and dtype."""
@@ -350,8 +359,6 @@ class PublicDiT(DiT):
         if spec.text.pooled:
             self.pooled_embedder = VectorEmbedder(spec.text.pooled, condition)
         self.text_embedder = TextEmbedder(spec.text, width, eps)
-        if spec.media_multiple > 1:
-            self.media_filling = nn.Parameter(torch.zeros(1, width))
         if spec.media_refiner is not None:
             self.media_refiner = nn.ModuleList(self._blocks(spec.media_refiner))
         if spec.text_refiner is not None:
@@ -383,9 +390,10 @@ class PublicDiT(DiT):
 
     def use(self, *, ops=None, attend=None, varlen=None, sequence=None) -> "PublicDiT":
         self.sequence = sequence
+        refiners = (getattr(self, name, ()) for name in ("media_refiner", "text_refiner"))
+        for part in (*self.blocks, self.final_layer, *chain.from_iterable(map(_parts_of, refiners))):
+            part.ops = ops or BlockOps()
         for module in self.modules():
-            if isinstance(module, (Block, FinalLayer)) or hasattr(module, "streams"):
-                cast(Any, module).ops = ops or BlockOps()
             if isinstance(module, Attention | CrossAttention):
                 module.attend = attend or local_attention
             if isinstance(module, Attention):
@@ -405,7 +413,7 @@ class PublicDiT(DiT):
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
         """Embed captions: what is added to the time's embedding, and their tokens (B, L, D) with their mask."""
         assert isinstance(y, TextCondition), "a public model is conditioned on captions"
-        spec, dtype = self.config.spec, self.final_layer.linear.weight.dtype
+        spec, dtype = self.config.spec, cast(nn.Linear, self.t_embedder.mlp[0]).weight.dtype
         vector = torch.zeros(len(y.pooled), spec.time_width or spec.block.width, dtype=dtype, device=y.tokens.device)
         if spec.text.pooled:
             vector = vector + self.pooled_embedder(y.pooled)
@@ -420,13 +428,16 @@ class PublicDiT(DiT):
     def _text(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool."""
         spec, embed = self.config.spec, self.text_embedder
-        if embed.filling is None:
-            return embed(tokens), mask
+        elsewhere = not hasattr(embed, "mlp")  # on a pipeline's first stage
+        if spec.text.multiple == 1:
+            return tokens if elsewhere else embed(tokens), mask
         tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))
         length = tokens.shape[1]
         lengths = mask.sum(1)
         filled = _round_up(lengths, spec.text.multiple)
         place = torch.arange(length, device=tokens.device)
+        if elsewhere:
+            return tokens, place < filled[:, None]
         x = torch.where((place < lengths[:, None]).unsqueeze(-1), embed(tokens), embed.filling)
         keys = place < filled[:, None]
         if spec.text_refiner is not None:
@@ -434,11 +445,9 @@ class PublicDiT(DiT):
             ids[..., 0] = place + 1
             alone = None if self._all_tokens(mask) else keys
             grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
-            none = x.new_zeros(len(x), 0)
-            x = run_blocks(
-                cast(Any, self.text_refiner), x, [none] * spec.text_refiner.count, None, grid,
-                checkpointed=self.grad_checkpoint and torch.is_grad_enabled(),
-            )  # fmt: skip
+            checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+            nothing = [x.new_zeros(len(x), 0)] * spec.text_refiner.count
+            x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=checkpointed)
         return x, keys
 
     def _all_tokens(self, mask: Tensor) -> bool:
@@ -451,14 +460,13 @@ class PublicDiT(DiT):
             return None if context is None else [context]
         return super().contexts(context)
 
-    def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None) -> Iterator[Modulation]:
+    def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
+        """Yield the modulations of the refiner's blocks (if ``first``), of the blocks, and of the final layer."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
-        refiner = getattr(self, "media_refiner", None) if blocks is None or self.has_first_stage else None
-        for block in [*(refiner or ()), *(self.blocks if blocks is None else blocks)]:
+        refiner = self.media_refiner if first and self.config.spec.media_refiner is not None else ()
+        for block in [*cast(Any, refiner), *(self.blocks if blocks is None else blocks)]:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
         yield self.final_layer.modulate(c)
-
-    has_first_stage = True
 
     # ----------------------------------------------------------------------------------------------------- one forward
 
@@ -500,35 +508,31 @@ class PublicDiT(DiT):
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
         """Return the tokens (B, N, D) of latents x (B, C, ...) and of the captions, as the first block takes them, and
         their places. Takes the refiner's modulations."""
-        spec, sizes = self.config.spec, self.config.grid_of(tuple(x.shape[2:]))
+        spec = self.config.spec
+        grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
         media = self.x_embedder.project(self.x_embedder.patches(x))
-        if spec.media_multiple > 1 and (count := -media.shape[1] % spec.media_multiple):
-            filling = self.media_filling.to(media.dtype).expand(len(media), count, -1)
-            media = torch.cat([media, filling], dim=1)
-        text, keys = _of_context(context) if spec.order else (None, None)
-        grid, alone = self.grid_of_tokens(sizes, media.shape[1], keys, len(media))
+        filling, count = self.x_embedder.filling, -media.shape[1] % spec.media_multiple
+        if filling is not None and count:
+            media = torch.cat([media, filling.to(media.dtype).expand(len(media), count, -1)], dim=1)
         if alone.shards is not None:
             media = alone.shards.take(media)
         if spec.media_refiner is not None:
             m = [next(modulations) for _ in range(spec.media_refiner.count)]
             checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
             media = run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
-        if text is None:
+        if not spec.order:
             return media, grid
+        text, _ = _of_context(context)
         if grid.shards is not None:
             text = grid.shards.take_stream(spec.order.index("text"), text)
         parts = {"text": text, "media": media}
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
-    def grid_of_tokens(
-        self, sizes: tuple[int, ...], media: int, keys: Tensor | None, batch: int
-    ) -> tuple[TokenGrid, TokenGrid]:
-        """Describe the places of all tokens of a batch, and of its media alone.
-
-        sizes: of the media's grid. media: number of their tokens, filling among them. keys: (B, L) which tokens of
-        captions are attended to; None where captions are not in the sequence.
-        """
-        spec, device = self.config.spec, self.device
+    def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, TokenGrid]:
+        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone."""
+        spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
+        media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
+        keys = _of_context(context)[1] if spec.order else None
         rotary, order = spec.rotary, spec.order
         axes = len(rotary.channels)
         at = torch.zeros(media, axes, dtype=torch.float64, device=device)
@@ -590,6 +594,11 @@ def _of_context(context: Any) -> tuple[Tensor, Tensor]:
     if isinstance(context, list):
         context = context[0]
     return context if isinstance(context, tuple) else context.of(slice(0, 1))
+
+
+def _parts_of(modules: Any) -> Iterable[Any]:
+    """Return the modules of a list; none of one that another stage of a pipeline has."""
+    return modules if isinstance(modules, nn.ModuleList) else ()
 
 
 def _round_up(numbers: Tensor, multiple: int) -> Tensor:

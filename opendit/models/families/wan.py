@@ -5,7 +5,7 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -96,12 +96,11 @@ FAMILY = Family(
         "tokenizer": ("transformers", "T5TokenizerFast"),
         "text_encoder": ("transformers", "UMT5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKLWan"),
-        "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "zero"),
-    latents=Latents("AutoencoderKLWan", "channel", video=True),
+    latents=LatentSpace("AutoencoderKLWan", "channel", video=True),
     guidance=Guidance(5.0),
     steps=50,
     image_size=(480, 832),

@@ -6,7 +6,7 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -79,7 +79,7 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
         add(ours, theirs)
     add("text_embedder.norm", "cap_embedder.0", ("weight",))
     found.append(Match(("text_embedder.filling",), ("cap_pad_token",)))
-    found.append(Match(("media_filling",), ("x_pad_token",)))
+    found.append(Match(("x_embedder.filling",), ("x_pad_token",)))
     refiners = spec.text_refiner.count if spec.text_refiner else 0
     for ours, theirs, count in (
         ("blocks", "layers", spec.stacks[0].count),
@@ -114,12 +114,11 @@ FAMILY = Family(
         "tokenizer": ("transformers", "Qwen2Tokenizer"),
         "text_encoder": ("transformers", "Qwen3Model"),
         "vae": ("diffusers", "AutoencoderKL"),
-        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "remove"),
-    latents=Latents("AutoencoderKL", "scalar"),
+    latents=LatentSpace("AutoencoderKL", "scalar"),
     guidance=Guidance(5.0, "cond"),
     steps=50,
     license="apache-2.0",

@@ -53,12 +53,12 @@ def networks() -> Any:
     return diffusers
 
 
-def randomise(module: torch.nn.Module, seed: int = 0) -> None:
+def randomise(module: torch.nn.Module, seed: int = 0, std: float = 0.1) -> None:
     """Add noise to every parameter, so that none is at a value that hides it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
 
 
 def flux(dtype: torch.dtype, **values: Any) -> Oracle:
