@@ -387,7 +387,7 @@ def _(model, patch, y):
 
 @wrong("zeros for the tokens that fill pictures", "z_image")
 def _(model, patch, y):
-    model.media_filling.data.zero_()
+    model.x_embedder.filling.data.zero_()
 
 
 @wrong("captions filled to a multiple of 16", "z_image")
@@ -413,18 +413,15 @@ def _(model, patch, y):
 
 @wrong("pictures at the place after the captions' own tokens", "z_image")
 def _(model, patch, y):
-    of_tokens = model.grid_of_tokens
+    places = model.places
 
-    def moved(sizes, media, keys, batch):
+    def moved(size, context, batch):
+        tokens, keys = context
         own = F.pad(y.mask, (0, keys.shape[1] - y.mask.shape[1]))
-        return tuple(
-            replace(place, keys=grid.keys)
-            for place, grid in zip(
-                of_tokens(sizes, media, own, batch), of_tokens(sizes, media, keys, batch), strict=True
-            )
-        )
+        (joint, alone), (padded, _) = places(size, (tokens, own), batch), places(size, context, batch)
+        return replace(joint, keys=padded.keys), alone
 
-    patch.setattr(model, "grid_of_tokens", moved)
+    patch.setattr(model, "places", moved)
 
 
 @wrong("all captions at place 0", "z_image")
