@@ -58,7 +58,6 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
 # ------------------------------------------------------------------------------------------------ outputs, gradients
 
-
 # The layers of all families by whose outputs norms divide.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
@@ -148,7 +147,8 @@ VARIANTS = {
     ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
-CASES = USUAL | {f"{family} with small weights": case for family, case in SMALL.items()} | VARIANTS
+BOTH = USUAL | {f"{family} with small weights": case for family, case in SMALL.items()}
+CASES = BOTH | VARIANTS
 
 
 def compared(case: Case, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
@@ -171,7 +171,7 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_double_precision(name):
     assert not wrong
 
 
-@pytest.mark.parametrize("name", USUAL)
+@pytest.mark.parametrize("name", BOTH)
 def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
     found = compared(CASES[name], torch.float32)
     wrong = {name: error for name, pair in found.items() if (error := difference(*pair)) > TOLERANCE}
@@ -182,16 +182,16 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
 
 # ------------------------------------------------------------------------------------------------- single wrong facts
 
-# A wrong fact changes our network after it has been given the oracle's weights, or replaces a function or the captions.
-Change = Callable[[PublicDiT, pytest.MonkeyPatch], TextCondition | None]
-WRONG: dict[tuple[str, str], Callable[..., Any]] = {}
+# It changes our network, which has the oracle's weights already, or replaces a function or the captions.
+Change = Callable[[PublicDiT, pytest.MonkeyPatch, TextCondition], TextCondition | None]
+WRONG: dict[tuple[str, str], Change] = {}
 
 
-def wrong(what: str, *families: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def wrong(what: str, *families: str) -> Callable[[Change], Change]:
     """Register a wrong fact of some families. It is called with our network, monkeypatch and the captions, and returns
     other captions, or None for the same."""
 
-    def register(change: Callable[..., Any]) -> Callable[..., Any]:
+    def register(change: Change) -> Change:
         for family in families:
             WRONG[family, what] = change
         return change
@@ -387,7 +387,7 @@ def _(model, patch, y):
 
 @wrong("zeros for the tokens that fill pictures", "z_image")
 def _(model, patch, y):
-    model.media_filling.data.zero_()
+    model.x_embedder.filling.data.zero_()
 
 
 @wrong("captions filled to a multiple of 16", "z_image")
@@ -413,18 +413,15 @@ def _(model, patch, y):
 
 @wrong("pictures at the place after the captions' own tokens", "z_image")
 def _(model, patch, y):
-    of_tokens = model.grid_of_tokens
+    places = model.places
 
-    def moved(sizes, media, keys, batch):
+    def moved(size, context, batch):
+        tokens, keys = context
         own = F.pad(y.mask, (0, keys.shape[1] - y.mask.shape[1]))
-        return tuple(
-            replace(place, keys=grid.keys)
-            for place, grid in zip(
-                of_tokens(sizes, media, own, batch), of_tokens(sizes, media, keys, batch), strict=True
-            )
-        )
+        (joint, alone), (padded, _) = places(size, (tokens, own), batch), places(size, context, batch)
+        return replace(joint, keys=padded.keys), alone
 
-    patch.setattr(model, "grid_of_tokens", moved)
+    patch.setattr(model, "places", moved)
 
 
 @wrong("all captions at place 0", "z_image")
