@@ -9,7 +9,6 @@ The folder of the transformer alone will do as well. What a family's file says (
 configuration and the names are understood. Headers are read and compared; weights are read when they are asked for.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,18 @@ from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.utils import shown
 from opendit.config.names import PARTS, WHOLE
-from opendit.encoders.folder import CONFIG, INDEX, PretrainedConfig, one_line, weight_files
+from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.diffusion.published_schedules import published_schedule
+from opendit.encoders.folder import CONFIG, INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
+from opendit.encoders.published_folder import check_index
+from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 from opendit.models.families.network import public_config
+from opendit.models.weights import Weights
 from opendit.models.zoo import Shapes, model_shapes
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
+SCHEDULER = "scheduler_config.json"
 MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
 
@@ -135,7 +140,7 @@ class PublishedFolder:
         self.files.close()
 
 
-def is_published(folder: str | Path, families: Mapping[str, Family]) -> bool:
+def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) -> bool:
     """Return True for a folder that :func:`open_published` is for, whatever may be wrong with it beside its class."""
     folder = Path(folder)
     path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
@@ -207,15 +212,7 @@ def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | 
         return None
     file_id(path, root)
     index = read_file(path, MODEL_INDEX)
-    if index["_class_name"] not in family.pipelines:
-        raise ValueError(
-            f"{path}: _class_name is {shown(index['_class_name'])}; a {family.network} is read of "
-            f"{', '.join(family.pipelines)}"
-        )
-    for name, kind in {**family.components, TRANSFORMER: ("diffusers", family.network)}.items():
-        if (found := index.get(name)) != list(kind):
-            said = "missing" if found is None else json.dumps(found)[:100]
-            raise ValueError(f"{path}: {name} is {said}; it should be {json.dumps(list(kind))}")
+    check_index(pipeline, family)
     others = [
         name for name, kind in index.items() if name.startswith(f"{TRANSFORMER}_") and kind not in (None, [None, None])
     ]
@@ -239,3 +236,35 @@ def _open_files(transformer: Path, root: Path) -> WholeTensors:
     tensors = WholeTensors(path if place else transformer / (STEM + WHOLE), open_safetensors, place)
     tensors.check_floats()
     return tensors
+
+
+# ------------------------------------------------------------------------------------------------ as weights of ours
+
+
+def read_published(folder: str | Path) -> Weights:
+    """Open a public model's folder as weights under our names, with all that its files say about how to use them.
+
+    Weights stay in the files until they are asked for. Raises as :func:`open_published` and ``published_schedule``.
+    """
+    opened = open_published(folder, FAMILIES)
+    family, info = opened.family, {}
+    size = None
+    root = opened.pipeline
+    if root is not None:
+        if (root / "vae" / CONFIG).is_file():
+            info["vae"] = str((root / "vae").resolve())
+        if opened.index is not None:
+            info["text_encoder"] = str(root.resolve())
+        schedule = root / "scheduler" / SCHEDULER
+        if schedule.is_file():
+            try:
+                objective, sampler = published_schedule(read_file(schedule, PRETRAINED))
+            except ValueError as error:
+                raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
+            info |= {"objective": objective.to_dict(), "sampler": sampler}
+    config = public_config(family.name, opened.config, size)
+    place = opened.pipeline or opened.transformer
+    shapes, _ = model_shapes(config)
+    info |= {"model": place.resolve().name, "config": config.to_dict()}
+    info.setdefault("objective", FlowObjective().to_dict())
+    return Weights(opened.tensors(shapes), place, info)

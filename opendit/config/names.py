@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from opendit.config.flags import Bounds, Setting
 
-ALL_SAMPLERS = ("ddim", "ddpm", "dpmpp", "euler", "heun")
+ALL_SAMPLERS = ("ddim", "ddpm", "dpmpp", "euler", "heun", "unipc")
 SHIFT: Bounds = {"at_least": 0.01, "at_most": 100, "unit": "factor"}
 
 

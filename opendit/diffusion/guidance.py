@@ -5,6 +5,7 @@
 Quality", 2024
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from opendit.diffusion.trajectory import Model, at_least_float32, split_output
 from opendit.models.conditioning import Condition, joined
+from opendit.models.families.base import Guidance
 
 
 def for_step(model: Model, level: float) -> Model:
@@ -24,6 +26,25 @@ def for_step(model: Model, level: float) -> Model:
     """
     choose = getattr(model, "at_level", None)
     return model if choose is None else choose(level)
+
+
+def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
+    """Return the scale of :func:`cfg_model` for a family's guidance; 1.0 is none.
+
+    scale: as the family's pipeline in diffusers counts it; None for the family's own.
+
+    - "uncond": the same scale. Pipelines guide above 1 only.
+    - "cond": cond + g (cond - uncond) is uncond + (1 + g) (cond - uncond). Pipelines guide above 0 only.
+    - "embedded": 1.0; the network gets the scale as an input instead.
+
+    Raises ValueError for a scale that is negative or not finite.
+    """
+    value = guidance.scale if scale is None else scale
+    if not 0 <= value < math.inf:
+        raise ValueError(f"--cfg_scale {value:g}: out of range; give a number from 0")
+    if guidance.formula == "embedded":
+        return 1.0
+    return 1.0 + value if guidance.formula == "cond" else max(value, 1.0)
 
 
 def cfg_model(

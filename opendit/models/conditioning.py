@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opendit.models.layers import layer_norm
@@ -69,6 +70,13 @@ class TextCondition:
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return TextCondition(*(own.expand_as(theirs) for own, theirs in pairs))
 
+    def padded(self, length: int) -> "TextCondition":
+        """Captions with zeros after their tokens, which the mask leaves out, up to ``length``."""
+        rest = length - self.tokens.shape[1]
+        if rest == 0:
+            return self
+        return replace(self, tokens=F.pad(self.tokens, (0, 0, 0, rest)), mask=F.pad(self.mask, (0, rest)))
+
     @staticmethod
     def cat(conditions: Sequence["TextCondition"]) -> "TextCondition":
         """Several batches of captions as one, as torch.cat does for tensors."""
@@ -85,6 +93,14 @@ def joined(conditions: Sequence[Condition]) -> Condition:
     """Several batches of conditions of one kind as one."""
     join: Any = getattr(conditions[0], "cat", torch.cat)
     return join(tuple(conditions))
+
+
+def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]:
+    """Return two conditions whose captions have the same number of tokens, padded with zeros; labels as they are."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one, other
+    length = max(one.tokens.shape[1], other.tokens.shape[1])
+    return one.padded(length), other.padded(length)
 
 
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:

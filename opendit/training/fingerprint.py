@@ -231,7 +231,7 @@ def stored_fingerprint(state: dict[str, Any]) -> dict[str, Any]:
         objective = objective_from_dict(state.get("objective"))
         found["objective"] = objective.name
         flag_of = {name: setting.flag for name, setting in DESCRIPTIONS[objective.name].settings.items()}
-        found |= {flag_of[setting]: value for setting, value in asdict(objective).items()}
+        found |= {flag_of[setting]: value for setting, value in asdict(objective).items() if setting in flag_of}
     decays = list(state["ema"]["files"].values())
     found = {name: value for name, value in found.items() if name != "ema_decay"}
     found["ema_warmup"] = warmup_of(found)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 
 WIDTH = 12
 COMPONENTS = {"vae": ("diffusers", "AutoencoderKL"), "text_encoder": ("transformers", "T5EncoderModel")}
@@ -41,7 +41,7 @@ def names(spec: dict[str, int]) -> tuple[Match, ...]:
 
 FAMILY = Family(
     "small", "SmallTransformer2DModel", ("SmallPipeline",), COMPONENTS, layout, names, Text(8, "attend"),
-    Latents("AutoencoderKL", "scalar"), Guidance(3.0), 4, license="apache-2.0",
+    LatentSpace("AutoencoderKL", "scalar"), Guidance(3.0), 4, license="apache-2.0",
 )  # fmt: skip
 FAMILIES = {"small": FAMILY}
 CONFIG = {"_class_name": FAMILY.network, "_diffusers_version": "0.42.1", "patch_size": 2, "num_layers": 2,

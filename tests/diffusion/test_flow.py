@@ -162,8 +162,8 @@ def test_objectives_survive_a_checkpoint_and_refuse_the_others_samplers():
     flow_objective = FlowObjective(shift=6.0, times_are="mode")
     assert objective_from_dict(flow_objective.to_dict()) == flow_objective
     assert objective_from_dict(None) == DDPMObjective() == objective_from_dict({"name": "ddpm"})
-    assert set(ALL_SAMPLERS) == {"ddpm", "ddim", "dpmpp", "euler", "heun"}
-    with pytest.raises(ValueError, match="--sampler ddim.*euler or heun"):
+    assert set(ALL_SAMPLERS) == {"ddpm", "ddim", "dpmpp", "euler", "heun", "unipc"}
+    with pytest.raises(ValueError, match="--sampler ddim.*euler or heun or unipc"):
         flow_objective.choose("ddim")
     with pytest.raises(ValueError, match="objective 'edm9'"):
         objective_from_dict({"name": "edm9"})

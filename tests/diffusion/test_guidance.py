@@ -18,6 +18,8 @@ from opendit.diffusion import (
     keyed_noise,
     sample,
 )
+from opendit.diffusion.guidance import scale_of_family
+from opendit.models.families.base import Guidance
 
 
 def randn(*shape, seed=0):
@@ -215,6 +217,44 @@ def test_every_sampler_of_every_objective_takes_an_interval(objective):
         assert not torch.equal(part, draw(sampler, None)) and not torch.equal(part, draw(sampler, None, scale=1.0))
 
 
+@pytest.mark.parametrize(
+    ("guidance", "scale", "expected"),
+    [
+        (Guidance(5.0), None, 5.0),
+        (Guidance(5.0), 3.0, 3.0),
+        (Guidance(5.0), 1.0, 1.0),
+        (Guidance(5.0), 0.0, 1.0),  # a pipeline guides above 1 only
+        (Guidance(5.0, "cond"), None, 6.0),
+        (Guidance(5.0, "cond"), 0.5, 1.5),
+        (Guidance(0.0, "cond"), None, 1.0),
+        (Guidance(0.0, "cond"), 1.0, 2.0),
+        (Guidance(3.5, "embedded"), None, 1.0),
+        (Guidance(3.5, "embedded"), 7.0, 1.0),
+    ],
+)
+def test_scales_of_families_are_converted(guidance, scale, expected):
+    assert scale_of_family(guidance, scale) == expected
+
+
+@pytest.mark.parametrize("scale", [-1.0, math.inf, math.nan])
+def test_scales_of_families_are_checked(scale):
+    with pytest.raises(ValueError, match="^--cfg_scale .*: out of range"):
+        scale_of_family(Guidance(5.0), scale)
+
+
+@pytest.mark.parametrize("formula", ["uncond", "cond"])
+@pytest.mark.parametrize("scale", [0.0, 0.7, 1.0, 5.0])
+def test_families_are_guided_by_their_formula(formula, scale):
+    """As the pipelines of Wan and Z-Image write it."""
+    cond, uncond = (CountingModel()(X, T, y)[:, :4] for y in (Y, NULL))
+    if formula == "uncond":
+        expected = uncond + scale * (cond - uncond) if scale > 1 else cond
+    else:
+        expected = cond + scale * (cond - uncond) if scale > 0 else cond
+    got = cfg_model(CountingModel(), Y, NULL, scale_of_family(Guidance(5.0, formula), scale))(X, T)[:, :4]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)  # of conditions up to 1000
+
+
 # The levels of every sampler's steps, written down again: with 8 steps, the noisiest first
 RAMP = np.linspace(0, 1, 8)
 EVEN = SIGMAS[[999, 856, 714, 571, 428, 285, 143, 0]]
@@ -231,9 +271,11 @@ STEPS = {  # levels, evaluations of each step, the first and the last level as p
     ("shifted", "ddim"): (DDPMObjective("v", shift=6.0), 6 * EVEN, [1] * 8, 944, 0.06),
     ("flow", "euler"): (FlowObjective(shift=3.0), FLOW, [1] * 8, math.inf, 0.429),  # 3 / 7
     ("flow", "heun"): (FlowObjective(shift=3.0), FLOW, [2] * 8, math.inf, 0.429),
+    ("flow", "unipc"): (FlowObjective(shift=3.0), FLOW, [1] * 8, math.inf, 0.429),
     ("edm", "heun"): (EDMObjective(), KARRAS, [2] * 7 + [1], 80, 0.002),
     ("edm", "euler"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
     ("edm", "dpmpp"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
+    ("edm", "unipc"): (EDMObjective(), KARRAS, [1] * 8, 80, 0.002),
 }
 STEPS_OF = pytest.mark.parametrize("which", STEPS, ids=", ".join)
 

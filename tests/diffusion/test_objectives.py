@@ -214,7 +214,14 @@ def test_defaults_are_those_of_the_papers(tmp_path):
     """Karras et al. 2022, table 1; rectified flow's uniform times without a shift; DDPM's noise, weights of one."""
     defaults = {
         "edm": {"mean": -1.2, "std": 1.2, "sigma_data": 0.5},
-        "flow": {"shift": 1.0, "times_are": "uniform", "shift_tokens": None},
+        "flow": {
+            "shift": 1.0,
+            "times_are": "uniform",
+            "shift_tokens": None,
+            "shift_growth": None,
+            "shift_terminal": None,
+            "discrete_times": False,
+        },
         "ddpm": {"prediction": "eps", "min_snr": None, "shift": 1.0},
     }
     for name, expected in defaults.items():

@@ -1,7 +1,7 @@
 """Every sampler along random schedules against its paper's own formulas, written out in numpy's float64.
 
 [H] Ho et al. 2020, [N] Nichol & Dhariwal 2021, [S] Song et al. 2021, [D] Lu et al. 2022 (DPM-Solver++), [K] Karras et
-al. 2022: nothing of the code under test is used on the reference's side.
+al. 2022, [U] Zhao et al. 2023 (UniPC): nothing of the code under test is used on the reference's side.
 """
 
 import math
@@ -228,3 +228,79 @@ def test_flow(name, times, shape, seed):
         x = x + (after - now) * d
     got = sample(name, of_numpy(network), torch.from_numpy(start), FlowTrajectory(torch.from_numpy(times)))
     np.testing.assert_allclose(got.numpy(), x, rtol=1e-9, atol=1e-9)
+
+
+def unipc(predict, times, levels, alphas, x: np.ndarray) -> np.ndarray:
+    """[U] for predictions of x_0 with B_2(h): UniP-2 and UniC-2, with the corrected x kept apart.
+
+    predict: returns x_0 from x at a time.
+    """
+    lambdas = -np.log(np.minimum(levels, 1e6), where=levels > 0, out=np.full_like(levels, -np.inf))
+    found, corrected, steps = [], x, len(times) - 1
+    for k in range(steps):
+        found.append(predict(x, times[k]))
+        if k > 0:
+            corrected = updated(found, k, lambdas, times, alphas, corrected, orders(steps, k - 1), correct=True)
+        x = updated(found, k + 1, lambdas, times, alphas, corrected, orders(steps, k), correct=False)
+    return x
+
+
+def orders(steps: int, k: int) -> int:
+    return 2 if 0 < k < steps - 1 else 1
+
+
+def updated(found, k, lambdas, times, alphas, x, order, correct):
+    """Return x at point k from the corrected one at k - 1, with or without the x_0 predicted at k."""
+    last = found[k - 1]
+    if times[k] == 0:
+        return last
+    h = lambdas[k] - lambdas[k - 1]
+    places, differences = [], []
+    if order == 2:
+        places.append((lambdas[k - 2] - lambdas[k - 1]) / h)
+        differences.append((found[k - 2] - last) / places[0])
+    if correct:
+        places.append(1.0)
+        differences.append(found[k] - last)
+    # R(h) a = phi(h), where phi_n = h^n n! varphi_n+1 / B(h); one unknown is 1/2 whatever h.
+    z, bound = -h, math.expm1(-h)
+    phi, varphi = [], bound / z
+    for n in range(1, len(places) + 1):
+        varphi = (varphi - 1 / math.factorial(n)) / z
+        phi.append(math.factorial(n) * z * varphi / bound)
+    powers = np.array([[r**n for r in places] for n in range(len(places))])
+    weights = [0.5] if len(places) == 1 else np.linalg.solve(powers, np.array(phi)) if places else []
+    total = sum(a * d for a, d in zip(weights, differences, strict=True))
+    return times[k] / times[k - 1] * x - alphas[k] * bound * (last + total)
+
+
+@given(
+    levels=st.booleans().flatmap(lambda to_zero: falling(1e-3, 80.0, to_zero)),
+    data=st.floats(0.2, 2),
+    shape=SHAPES,
+    seed=st.integers(0, 99),
+)
+@MANY
+def test_unipc_along_edms_levels(levels, data, shape, seed):
+    start = levels[0] * randn(seed, *shape)
+    expected = unipc(lambda x, sigma: denoised(x, sigma, data), levels, levels, np.ones_like(levels), start)
+    got = sample("unipc", of_numpy(network), torch.from_numpy(start), EDMTrajectory(torch.from_numpy(levels), data))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-7, atol=1e-7)
+
+
+@given(steps=st.integers(1, 9), shift=st.floats(0.5, 8), shape=SHAPES, seed=st.integers(0, 99))
+@MANY
+def test_unipc_along_a_flow(steps, shift, shape, seed):
+    """From t = 1, where lambda is taken to be that of 1 - 1e-6."""
+    t = np.linspace(1, 0, steps + 1)
+    times = shift * t / (1 + (shift - 1) * t)
+    times[0] = 1
+    levels = times / np.maximum(1 - times, 1e-6 / (1 + 1e-6))
+    start = randn(seed, *shape)
+
+    def predict(x, t):
+        return x - t * network(x, np.float32(1000 * t))
+
+    expected = unipc(predict, times, levels, 1 - times, start)
+    got = sample("unipc", of_numpy(network), torch.from_numpy(start), FlowTrajectory(torch.from_numpy(times)))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5, atol=1e-5)

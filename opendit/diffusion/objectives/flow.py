@@ -26,6 +26,7 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least
 SETTINGS = DESCRIPTIONS["flow"].settings
 
 TIME_SCALE = 1000.0  # the network's time at t = 1
+MOST_GROWTH = 50.0  # of ln(shift), far beyond any use
 
 
 def uniform_times(u: Tensor) -> Tensor:
@@ -72,9 +73,31 @@ def network_times(t: Tensor) -> Tensor:
     return (t * TIME_SCALE).to(torch.float32)
 
 
-def sampling_times(steps: int, shift: float = 1.0) -> Tensor:
-    """Return a sampler's ``steps`` + 1 times, float64, from 1 to 0: evenly spaced, then shifted."""
-    return shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None) -> Tensor:
+    """Return a sampler's ``steps`` + 1 times, float64, from 1 to 0: evenly spaced, then shifted.
+
+    terminal: the last time above 0, to which the others are stretched, as Qwen-Image and LTX do. One step has no such
+    time.
+    """
+    t = shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+    t[0] = 1  # which the shift rounds
+    if terminal is not None and steps > 1:
+        t[:-1] = 1 - (1 - t[:-1]) * ((1 - terminal) / (1 - t[-2]))
+    return t
+
+
+def discrete_times(steps: int, shift: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the times of diffusers' UniPC for flows, and the network's times at them, (``steps`` + 1,) float64 each.
+
+    The times are spaced evenly from 1 to 1/1000, then shifted, and the last one is replaced by 0. The first one is 1e-6
+    before 1, where lambda = ln((1 - t) / t) is finite. They are rounded to float32: 1 - t of the first is 1.3 % more
+    then, which second-order steps see. The network's times are cut to whole numbers, so the first one is 999.
+    """
+    t = torch.arange(steps, dtype=torch.float64) * ((1 / TIME_SCALE - 1) / steps) + 1  # in numpy.linspace's order
+    t = shift_times(t, shift)
+    t[0] = 1 - 1e-6
+    t = torch.cat((t, t.new_zeros(1)))
+    return t.float().double(), (t * TIME_SCALE).floor()
 
 
 def noise_level(t: float) -> float:
@@ -86,15 +109,17 @@ class FlowTrajectory(Trajectory):
     """``times``: (n + 1,), falling, see ``sampling_times``; x at time 1 is standard normal noise.
 
     A ``point`` is the network's time 1000 t, (B,) float32; the model returns the velocity dx/dt, (B, C, ...).
+    ``network_times``: (n + 1,), instead of 1000 t.
     """
 
-    def __init__(self, times: Tensor):
+    def __init__(self, times: Tensor, network_times: Tensor | None = None):
         self.times = times.tolist()
+        self._points = [t * TIME_SCALE for t in self.times] if network_times is None else network_times.tolist()
         self.levels = [noise_level(t) for t in self.times]
         self.alphas = [1 - t for t in self.times]
 
     def points(self, x: Tensor) -> Tensor:
-        return for_each_sample([t * TIME_SCALE for t in self.times], x, torch.float32)
+        return for_each_sample(self._points, x, torch.float32)
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
         return model(x, point).to(x.dtype)
@@ -110,6 +135,12 @@ class FlowObjective(Objective):
     shift_tokens: the number of tokens that ``shift`` is for; samples of m tokens get shift * sqrt(m / shift_tokens)
     ([E] eq. 23), so that a clip gets more noise than a picture in the same pack or of the same model. None: one shift
     for all.
+
+    The other fields have no flags. They are what public models are sampled with (``published_schedules``).
+
+    shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as FLUX does.
+    shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
+    discrete_times: sampling at the times of ``discrete_times``.
     """
 
     name: ClassVar[str] = "flow"
@@ -119,12 +150,21 @@ class FlowObjective(Objective):
     shift: float = SETTINGS["shift"].default
     times_are: str = SETTINGS["times_are"].default
     shift_tokens: int | None = SETTINGS["shift_tokens"].default
+    shift_growth: float | None = None
+    shift_terminal: float | None = None
+    discrete_times: bool = False
 
     def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
         above_0("--flow_shift", self.shift)
         if self.shift_tokens is not None:
             above_0("--flow_shift_tokens", self.shift_tokens)
+        elif self.shift_growth is not None:
+            raise ValueError("shift_growth: counts from shift_tokens, which is not given")
+        if self.shift_terminal is not None and not 0 < self.shift_terminal < 1:
+            raise ValueError(f"shift_terminal {self.shift_terminal}: out of range; give a number between 0 and 1")
+        if self.shift_terminal is not None and self.discrete_times:
+            raise ValueError("shift_terminal: discrete_times end at 1/1000; leave one of them out")
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
         if self.shift_tokens is None:
@@ -136,11 +176,20 @@ class FlowObjective(Objective):
         return shift_times(TIME_SAMPLING[self.times_are](u), shifts.to(u.device))
 
     def for_tokens(self, tokens: int) -> "Objective":
-        return self if self.shift_tokens is None else replace(self, shift=self._shift_of(tokens), shift_tokens=None)
+        if self.shift_tokens is None:
+            return self
+        return replace(self, shift=self._shift_of(tokens), shift_tokens=None, shift_growth=None)
 
     def _shift_of(self, tokens: int) -> float:
         assert self.shift_tokens is not None  # checked by the callers
-        return self.shift * math.sqrt(tokens / self.shift_tokens)
+        if self.shift_growth is None:
+            return self.shift * math.sqrt(tokens / self.shift_tokens)
+        exponent = self.shift_growth * (tokens - self.shift_tokens)
+        if abs(exponent) > MOST_GROWTH:
+            raise ValueError(
+                f"shift_growth {self.shift_growth:g}: {tokens} tokens would be shifted by e^{exponent:.3g}"
+            )
+        return self.shift * math.exp(exponent)
 
     def times_at(self, u: Tensor) -> Tensor:
         self._check_resolved()
@@ -168,15 +217,17 @@ class FlowObjective(Objective):
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         self._check_resolved()
-        return FlowTrajectory(sampling_times(steps, self.shift))
+        if self.discrete_times:
+            return FlowTrajectory(*discrete_times(steps, self.shift))
+        return FlowTrajectory(sampling_times(steps, self.shift, self.shift_terminal))
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep / TIME_SCALE
         return t / (1 - t)  # infinite at 1, where no signal is left
 
     def to_dict(self) -> dict[str, Any]:
-        """Leave out shift_tokens if it is None, as in checkpoints that are older than the setting."""
-        return {name: value for name, value in super().to_dict().items() if (name, value) != ("shift_tokens", None)}
+        """Leave out settings that change nothing, as in checkpoints that are older than the settings."""
+        return {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
 
 
 OBJECTIVE = FlowObjective

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.configuration import times
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -14,8 +15,17 @@ STREAMS = ("text", "media")
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
     """Return the specification of a FluxTransformer2DModel."""
+    channels, axes = values["in_channels"], tuple(values.get("axes_dims_rope", (16, 56, 56)))
+    if values.get("patch_size", 1) != 1:
+        raise ValueError("patch_size: only 1, of latents that are packed by 2 x 2, is known")
+    if values.get("out_channels") not in (None, channels):
+        raise ValueError("out_channels: models that are given pictures are not known")
+    if channels % 4:
+        raise ValueError(f"in_channels: {channels} are not those of 2 x 2 latents")
     heads, size = values["num_attention_heads"], values["attention_head_dim"]
     width = heads * size
+    if sum(axes) != size:
+        raise ValueError(f"axes_dims_rope: {times(axes)} do not divide heads of {size} channels")
     double = BlockSpec(
         width,
         heads,
@@ -25,14 +35,14 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         streams=STREAMS,
     )
     return NetworkSpec(
-        channels=values["in_channels"] // 4,
+        channels=channels // 4,
         patch=(2, 2),
         stacks=(
             Stack(values["num_layers"], double),
             Stack(values["num_single_layers"], replace(double, streams=(), parallel=True)),
         ),
         text=TextEmbedding(values["joint_attention_dim"], pooled=values["pooled_projection_dim"]),
-        rotary=Rotary(tuple(values.get("axes_dims_rope", (16, 56, 56)))),
+        rotary=Rotary(axes),
         order=STREAMS,
         guidance=values.get("guidance_embeds", False),
         final=("scale", "shift"),
@@ -105,12 +115,11 @@ FAMILY = Family(
         "tokenizer_2": ("transformers", "T5TokenizerFast"),
         "text_encoder_2": ("transformers", "T5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKL"),
-        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "attend", pooled=True),
-    latents=Latents("AutoencoderKL", "scalar"),
+    latents=LatentSpace("AutoencoderKL", "scalar"),
     guidance=Guidance(3.5, "embedded"),
     steps=28,
     license="FLUX.1-dev: flux-1-dev-non-commercial-license; FLUX.1-schnell: apache-2.0",

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.configuration import times
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -14,13 +15,18 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
         if values.get(key) is not None:
             raise ValueError(f"{key}: models that are given a picture are not known")
-    if values.get("in_channels") != values.get("out_channels"):
+    channels, patch = values["in_channels"], tuple(values["patch_size"])
+    if values.get("out_channels") not in (None, channels):
         raise ValueError("in_channels, out_channels: models that are given frames are not known")
     if not values.get("cross_attn_norm", True):
         raise ValueError("cross_attn_norm: models without it are not known")
     heads, size, eps = values["num_attention_heads"], values["attention_head_dim"], values.get("eps", 1e-6)
     if eps != 1e-6:
         raise ValueError(f"eps: {eps} is not known; it is 1e-6")
+    if size % 2 or size < 6:
+        raise ValueError(f"attention_head_dim: {size} is not an even number from 6 on")
+    if len(patch) != 3:
+        raise ValueError(f"patch_size: {times(patch)} is not one of frames, rows and columns")
     width, side = heads * size, 2 * (size // 6)
     block = BlockSpec(
         width,
@@ -33,8 +39,8 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         options=Options(qk_norm=True, qk_across=True, qk_eps=eps, attends_padding=True),
     )
     return NetworkSpec(
-        channels=values["in_channels"],
-        patch=tuple(values["patch_size"]),
+        channels=channels,
+        patch=patch,
         stacks=(Stack(values["num_layers"], block),),
         text=TextEmbedding(values["text_dim"], "mlp"),
         rotary=Rotary((size - 2 * side, side, side)),
@@ -90,12 +96,11 @@ FAMILY = Family(
         "tokenizer": ("transformers", "T5TokenizerFast"),
         "text_encoder": ("transformers", "UMT5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKLWan"),
-        "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "zero"),
-    latents=Latents("AutoencoderKLWan", "channel", video=True),
+    latents=LatentSpace("AutoencoderKLWan", "channel", video=True),
     guidance=Guidance(5.0),
     steps=50,
     image_size=(480, 832),

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
-from opendit.models.families.base import Family, Guidance, Latents, Match, Text
+from opendit.models.configuration import times
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
 from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -18,7 +19,12 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         raise ValueError("all_patch_size, all_f_patch_size: only one patch of 2 x 2 in one frame is known")
     if values.get("siglip_feat_dim") is not None:
         raise ValueError("siglip_feat_dim: models that are given pictures are not known")
+    if values.get("t_scale", 1000) != 1000:
+        raise ValueError(f"t_scale: {values['t_scale']} is not known; it is 1000")
     width, heads, eps = values["dim"], values["n_heads"], values.get("norm_eps", 1e-5)
+    axes = tuple(values["axes_dims"])
+    if heads * sum(axes) != width:
+        raise ValueError(f"axes_dims, n_heads, dim: {heads} heads of {times(axes)} channels are not {width}")
     condition = min(width, 256)
     block = BlockSpec(
         width,
@@ -42,7 +48,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         patch=(2, 2),
         stacks=(Stack(values["n_layers"], block),),
         text=TextEmbedding(values["cap_feat_dim"], "norm", MULTIPLE),
-        rotary=Rotary(tuple(values["axes_dims"]), values.get("rope_theta", 256.0), "count"),
+        rotary=Rotary(axes, values.get("rope_theta", 256.0), "count"),
         channels_last=(True, True),
         order=("media", "text"),
         media_refiner=Stack(refiners, block),
@@ -108,12 +114,11 @@ FAMILY = Family(
         "tokenizer": ("transformers", "Qwen2Tokenizer"),
         "text_encoder": ("transformers", "Qwen3Model"),
         "vae": ("diffusers", "AutoencoderKL"),
-        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     },
     layout=layout,
     names=names,
     text=Text(512, "remove"),
-    latents=Latents("AutoencoderKL", "scalar"),
+    latents=LatentSpace("AutoencoderKL", "scalar"),
     guidance=Guidance(5.0, "cond"),
     steps=50,
     license="apache-2.0",

@@ -1,11 +1,13 @@
 """diffusers' own classes with tiny configurations and random weights, and the arguments of both networks."""
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from opendit.models.families.network import PublicDiT, public_config
 
 FLUX = dict(
     in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=12, num_attention_heads=2,
-    joint_attention_dim=14, pooled_projection_dim=10, guidance_embeds=True, axes_dims_rope=(4, 4, 4),
+    joint_attention_dim=14, pooled_projection_dim=10, guidance_embeds=True, axes_dims_rope=(2, 4, 6),
 )  # fmt: skip
 Z_IMAGE = dict(
     in_channels=4, dim=36, n_layers=2, n_refiner_layers=2, n_heads=3, n_kv_heads=3, cap_feat_dim=14,
@@ -109,10 +111,12 @@ def wan(dtype: torch.dtype, **values: Any) -> Oracle:
 ORACLES = {"flux": flux, "z_image": z_image, "wan": wan}
 
 
-def captions(family: str, values: dict[str, Any], lengths: list[int], dtype: torch.dtype) -> TextCondition:
-    """Make captions of these lengths, as the family's encoders give them."""
+def captions(
+    family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
+) -> TextCondition:
+    """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
     width = {"flux": "joint_attention_dim", "z_image": "cap_feat_dim", "wan": "text_dim"}[family]
-    longest, count = max(lengths), len(lengths)
+    longest, count = padded or max(lengths), len(lengths)
     tokens = torch.randn(count, longest, values[width], dtype=dtype)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
     if family != "flux":
@@ -131,21 +135,88 @@ def ours(oracle: Oracle, dtype: torch.dtype) -> PublicDiT:
     return model
 
 
-def load(model: PublicDiT, theirs: dict[str, Tensor]) -> None:
+def load(model: PublicDiT, theirs: Mapping[str, Tensor]) -> None:
     """Copy published weights, by the family's names alone."""
-    left, state = set(theirs), model.state_dict()
-    missing = set(state)
+    state = model.state_dict()
+    for name, value in by_our_names(model, theirs).items():
+        assert state[name].shape == value.shape, (name, state[name].shape, value.shape)
+        state[name].copy_(value)
+
+
+def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return published weights, or their gradients, by our names; each of both names is matched exactly once."""
+    left, state, found = set(theirs), model.state_dict(), {}
     for match in FAMILIES[model.config.family].names(model.config.spec):
         for mine, published in match.names():
-            joined = (
-                torch.cat([theirs[name] for name in published], dim=match.dim)
-                if len(published) > 1
-                else theirs[published[0]]
-            )
+            assert left.issuperset(published) and found.keys().isdisjoint(mine), (mine, published)
+            left.difference_update(published)
+            joined = torch.cat([theirs[name] for name in published], dim=match.dim)
             sizes = [state[name].shape[match.dim] for name in mine]
-            for name, part in zip(mine, joined.split(sizes, dim=match.dim), strict=True):
-                assert state[name].shape == part.shape, (name, state[name].shape, part.shape)
-                state[name].copy_(part)
-            left -= set(published)
-            missing -= set(mine)
-    assert not left and not missing, (sorted(left), sorted(missing))
+            found.update(zip(mine, joined.split(sizes, dim=match.dim), strict=True))
+    assert not left and found.keys() == state.keys(), (sorted(left), sorted(state.keys() - found.keys()))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+
+@contextlib.contextmanager
+def in_double_precision() -> Iterator[None]:
+    """Make float32 stand for float64, and complex64 for complex128, in whatever runs inside: sinusoids, norms and
+    rotations that are computed in float32 at any precision of the weights, in both networks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "complex64", torch.complex128)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@dataclass
+class Inputs:
+    """What both networks are called with, and the weights of the sum whose gradients are compared."""
+
+    x: Tensor
+    t: Tensor
+    y: TextCondition
+    weights: Tensor
+
+
+def inputs(
+    oracle: Oracle,
+    dtype: torch.dtype,
+    lengths: list[int],
+    padded: int | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Inputs:
+    """Make a batch of one sample for each of at most three captions. Dividing these times by 1000 is exact in
+    float32."""
+    torch.manual_seed(1)
+    x = torch.randn(len(lengths), *(shape or oracle.shape), dtype=dtype)
+    t = torch.tensor([703.125, 296.875, 921.875], dtype=dtype)[: len(lengths)]
+    return Inputs(x, t, captions(oracle.family, oracle.values, lengths, dtype, padded), torch.randn_like(x))
+
+
+def output_and_gradients(
+    network: Callable[[Tensor, Tensor, TextCondition], Tensor], module: torch.nn.Module, given: Inputs
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a network's output, and the gradients of its weighted sum: of all parameters, and of "x", "tokens" and
+    "pooled". Those that the output does not depend on are zeros."""
+    leaves = {"x": given.x, "tokens": given.y.tokens, "pooled": given.y.pooled}
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
+    y = replace(given.y, tokens=leaves["tokens"], pooled=leaves["pooled"])
+    output = network(leaves["x"], given.t, y)
+    leaves = {**leaves, **dict(module.named_parameters())}
+    found = torch.autograd.grad((output * given.weights).sum(), list(leaves.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+    return output.detach(), gradients
+
+
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference relative to the largest entry; 0 for two tensors of zeros."""
+    assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    if not theirs.numel() or not theirs.any():
+        return 0.0 if not mine.any() else float("inf")
+    return float((mine - theirs).abs().max() / theirs.abs().max())

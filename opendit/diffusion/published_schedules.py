@@ -1,0 +1,142 @@
+"""Schedules of public models: the objective and the sampler that a scheduler's configuration in diffusers stands for.
+
+A published folder has it as ``scheduler/scheduler_config.json``. Read are the schedules of flow models: the class
+FlowMatchEulerDiscreteScheduler as pipelines call it, with times spaced evenly from 1 to 1 / steps (FLUX, Qwen-Image,
+Z-Image), and UniPCMultistepScheduler with ``use_flow_sigmas`` (Wan). diffusers is not needed.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from opendit.diffusion.objectives.flow import FlowObjective
+
+
+class PublishedSchedule(NamedTuple):
+    """How a public model is sampled.
+
+    objective: with the shift of its times; ``for_tokens`` resolves one that follows the number of tokens. sampler: name
+    of the one that its pipeline uses.
+    """
+
+    objective: FlowObjective
+    sampler: str
+
+
+# Setting -> its default in diffusers 0.42.1, which is also the only value that is supported.
+ALWAYS = {"num_train_timesteps": 1000}
+CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
+EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
+UNIPC_ONLY = {
+    **ALWAYS,
+    **CURVES,
+    "solver_order": 2,
+    "solver_type": "bh2",
+    "solver_p": None,
+    "predict_x0": True,
+    "thresholding": False,
+    "lower_order_final": True,
+    "disable_corrector": [],
+    "final_sigmas_type": "zero",
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+}
+EULER_READ = {
+    "shift",
+    "use_dynamic_shifting",
+    "base_shift",
+    "max_shift",
+    "base_image_seq_len",
+    "max_image_seq_len",
+    "shift_terminal",
+    "time_shift_type",
+}
+UNIPC_READ = {"prediction_type", "use_flow_sigmas", "flow_shift"}
+# Of the noise schedules of other models, which flows don't use, and of settings that are off above.
+UNIPC_UNUSED = {
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "rescale_betas_zero_snr",
+    "timestep_spacing",
+    "steps_offset",
+    "sigma_min",
+    "sigma_max",
+    "dynamic_thresholding_ratio",
+    "sample_max_value",
+    "time_shift_type",
+}
+
+
+def published_schedule(config: Mapping[str, Any]) -> PublishedSchedule:
+    """Read the configuration of a scheduler, as ``scheduler_config.json`` has it.
+
+    Raises ValueError, which names the setting, for one that is not supported. Settings that are unknown are accepted if
+    they are off (false, null, 0 or empty), as newer versions of diffusers write them.
+    """
+    name = config.get("_class_name")
+    if name not in READERS:
+        raise ValueError(f"_class_name {name!r}: not supported; give {' or '.join(READERS)}")
+    return READERS[name](config)
+
+
+def _euler(config: Mapping[str, Any]) -> PublishedSchedule:
+    _check(config, EULER_ONLY, EULER_READ)
+    terminal = _number(config, "shift_terminal", 0.0) if config.get("shift_terminal") is not None else 0.0
+    if not 0 <= terminal < 1:
+        raise ValueError(f"shift_terminal {terminal:g}: out of range; give a number from 0 to 1")
+    common: dict[str, Any] = {"shift_terminal": terminal or None}
+    if not config.get("use_dynamic_shifting", False):
+        return PublishedSchedule(FlowObjective(_shift(config, "shift"), **common), "euler")
+    if (law := config.get("time_shift_type", "exponential")) != "exponential":
+        raise ValueError(f"time_shift_type {law!r}: not supported; give 'exponential'")
+    # As calculate_shift of the pipelines: mu is linear in the number of tokens, and the shift e^mu.
+    least, most = (_number(config, key, mu) for key, mu in (("base_shift", 0.5), ("max_shift", 1.15)))
+    for key, mu in (("base_shift", least), ("max_shift", most)):
+        if abs(mu) > 10:
+            raise ValueError(f"{key} {mu:g}: out of range; give a number from -10 to 10")
+    few, many = (_number(config, key, n) for key, n in (("base_image_seq_len", 256), ("max_image_seq_len", 4096)))
+    if not 1 <= few < many or few != int(few):
+        raise ValueError(f"base_image_seq_len {few:g}: out of range; give a whole number below max_image_seq_len")
+    growth = (most - least) / (many - few)
+    dynamic = FlowObjective(math.exp(least), shift_tokens=int(few), shift_growth=growth, **common)
+    return PublishedSchedule(dynamic, "euler")
+
+
+def _unipc(config: Mapping[str, Any]) -> PublishedSchedule:
+    _check(config, UNIPC_ONLY, UNIPC_READ | UNIPC_UNUSED)
+    for key, value, default in (("prediction_type", "flow_prediction", "epsilon"), ("use_flow_sigmas", True, False)):
+        if (found := config.get(key, default)) != value:
+            raise ValueError(f"{key} {found!r}: not supported; give {value!r}")
+    return PublishedSchedule(FlowObjective(_shift(config, "flow_shift"), discrete_times=True), "unipc")
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], PublishedSchedule]] = {
+    "FlowMatchEulerDiscreteScheduler": _euler,
+    "UniPCMultistepScheduler": _unipc,
+}
+
+
+def _check(config: Mapping[str, Any], only: Mapping[str, Any], read: set[str]) -> None:
+    """Raise ValueError for a setting with another value than that in ``only``, and for unknown ones that are on."""
+    for key, value in config.items():
+        if key in only:
+            if value != only[key] and (value or only[key]):  # null, false and empty all mean off
+                raise ValueError(f"{key} {value!r}: not supported; give {only[key]!r}")
+        elif key not in read and not key.startswith("_") and value:
+            raise ValueError(f"{key} {value!r}: not known to this version")
+
+
+def _number(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{key} {value!r}: not a number")
+    return float(value)
+
+
+def _shift(config: Mapping[str, Any], key: str) -> float:
+    value = _number(config, key, 1.0)
+    if value <= 0:
+        raise ValueError(f"{key} {value:g}: out of range; give a number above 0")
+    return value
