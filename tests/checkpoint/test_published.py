@@ -2,8 +2,10 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -238,6 +240,29 @@ def test_a_wrong_folder_is_refused_in_one_line(folder, what):
         open_published(folder, published.FAMILIES).tensors(published.shapes())
     said = str(raised.value)
     assert "\n" not in said and said.startswith((str(folder), "no ")) and len(said) < 700
+
+
+def test_damaged_bytes_are_refused_in_one_line_or_do_no_harm(folder):
+    files = [folder / "model_index.json", *sorted((folder / "transformer").iterdir())]
+    content, chance, outcomes = {path: path.read_bytes() for path in files}, random.Random(0), Counter()
+    for _ in range(250):
+        path = chance.choice(files)
+        changed = bytearray(content[path])
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            at = chance.randrange(min(len(changed), 1500))
+            instead = chance.choice(
+                (b"9", b"[", b"{", b"null", b"1e9", b'"', b"-", b"", bytes([chance.randrange(256)]))
+            )
+            changed[at : at + chance.randrange(3)] = instead
+        path.write_bytes(changed)
+        try:
+            tensors = open_published(folder, published.FAMILIES).tensors(published.shapes())
+            outcomes[all(tensor.numel() for tensor in tensors.values())] += 1
+        except (ValueError, OSError) as error:
+            assert "\n" not in str(error) and len(str(error)) < 900
+            outcomes[type(error)] += 1
+        path.write_bytes(content[path])
+    assert outcomes[True] and outcomes[ValueError] > 150
 
 
 def test_names_that_a_family_has_twice_or_not_at_all_are_refused(folder):
