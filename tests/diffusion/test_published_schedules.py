@@ -147,7 +147,7 @@ def test_discrete_times_are_those_of_diffusers_unipc(steps, shift):
     published = published_schedule(config)
     trajectory = published.objective.trajectory(steps)
     assert published.sampler == "unipc" and published.objective.for_tokens(7) == published.objective
-    assert torch.equal(torch.tensor(trajectory.times), scheduler.sigmas)
+    assert trajectory.times == scheduler.sigmas.tolist()
     assert trajectory.points(noise())[:-1, 2].tolist() == scheduler.timesteps.tolist()
     assert all(math.isfinite(level) for level in trajectory.levels)
 
@@ -171,9 +171,9 @@ def test_euler_draws_what_diffusers_draws(name, steps):
 
 @pytest.mark.parametrize("flow_shift", [1.0, 3.0, 5.0])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 20, 50])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_unipc_draws_what_diffusers_draws(flow_shift, steps, dtype):
-    compare_paths(*unipc(flow_shift=flow_shift), steps, dtype, 1e-5)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-6)])
+def test_unipc_draws_what_diffusers_draws(flow_shift, steps, dtype, tolerance):
+    compare_paths(*unipc(flow_shift=flow_shift), steps, dtype, tolerance)
 
 
 # Reading

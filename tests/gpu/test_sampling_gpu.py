@@ -36,6 +36,7 @@ CASES = [
     (DDPMObjective(), "ddpm", {"cfg_interval": (0.3, 5.0)}),
     (FlowObjective(3.0), "euler", {"cfg_scale": 1.0}),
     (EDMObjective(), "heun", {"cfg_channels": 3}),
+    (FlowObjective(3.0, discrete_times=True), "unipc", {}),
 ]
 
 
