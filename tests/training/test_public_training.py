@@ -20,6 +20,7 @@ from tests.ranks import run_ranks, several_programs
 from train import EagerPasses
 
 FAMILIES = ("flux", "z_image", "wan")
+SIZES = {"z_image": {"dim": 48, "n_heads": 6, "n_kv_heads": 6}}  # an MLP that two ranks can divide
 STEPS = 4
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 
@@ -37,7 +38,7 @@ def folders(tmp_path_factory):
     """Return a folder with the pipeline of every family, and with pictures and clips of equal and unequal sizes."""
     root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
     for name in FAMILIES:
-        write_pipeline(root / name, name)
+        write_pipeline(root / name, name, **SIZES.get(name, {}))
     for kind, sides in (("equal", [(64, 64)] * 8), ("unequal", [(64, 64), (48, 80), (32, 32), (64, 32)] * 3)):
         for suffix in ("png", "mp4"):
             rows = ["path,text"]
