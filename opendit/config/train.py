@@ -39,7 +39,7 @@ from opendit.config.parallel_sizes import (
     crossing,
     environment_node_size,
 )
-from opendit.config.public_models import PUBLIC, name_of_folder
+from opendit.config.public_models import PUBLIC, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
@@ -154,12 +154,19 @@ class TrainConfig(
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
         if name is None:
+            if family_in(self.model):
+                raise ValueError(
+                    f"--model {self.model}: is read from a folder; give that to --pretrained, or a run to --load"
+                )
             return self
         if "model" in self.given and self.model != name:
             raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
         if "objective" in self.given and self.objective != "flow":
             raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
-        own = [flag for flag, value in self.architecture.items() if flag in self.given and value is not None]
+        if self.lora is not None:
+            raise ValueError(f"--lora {self.lora}: does not work with public models; leave it out to train all weights")
+        changed = self.architecture | {"cross_attention": self.cross_attention or None}
+        own = [flag for flag, value in changed.items() if flag in self.given and value is not None]
         if own:
             raise ValueError(f"--{own[0]}: {source} says itself how its network is built; leave the flag out")
         settings: dict[str, Any] = {"model": name, "objective": "flow"}

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,12 +16,12 @@ from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.models import Condition, DiT, empty_model
-from opendit.models.conditioning import same_length
+from opendit.models.conditioning import TextCondition, same_length
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
-from opendit.sampling.model_loading import guidance_of
+from opendit.sampling.model_loading import guidance_of, usual_settings
 from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
@@ -88,6 +89,8 @@ class EMASampler:
         """
         spec, seed = self._spec, self._spec.flags.global_seed
         null, y = same_length(spec.conditioner.null(), y)
+        if isinstance(y, TextCondition) and y.guidance is not None:
+            y = replace(y, guidance=torch.full_like(y.guidance, cfg_scale))
         cfg_scale = guidance_of(spec.model_config, cfg_scale)
         how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
         if self._pipeline is not None:  # what an engine precomputes for all steps needs all blocks
@@ -120,6 +123,8 @@ class SampleGrids:
         spec, monitor = self._spec, self._monitor
         y, captions = self._what()
         index, steps, cfg_scale = torch.arange(len(captions)), spec.flags.sample_steps, spec.flags.sample_cfg_scale
+        if "sample_cfg_scale" not in spec.flags.given:
+            _, cfg_scale = usual_settings(spec.model_config, steps, cfg_scale)
         batches = self._sampler.batches(model, y, index, steps, cfg_scale)
         assert spec.codec is not None, "draw asks whether there is one"
         pictures = np.concatenate([to_uint8(spec.codec.decode(latents)) for _, latents in batches])

@@ -29,7 +29,7 @@ from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
-from opendit.models.families.network import PublicConfig, public_config
+from opendit.models.families.network import PublicConfig, family_of, public_config
 from opendit.models.lora import lora_parameters
 from opendit.models.weights import Weights
 from opendit.models.zoo import config_from_dict, of_revision
@@ -296,7 +296,9 @@ def _public_model(
     if flags.text_encoder in (None, "bytes"):
         raise ValueError(f"--text_encoder: give the folder of the pipeline of {flags.model}, which has its encoders")
     assert found.text is not None
-    tokens = flags.max_text_tokens or found.text.max_tokens
+    tokens, most = flags.max_text_tokens or found.text.max_tokens, family_of(found.family).text.tokens
+    if tokens > most:
+        raise ValueError(f"--max_text_tokens {tokens}: {flags.model} takes {most} at most")
     config = public_config(found.family, json.loads(found.published), size, tokens)
     config.grid_of(size)
     own = objective_from_dict(info["objective"])

@@ -10,6 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train
+from opendit.checkpoint.pretrained import read_info
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.models.segments import unpack_patches
@@ -76,3 +77,48 @@ def run(folders, name, outputs, *more, steps=STEPS, data="equal", load=False):
 
 def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(folders, tmp_path_factory):
+    """Return the run of every family in one process: a step is an epoch of the same eight samples."""
+    return {
+        name: run(
+            folders, name, tmp_path_factory.mktemp(name), "--batch_size", "8", *f"--ckpt_every {STEPS // 2}".split()
+        )
+        for name in FAMILIES
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_resumes_bit_for_bit_with_and_without_its_folder(folders, whole, name, tmp_path, capsys):
+    half = STEPS // 2
+    run(folders, name, tmp_path, "--batch_size", "8", steps=half)
+    again = run(folders, name, tmp_path, "--batch_size", "8", "--load", "latest", steps=half + 1)
+    run(folders, name, tmp_path, "--batch_size", "8", "--load", str(again), load=True)
+    assert "note: resume" not in capsys.readouterr().out
+    assert losses(again) == losses(whole[name])
+    for file in ("model", "ema", "optimizer_000"):
+        one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (whole[name], again))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), file
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_checkpoint_holds_the_published_configuration(folders, whole, name):
+    info = read_info(whole[name] / "checkpoints/latest/ema.safetensors")
+    published = json.loads((folders / name / "transformer/config.json").read_text())
+    assert info["config"]["published"] == published and info["config"]["max_tokens"] == 48
+    assert info["model"] == f"{name}/{name}" and info["objective"] == read_info(folders / name / "model_index.json")["objective"]
+
+
+def test_a_set_is_learned_by_heart(folders, tmp_path):
+    """Held-out losses at fixed noise: of samples that are trained on, here."""
+    data = tmp_path / "same.csv"
+    data.write_text((folders / "equal-png.csv").read_text().replace("equal-", f"{folders}/equal-"))
+    more = f"--batch_size 8 --lr 1e-2 --validate_path {data} --validate_every 20 --ema_decay 0.5 --sample_every 20"
+    found = run(folders, "z_image", tmp_path / "out", *more.split(), "--sample_steps", "2", steps=40)
+    lines = [json.loads(line) for line in (found / "log.jsonl").read_text().splitlines()]
+    held_out = [line["val_loss"] for line in lines if line.get("val_loss")]
+    first, last = (np.mean([line["loss"] for line in part]) for part in (lines[:5], lines[-5:]))
+    assert len(held_out) == 2 and held_out[1] < held_out[0] and last < 0.9 * first, (first, last, held_out)
+    assert [path.name for path in sorted((found / "samples").iterdir())] == ["0000020.png", "0000040.png"]
