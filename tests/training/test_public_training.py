@@ -2,6 +2,7 @@
 loads: tiny FLUX.1, Z-Image and Wan 2.1."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,10 +10,20 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+import opendit
+import sample
 import train
 from opendit.checkpoint.pretrained import read_info
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
+from opendit.diffusion import objective_from_dict
+from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.diffusion.random import initial_noise
+from opendit.encoders.conditioner import PublishedConditioner
+from opendit.encoders.published_text import load_published_text
+from opendit.export.__main__ import main as export
+from opendit.models import TextConfig
+from opendit.models.families.network import family_of
 from opendit.models.segments import unpack_patches
 from opendit.training.micro_batch import MicroBatch
 from tests.encoders.published_folders import write_pipeline
@@ -122,3 +133,226 @@ def test_a_set_is_learned_by_heart(folders, tmp_path):
     first, last = (np.mean([line["loss"] for line in part]) for part in (lines[:5], lines[-5:]))
     assert len(held_out) == 2 and held_out[1] < held_out[0] and last < 0.9 * first, (first, last, held_out)
     assert [path.name for path in sorted((found / "samples").iterdir())] == ["0000020.png", "0000040.png"]
+
+
+WAYS = {
+    "zero2": "--batch_size 4",
+    "fsdp": "--batch_size 4 --plugin fsdp",
+    "tensor": "--batch_size 8 --tensor_parallel_size 2",
+    "sequence": "--batch_size 8 --sequence_parallel_size 2",
+    "pipeline": "--batch_size 4 --grad_accumulation 2 --pipeline_parallel_size 2",
+}
+DRAWN = "--sample_every 4 --sample_steps 2"
+# Captions of Z-Image have lengths of their own, which stages of a pipeline have to agree on.
+JOBS = [
+    *((name, way, WAYS[way], "equal") for way in WAYS for name in ("z_image", "wan")),
+    ("flux", "tensor", WAYS["tensor"], "equal"),
+    ("flux", "pipeline", f"{WAYS['pipeline']} {DRAWN}", "equal"),
+    ("z_image", "pipeline and grids", f"{WAYS['pipeline']} {DRAWN}", "equal"),
+    ("wan", "packs", "--pack_tokens 16 --plugin fsdp", "unequal"),
+    ("wan", "packs in sequence", "--pack_tokens 16 --grad_accumulation 2 --sequence_parallel_size 2", "unequal"),
+]
+
+
+def programs(mesh, folders, outputs) -> None:
+    several_programs()
+    for name, way, more, data in JOBS:
+        run(folders, name, outputs / f"{name}, {way}", *more.split(), data=data)
+
+
+@pytest.fixture(scope="module")
+def packed(folders, tmp_path_factory):
+    """Return the run of Wan on packs in one process."""
+    more = "--pack_tokens 16 --grad_accumulation 2"
+    return run(folders, "wan", tmp_path_factory.mktemp("packs"), *more.split(), data="unequal")
+
+
+def test_two_ranks_have_the_curve_of_one(folders, whole, packed, tmp_path):
+    run_ranks(2, programs, folders, tmp_path)
+    for name, way, more, _ in JOBS:
+        (found,) = (tmp_path / f"{name}, {way}").glob("0*")
+        wanted = losses(packed if "packs" in way else whole[name])
+        assert len(losses(found)) == STEPS and off_by(losses(found), wanted) < 2e-5, (name, way)
+        assert len([*found.glob("samples/*.png")]) == (DRAWN in more), (name, way)
+
+
+def test_packs_of_clips_have_the_curve_of_clips_one_by_one(folders, packed, tmp_path, monkeypatch):
+    sizes = []
+
+    def one_by_one(self, pack):
+        found = []
+        patches = (unpack_patches(x, pack.segments) for x in (pack.x0, pack.noise))
+        for number, (x0, noise) in enumerate(zip(*patches, strict=True)):
+            rows = slice(number, number + 1)
+            found.append(true_losses(self, MicroBatch(x0[None], pack.t[rows], noise[None], pack.condition[rows])))
+            sizes.append(tuple(x0.shape))
+        return torch.cat(found)
+
+    true_losses = EagerPasses.losses
+    monkeypatch.setattr(EagerPasses, "losses", one_by_one)
+    more = "--pack_tokens 16 --grad_accumulation 2"
+    alone = run(folders, "wan", tmp_path, *more.split(), data="unequal")
+    assert len(set(sizes)) > 2 and len(sizes) > 2 * STEPS * 2, sizes
+    assert off_by(losses(packed), losses(alone)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["flux", "z_image"])
+def test_pictures_of_unequal_sizes_are_trained_by_buckets(folders, tmp_path, name, monkeypatch):
+    """One size a micro-batch; FLUX.1's times are shifted by the number of its tokens."""
+    seen, times = [], FlowObjective.times
+
+    def of(self, seed, step, index, tokens=None):
+        seen.extend(tokens)
+        return times(self, seed, step, index, tokens)
+
+    monkeypatch.setattr(FlowObjective, "times", of)
+    found = run(folders, name, tmp_path, "--bucket_tokens", "32", data="unequal")
+    assert all(0.1 < loss < 10 for loss in losses(found)) and len(set(seen)) > 1
+    objective = objective_from_dict(read_info(found / "checkpoints/latest/ema.safetensors")["objective"])
+    few, many = (objective.times(0, 0, torch.arange(4), [number] * 4) for number in (256, 4096))
+    assert (many > few).all() == (name == "flux")
+
+
+def test_a_dropped_caption_is_the_empty_one(folders):
+    """Z-Image's captions have no more tokens than they need, the empty one fewer than most."""
+    for name in FAMILIES:
+        text = family_of(name).text
+        encoder = load_published_text(folders / name, family_of(name), device="cpu", max_tokens=48)
+        config = TextConfig(name, encoder.width, 48, cross_attention=name == "wan")
+        conditioner = PublishedConditioner(config, torch.device("cpu"), encoder, 3.5 if text.pooled else None)
+        y, null = conditioner.encode(["a seven, seven", "one"]), conditioner.encode([""])
+        dropped = conditioner.drop(y, torch.tensor([True, False]))
+        for field, own, empty in zip(dropped.tensors(), y.tensors(), null.padded(y.shape[1]).tensors(), strict=True):
+            assert torch.equal(field[1], own[1]) and torch.equal(field[:1], empty)
+
+
+def pixels_of(drawn):
+    return np.stack([np.asarray(picture) for picture in drawn]).astype(int)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_is_drawn_from_and_exported(folders, whole, name, tmp_path):
+    """sample.py and opendit.load of the run, and both of the folder that it is exported to, draw the same."""
+    folder, clips = folders / name, name == "wan"
+    encoders = {"vae": str(folder / "vae"), "text_encoder": str(folder)}
+    export(["diffusers", "--ckpt", str(whole[name]), "--base", str(folder), "--output", str(tmp_path / "tuned")])
+    how = {"steps": 3, "guidance": 2.0, "seed": 1, **({"frames": 5, "size": 32} if clips else {"size": 64})}
+    pipe = opendit.load(whole[name], **encoders)
+    drawn = pixels_of(getattr(each, "frames", each) for each in pipe(["seven", "a"], **how))
+    tuned = opendit.load(tmp_path / "tuned", **encoders)
+    assert tuned.config.published == pipe.config.published
+    for key, weight in tuned.model.state_dict().items():
+        assert torch.equal(weight, pipe.model.state_dict()[key]), key
+    size = "--num_frames 5 --use_video" if clips else ""
+    argv = f"--prompt seven a --seed 1 --num_sampling_steps 3 --cfg_scale 2 --npz {tmp_path}/drawn.npz {size}".split()
+    for flag, value in encoders.items():
+        argv += [f"--{flag}", value]
+    sample.main(["--ckpt", str(whole[name]), *argv, "--output", str(tmp_path / "drawn")])
+    found = np.load(tmp_path / "drawn.npz")["arr_0"].astype(int)
+    assert found.shape == drawn.shape and np.abs(found - drawn).max() <= 1 and found.std() > 1
+
+
+def test_diffusers_draws_the_same_latents_of_an_exported_run(folders, whole, tmp_path):
+    from diffusers import ZImagePipeline
+
+    argv = f"diffusers --ckpt {whole['z_image']} --base {folders}/z_image --output {tmp_path}/tuned"
+    export(argv.split())
+    theirs = ZImagePipeline.from_pretrained(tmp_path / "tuned")
+    pipe = opendit.load(whole["z_image"], vae=str(folders / "z_image/vae"), text_encoder=str(folders / "z_image"))
+    ours = []
+    settings = {"steps": 3, "guidance": 2.0, "size": 64, "seed": 1}
+    pipe(["seven"], **settings, callback=lambda step, latents: ours.append(latents.clone()))
+    noise = initial_noise(1, torch.arange(1), (4, 8, 8))
+    expected = theirs(
+        "seven",
+        height=64,
+        width=64,
+        num_inference_steps=3,
+        guidance_scale=2.0,
+        latents=noise,
+        output_type="latent",
+    ).images
+    assert (ours[-1] - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_dry_run_plans_a_public_model(folders, name, capsys):
+    argv = [*flags_of(folders, name), "--max_steps", "2"]
+    train.main([*argv, "--dry_run", "2", "--batch_size", "4"])
+    train.main([*argv, "--dry_run", "2", "--parallel", "auto", "--global_batch_size", "8"])
+    whole, chosen = capsys.readouterr().out.split("nothing was built")[0::2]
+    assert "--plugin" in chosen and "error" not in whole
+
+
+REFUSED = [
+    ("flux", "--fp8", "--fp8: does not work with public models; leave it out"),
+    ("wan", "--recompute half", "--recompute half: does not work with public models; use --grad_checkpoint"),
+    ("z_image", "--lora 4", "--lora 4: does not work with public models; leave it out to train all weights"),
+    ("flux", "--vae none", "--vae none: has 3 channels, flux/flux takes 4"),
+    ("flux", "--vae {root}/wan/vae", "is a AutoencoderKLWan, not an AutoencoderKL"),
+    ("z_image", "--data_path digits", "--data_path digits has no captions; give a CSV of path,text"),
+    ("flux", "--text_encoder {root}/z_image", "_class_name is ZImagePipeline, not FluxPipeline"),
+    ("flux", "--text_encoder bytes", "--text_encoder: give the folder of the pipeline of flux/flux"),
+    ("flux", "--model DiT-S/2", "holds flux/flux; leave the flag out"),
+    ("flux", "--model flux/other", "holds flux/flux; leave the flag out"),
+    ("flux", "--objective ddpm", "is a flow model; leave the flag out"),
+    ("flux", "--cross_attention", "--cross_attention: {root}/flux says itself how its network is built"),
+    ("flux", "--max_text_tokens 600", "--max_text_tokens 600: flux/flux takes 512 at most"),
+    ("flux", "--image_size 40", "--image_size 40: does not divide by 16"),
+    ("flux", "--use_video --num_frames 5", "takes pictures"),
+    ("wan", "--given_frames first", "--given_frames: wan/wan takes none; leave it out"),
+    ("flux", "--pack_tokens 64", "--pack_tokens: not flux models: their captions are tokens of the sequence; give"),
+    ("z_image", "--pack_tokens 64", "--pack_tokens: not z_image models: their captions are tokens of the sequence"),
+    ("wan", "--sequence_parallel_type ring --sequence_parallel_size 1 --positions learned", "--positions: "),
+]
+
+
+@pytest.mark.parametrize("name, more, message", REFUSED, ids=lambda part: part if "-" in part else "")
+def test_what_does_not_work_is_refused_in_one_line(folders, name, more, message, refusal, tmp_path):
+    more = more.format(root=folders)
+    assert message.format(root=folders) in refusal([*flags_of(folders, name), "--outputs", str(tmp_path), *more.split()])
+
+
+def damage_config(folder):
+    (folder / "transformer/config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+
+
+def damage_weights(folder):
+    path = folder / "transformer/diffusion_pytorch_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_vae(folder):
+    (folder / "vae/config.json").unlink()
+
+
+def damage_text(folder):
+    (folder / "text_encoder_2/model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (damage_config, "transformer/config.json: in_channels"),
+        (damage_weights, "transformer/diffusion_pytorch_model.safetensors"),
+        (damage_vae, "vae"),
+        (damage_text, "text_encoder_2"),
+    ],
+)
+def test_a_damaged_folder_is_refused_in_one_line(folders, damage, message, refusal, tmp_path):
+    shutil.copytree(folders / "flux", tmp_path / "flux")
+    damage(tmp_path / "flux")
+    argv = [*flags_of(folders, "flux"), "--outputs", str(tmp_path / "out"), "--pretrained", str(tmp_path / "flux")]
+    assert message in refusal(argv)
+
+
+def test_a_name_alone_is_no_model(folders, refusal, tmp_path):
+    argv = [*flags_of(folders, "flux", load=True), "--outputs", str(tmp_path), "--model", "flux/flux"]
+    for more in ([], ["--load", "latest"]):
+        assert "--model flux/flux: is read from a folder; give that to --pretrained" in refusal([*argv, *more])
+
+
+def test_cuda_graphs_and_recomputed_blocks_on_a_cpu(folders, whole, tmp_path, capsys):
+    found = run(folders, "z_image", tmp_path, *"--batch_size 8 --enable_cuda_graph --grad_checkpoint".split())
+    assert "off: it needs a CUDA GPU" in capsys.readouterr().out
+    assert off_by(losses(found), losses(whole["z_image"])) < 1e-6
