@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from opendit.checkpoint.files import damage, intact_before, not_finite
+from opendit.checkpoint.fill import fill
 from opendit.checkpoint.foreign import PIPELINE_INDEX, infer_config, read_pickled, read_pipeline
+from opendit.checkpoint.matched import MatchedTensors
+from opendit.checkpoint.published import TRANSFORMER, is_published, read_published
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
 from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, compare, files_of, is_set, open_set
 from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.names import PARTS, SHARDS, WHOLE
+from opendit.encoders.folder import CONFIG
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import check_lora, merge_lora
@@ -52,6 +56,10 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
     if path.is_file():
         return path
     newest = next((folder for folder in checkpoints_in(path) if _elsewhere(folder) is None), path)
+    if is_published(path):  # whose weights have names that a checkpoint's may have as well
+        return next(
+            path / name for name in (PIPELINE_INDEX, f"{TRANSFORMER}/{CONFIG}", CONFIG) if (path / name).is_file()
+        )
     for folder in (newest, path):
         file = weights_in(folder, which)
         if file.is_file() or (folder / MANIFEST).is_file() or folder != path:
@@ -62,8 +70,16 @@ def find_weights(path: str | Path, which: str = "ema") -> Path:
         return path / PIPELINE_INDEX
     raise FileNotFoundError(
         f"{path}: no checkpoint there. Give a .safetensors or .pt file, a folder with {which}.safetensors or one "
-        f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers' DiTPipeline"
+        f"*{PARTS}, a run folder with checkpoints/latest, or a folder of diffusers (docs/public_models.md)"
     )
+
+
+def folder_of(path: Path) -> Path | None:
+    """Return the folder of the public model that a file stands for; None for other files."""
+    if path.name not in (PIPELINE_INDEX, CONFIG):
+        return None
+    folder = path.parent.parent if path.parent.name == TRANSFORMER else path.parent
+    return folder if is_published(folder) else None
 
 
 def _elsewhere(folder: Path) -> str | None:
@@ -129,6 +145,8 @@ def read_info(path: Path) -> dict[str, Any]:
 
     The weights are not read. Raises ValueError with one line that names the file and the field.
     """
+    if folder := folder_of(path):
+        return read_published(folder).info
     if not is_set(path):
         return {}
     with open_set(path) as tensors:
@@ -230,6 +248,8 @@ def _damaged_part(path: Path, part: int, parts: int) -> str | None:
 
 def _read_part(path: Path, part: int, parts: int) -> Weights:
     """Read weights, and check this share of them."""
+    if published := folder_of(path):
+        return read_published(published)
     if path.name == PIPELINE_INDEX:
         return refuse_unless_finite(read_pipeline(path.parent), part, parts)
     if not is_set(path):
@@ -337,6 +357,8 @@ def load_state(
     Raises:
         ValueError: names the first differences.
     """
+    if isinstance(weights.state, MatchedTensors):
+        return fill(model, weights.state, device, dtype, layout)
     own, shards = model.state_dict(), {} if layout is None else {name: layout.local(name) for name in layout.shapes}
     shapes = {name: tuple(tensor.shape) for name, tensor in own.items()} | (layout.shapes if layout else {})
     compare(shapes, weights.shapes, weights.path)

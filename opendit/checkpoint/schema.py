@@ -36,6 +36,7 @@ from opendit.common.json_models import (
 from opendit.common.tensor_files import ITEM_BYTES
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
 from opendit.models.configuration import DiTConfig
+from opendit.models.families.network import PublicConfig
 from opendit.models.zoo import CLASSES, config_from_dict
 
 # Bounds of a configuration's fields, far above every model there is. What a model really takes is compared with the
@@ -103,19 +104,29 @@ def _typed(hint: Any, bounds: Interval | None) -> Any:
     return BY_TYPE.get(hint, hint)
 
 
-def _tagged(kinds: dict[str, type[Any]], tag: str, default: str | None) -> Any:
-    """Return the type of an object that is of the dataclass that the string under ``tag`` names."""
+def _tagged(kinds: dict[str, type[JsonObject]], tag: str, default: str | None) -> Any:
+    """Return the type of an object that is of the model that the string under ``tag`` names."""
 
     def named(value: Any) -> str | None:
         found = value.get(tag, default) if isinstance(value, dict) else None
         return found if isinstance(found, str) else None
 
     known = f"{tag} should be one of {', '.join(kinds)}"
-    options = tuple(Annotated[model_of(kind, tag), Tag(name)] for name, kind in kinds.items())
+    options = tuple(Annotated[kind, Tag(name)] for name, kind in kinds.items())
     return Annotated[
         Union[options],  # noqa: UP007 (of a tuple)
         Discriminator(named, custom_error_type="unknown_kind", custom_error_message=known),
     ]
+
+
+class PublicModel(JsonObject):
+    """A public model's configuration, as ``PublicConfig.to_dict`` writes it."""
+
+    kind: Word
+    family: Word
+    published: dict[str, Any]
+    input_size: Annotated[list[Annotated[int, Interval(ge=1, le=1 << 16)]], Len(2, 3)]
+    max_tokens: Annotated[int, Interval(ge=1, le=1 << 16)]
 
 
 if TYPE_CHECKING:
@@ -123,9 +134,10 @@ if TYPE_CHECKING:
     ObjectiveSettings: TypeAlias = dict[str, Any]
 else:
     # As ``DiTConfig.to_dict`` writes it; one without a kind is a DiT's.
-    ModelConfig = _tagged({kind.config.kind: kind.config for kind in CLASSES.values()}, "kind", DiTConfig.kind)
+    KINDS = {kind.config.kind: model_of(kind.config, "kind") for kind in CLASSES.values()}
+    ModelConfig = _tagged(KINDS | {PublicConfig.kind: PublicModel}, "kind", DiTConfig.kind)
     # As ``Objective.to_dict`` writes it.
-    ObjectiveSettings = _tagged(OBJECTIVES, "name", None)
+    ObjectiveSettings = _tagged({name: model_of(kind, "name") for name, kind in OBJECTIVES.items()}, "name", None)
 
 # ------------------------------------------------------------------------------------------ the files
 
@@ -152,6 +164,7 @@ class Metadata(JsonObject):
     captions: Annotated[list[Annotated[InstanceOf[str], MaxLen(1 << 20)]], FailFast(), MaxLen(4096)] = []
     vae: Name = ""
     text_encoder: Name | None = None
+    sampler: Word | None = None
     image_size: int = Field(1, ge=1, le=1 << 20)
     num_frames: int = Field(1, ge=1, le=1 << 20)
     frame_interval: int = Field(1, ge=1, le=1 << 20)

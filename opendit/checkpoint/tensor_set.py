@@ -193,6 +193,10 @@ class TensorSet(Mapping[str, Tensor]):
         """
         raise NotImplementedError
 
+    def file_of(self, name: str) -> Path:
+        """Return the file to name in messages about a tensor."""
+        return self.path
+
     def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
         """Yield share ``part`` of ``parts`` of the tensors as the files hold them: each shard by itself, uncopied."""
         names = sorted(self.shapes, key=lambda name: math.prod(self.shapes[name]))
@@ -253,6 +257,9 @@ class WholeTensors(TensorSet):
                 self.shapes[key], self.dtypes[key] = tuple(found.get_shape()), found.get_dtype()
         if missing := place.keys() - self.shapes.keys():
             raise ValueError(f"{path}: {min(missing)[:100]!r} is not in the file that it names")
+
+    def file_of(self, name: str) -> Path:
+        return self.path.with_name(self._place[name])
 
     def read(self, name: str, shard: Shard | None = None) -> Tensor:
         full = self._file(self._place[name]).get_tensor(name)

@@ -122,6 +122,29 @@ def touch(path: Path) -> None:
     os.utime(path, follow_symlinks=False)
 
 
+def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bool = False) -> None:
+    """Give a regular file a second name where that can be done (the same disk), else copy it.
+
+    Links that lead to ``source`` are followed; what stands at ``path`` is an error. Other arguments as of
+    :func:`replacing`.
+
+    Raises:
+        LinkRefused: as :func:`replacing`.
+        OSError: names ``path``.
+    """
+    real = os.path.realpath(source)
+    with _folder(path.parent, root, make) as here:
+        _refuse_link(path, here)
+        try:
+            return os.link(real, path.name, dst_dir_fd=here, follow_symlinks=False)
+        except FileExistsError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        except OSError:  # another disk, or a system without second names
+            pass
+    with open(real, "rb") as old, replacing(path, root=root) as new:
+        shutil.copyfileobj(old, new, 16 << 20)
+
+
 # ------------------------------------------------------------------------------------------ folders and names
 
 

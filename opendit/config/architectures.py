@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opendit.config.flags import Setting, nearest
+from opendit.config.public_models import PUBLIC, family_in
 
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 NORMS = ("layer", "rms")  # before every branch of a block
@@ -126,6 +127,8 @@ def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
 def canonical_name(name: str) -> str:
     """Return the canonical spelling of a model's name: vDiT-XL/222 for vDiT-XL/2x2x2. Raises ValueError for an unknown
     one."""
+    if family_in(name):
+        return name
     kind, size, patch = parse_name(name)
     return f"{kind}-{size}/{patch if isinstance(patch, int) else ''.join(map(str, patch))}"
 
@@ -138,7 +141,8 @@ def is_video(name: str) -> bool:
 def patch_size(name: str) -> int | tuple[int, int, int]:
     """Return the patch side of a picture model, or (frames, rows, columns) of a clip model. Raises ValueError for an
     unknown model."""
-    return parse_name(name)[2]
+    family = family_in(name)
+    return parse_name(name)[2] if family is None else PUBLIC[family].patch
 
 
 def parse_given(text: str) -> int | None:

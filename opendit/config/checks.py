@@ -135,7 +135,7 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
     try:
         check_exists(path, flag_name, what)
         folder, patterns = Path(path).expanduser(), ["*.safetensors", "manifest.json", "checkpoints/*"]
-        patterns += ["model_index.json"] if pipeline else []
+        patterns += ["model_index.json", "transformer/config.json"] if pipeline else []
         found = not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
     except OSError as error:
         raise OnThisMachine(f"{flag_name} {path}: can't be read ({_reason(error)}); give {what}") from error

@@ -1,7 +1,8 @@
 """The configuration of train.py: all of its flags, and the checks across them."""
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from opendit.config import components as component
 from opendit.config.architectures import KINDS, canonical_name, is_video, parse_given
@@ -38,6 +39,7 @@ from opendit.config.parallel_sizes import (
     crossing,
     environment_node_size,
 )
+from opendit.config.public_models import PUBLIC, name_of_folder
 from opendit.config.recipes import find_recipe
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
@@ -106,7 +108,8 @@ class TrainConfig(
         check_values(self)
         for name in ("data_path", "validate_path"):
             check_inline(getattr(self, name) or "", f"--{name}")
-        flags = replace(self, model=canonical_name(self.model))
+        flags = self._resolve_public()
+        flags = replace(flags, model=canonical_name(flags.model))
         if flags.given_frames is not None:
             parse_given(flags.given_frames)
         flags._check_kind()
@@ -144,6 +147,30 @@ class TrainConfig(
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing; leave it out")
         flags._check_files()
         return flags, notes + flags._recipe_notes()
+
+    def _resolve_public(self) -> "TrainConfig":
+        """Return the flags of a public model, if --pretrained or --load is one, or trains one: its name and objective,
+        and its folder's VAE and text encoders, unless they are given."""
+        source = self.pretrained or (None if self.load == "latest" else self.load)
+        name = None if source is None else name_of_folder(source)
+        if name is None:
+            return self
+        if "model" in self.given and self.model != name:
+            raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
+        if "objective" in self.given and self.objective != "flow":
+            raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
+        own = [flag for flag, value in self.architecture.items() if flag in self.given and value is not None]
+        if own:
+            raise ValueError(f"--{own[0]}: {source} says itself how its network is built; leave the flag out")
+        settings: dict[str, Any] = {"model": name, "objective": "flow"}
+        folder = Path(source).expanduser()
+        if "image_size" not in self.given:
+            settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
+        if (folder / "vae").is_dir() and "vae" not in self.given:
+            settings["vae"] = str(folder / "vae")
+        if (folder / "text_encoder").is_dir() and self.text_encoder is None:
+            settings["text_encoder"] = str(folder)
+        return replace(self, **settings)
 
     def evaluating(self) -> EvaluateConfig:
         """Return the configuration with which ``opendit evaluate`` measures the samples of --evaluate_every."""
@@ -236,7 +263,7 @@ class TrainConfig(
         if self.dry_run is None:
             check_loggers(self.loggers)
             if self.pretrained is not None:
-                check_weights(self.pretrained, "--pretrained")
+                check_weights(self.pretrained, "--pretrained", pipeline=True)
             for name in ("data_path", "validate_path"):
                 check_data(getattr(self, name), f"--{name}")
             check_writable(self.outputs, "--outputs")

@@ -7,6 +7,7 @@ from torch import Tensor
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Description, Embedding, Fingerprint, Item, MediaDataset, View
 from opendit.data.sources import Request
+from opendit.encoders.published_text import published_geometry
 from opendit.encoders.text import text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
@@ -53,7 +54,11 @@ class MockDataset(MediaDataset):
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
         self.max_tokens, self.empty_caption = 0, None
         if self.text_encoder:
-            _, self.width, longest = text_geometry(self.text_encoder)
+            if public := published_geometry(self.text_encoder):
+                self.width, self.pooled, longest = public
+            else:
+                _, self.width, longest = text_geometry(self.text_encoder)
+                self.pooled = self.width
             self.max_tokens = max_text_tokens or longest
             self.empty_caption = self._random_embedding(ROWS)
 
@@ -75,8 +80,9 @@ class MockDataset(MediaDataset):
         return f"sample number {row}" if self.has_captions else None
 
     def _random_embedding(self, row: int) -> Embedding:
-        numbers = self._normal(row, _TEXT, (self.max_tokens + 1, self.width)).half()
-        return Embedding(numbers[1:], torch.ones(self.max_tokens, dtype=torch.bool), numbers[0])
+        numbers = self._normal(row, _TEXT, (self.pooled + self.max_tokens * self.width,)).half()
+        tokens = numbers[self.pooled :].view(self.max_tokens, self.width)
+        return Embedding(tokens, torch.ones(self.max_tokens, dtype=torch.bool), numbers[: self.pooled])
 
     def _normal(self, row: int, stream: int, shape: tuple[int, ...]) -> Tensor:
         generator = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, 2 * row + stream]))

@@ -6,7 +6,8 @@ of the empty string.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from opendit.common.utils import DataError
 from opendit.encoders.text import TextEncoder
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
 from opendit.models.bytes_text import byte_tokens
+from opendit.models.conditioning import same_length
 
 
 class Conditioner(ABC):
@@ -97,6 +99,42 @@ class CaptionConditioner(Conditioner):
         if self._null is None:
             self._null = self.encode([""])
         return self._null
+
+
+class PublishedConditioner(CaptionConditioner):
+    """Captions through the text encoders of a public model (opendit.encoders.published_text).
+
+    guidance: the scale that a model of embedded guidance is told; None for other models.
+    """
+
+    def __init__(
+        self,
+        text: TextConfig,
+        device: torch.device,
+        encoder: Any,
+        guidance: float | None = None,
+        empty: Sequence[Tensor] | None = None,
+    ):
+        super().__init__(text, device, encoder)
+        self.guidance = guidance
+        self._null = None if empty is None else self._told(TextCondition(*empty).to(device))
+
+    def encode(self, captions: list[str]) -> TextCondition:
+        assert self.encoder is not None, "the data set has embeddings, and the text encoders are not loaded"
+        return self._told(cast(Any, self.encoder).encode(captions).to(self.device))
+
+    def of_batch(self, batch: Any) -> Condition:
+        y = super().of_batch(batch)
+        return self._told(cast(TextCondition, y))
+
+    def drop(self, y: Condition, dropped: Tensor) -> Condition:
+        return where(dropped, *same_length(self.null(), y))
+
+    def _told(self, y: TextCondition) -> TextCondition:
+        """Return the condition with the scale of guidance."""
+        if self.guidance is None:
+            return y
+        return replace(y, guidance=torch.full((len(y),), self.guidance, device=y.tokens.device))
 
 
 def preview_labels(num_classes: int, count: int) -> Tensor:

@@ -134,9 +134,8 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
         raise ValueError(f"{folder / CONFIG} describes {described:,} weights, the folder's files hold {held:,}")
 
 
-def transformers_model(folder: Path, name: str, stem: str) -> Any:
-    """Load a folder's model as transformers' class ``name``, in float32, without running the folder's code or reading
-    pickles.
+def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Load a folder's model as transformers' class ``name`` without running the folder's code or reading pickles.
 
     Raises ValueError for missing weights, and whatever transformers raises.
     """
@@ -155,7 +154,7 @@ def transformers_model(folder: Path, name: str, stem: str) -> Any:
             use_safetensors=True,
             attn_implementation="sdpa" if model_class._supports_sdpa else "eager",
             output_loading_info=True,
-            dtype=torch.float32,
+            dtype=dtype,
         )
     if report["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
@@ -174,6 +173,18 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def loading(what: str, needs: str = "") -> Iterator[None]:
+    """Turn any error of a library that reads a folder into ValueError: WHAT can't be loaded (the reason), then
+    ``needs``."""
+    try:
+        yield
+    except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{what} can't be loaded ({one_line(error)}){needs}") from error
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

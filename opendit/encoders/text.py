@@ -23,7 +23,7 @@ from opendit.encoders.folder import (
     PretrainedConfig,
     Width,
     fetch,
-    one_line,
+    loading,
     pinned,
     reason,
     transformers_model,
@@ -57,6 +57,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model",
 )  # fmt: skip
+CHAT_TEMPLATE = "chat_template.jinja"  # of a language model's tokenizer, unless tokenizer_config.json holds it
 MOST_TOKENIZER_BYTES = 64 << 20
 # transformers' classes that read these files and nothing else.
 TOKENIZERS = (
@@ -231,34 +232,38 @@ def _load(name: str, folder: Path):
     """Load (model, tokenizer) with transformers. Raises ValueError for a folder that can't be loaded without running
     its code."""
     config = _read_config(name, folder)
-    try:
-        _check_tokenizer(folder)
+    with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
+        check_tokenizer(folder)
         model = transformers_model(folder, CLASSES[config["model_type"]][1], STEM)
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if config["model_type"].startswith("clip") and not isinstance(model.config.eos_token_id, int):
             raise ValueError(f"its eos_token_id is {model.config.eos_token_id!r}, no number")
-        words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
-        if words >= known:
-            raise ValueError(f"its tokenizer has tokens up to {words}, and its weights {known} embeddings")
-    except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"--text_encoder {name}: {folder} can't be loaded ({one_line(error)}); {_needs()}") from error
+        check_vocabulary(tokenizer, model)
     return model, tokenizer
 
 
-def _check_tokenizer(folder: Path) -> None:
-    """Raise ValueError if the tokenizer needs other code than transformers' own, or is too large."""
-    for name in TOKENIZER_FILES:
+def check_vocabulary(tokenizer: Any, model: Any) -> None:
+    """Raise ValueError if the tokenizer makes tokens that the model has no embeddings of."""
+    words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+    if words >= known:
+        raise ValueError(f"its tokenizer has tokens up to {words}, and its weights {known} embeddings")
+
+
+def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
+    """Raise ValueError if the tokenizer needs other code than transformers' own, or is too large.
+
+    classes: values of tokenizer_class that are accepted; None is a missing one.
+    """
+    for name in (*TOKENIZER_FILES, CHAT_TEMPLATE):
         path = folder / name
         if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_TOKENIZER_BYTES):
             raise ValueError(f"{path} is no regular file of at most {MOST_TOKENIZER_BYTES:,} bytes")
     path = folder / "tokenizer_config.json"
     found = read_file(path, PRETRAINED).get("tokenizer_class") if path.is_file() else None
-    if found not in TOKENIZERS:
-        raise ValueError(f"{path}: tokenizer_class is {shown(found)}, none of {', '.join(TOKENIZERS[1:])}")
+    if found not in classes:
+        raise ValueError(f"{path}: tokenizer_class is {shown(found)}, none of {', '.join(filter(None, classes))}")
 
 
 def _is_folder(name: str) -> bool:

@@ -19,7 +19,7 @@ from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.torch_utils import on_meta
-from opendit.common.utils import hash_parts
+from opendit.common.utils import HashedStream, hash_parts
 from opendit.encoders.autoencoder_kl import AutoencoderKL, canonical_names, describes
 from opendit.encoders.folder import (
     CONFIG,
@@ -248,10 +248,15 @@ def square_tiles(sides: tuple[int, int], pixels: int, downscale: int) -> Tiles |
 
 def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
     """Hash a module's weights and buffers, and the settings it is used with."""
-    parts: list[bytes | str] = list(settings)
+    parts: list[str | HashedStream] = list(settings)
     for name, weight in sorted(module.state_dict().items()):
-        parts += [name, weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()]
+        parts += [name, HashedStream(weight.numel() * weight.element_size(), _bytes_of(weight))]
     return hash_parts(*parts)
+
+
+def _bytes_of(weight: Tensor) -> Iterator[bytes]:
+    """Yield a weight's bytes, when they are asked for: a text encoder's in all would fill the memory."""
+    yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _with_channels(pixels: Tensor, channels: int) -> Tensor:

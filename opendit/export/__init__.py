@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from opendit.export.conversion import export_meta as export_meta
     from opendit.export.conversion import import_weights as import_weights
     from opendit.export.conversion import load_pipeline as load_pipeline
+    from opendit.export.published import export_published as export_published
 
 __getattr__, __all__ = import_when_used(
     __name__,
-    {"opendit.export.conversion": "correct_timesteps export_diffusers export_meta import_weights load_pipeline"},
+    {
+        "opendit.export.conversion": "correct_timesteps export_diffusers export_meta import_weights load_pipeline",
+        "opendit.export.published": "export_published",
+    },
 )

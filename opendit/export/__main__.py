@@ -5,6 +5,7 @@ opendit export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
 opendit export opendit --ckpt dit-pipeline --output weights.safetensors
 opendit export opendit --ckpt outputs/001-vDiT-7B --output model.safetensors --max_shard_size 5GB
 opendit export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
+opendit export diffusers --ckpt outputs/002-flux --base FLUX.1-dev --output flux-tuned
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from opendit.common.utils import read_size
 from opendit.config.architectures import canonical_name
-from opendit.config.checks import check_can_be_made, check_output_file, check_vae, check_weights
+from opendit.config.checks import check_can_be_made, check_exists, check_output_file, check_vae, check_weights
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
 from opendit.config.flags import Value, one_of, reject_unused
@@ -30,6 +31,9 @@ def build_parser() -> CommandLine:
     )
     parser.option("--output", Value(unit="path"), "the folder of a pipeline, or the file to write", required=True)
     parser.option("--model", Value(unit="name"), "where --ckpt does not say (Meta's .pt)")
+    parser.option(
+        "--base", Value(unit="path"), "of a public model (FLUX.1, Z-Image, Wan): its folder, for all but the weights"
+    )
     parser.option("--vae", Value(unit="name"), "ema, mse or a folder; from --ckpt when left out")
     parser.option(
         "--max_shard_size", Value(unit="size"), "weights above it go into several files with an index (default: 50GB)"
@@ -41,22 +45,35 @@ def main(argv: list[str]) -> None:
     prepare_console()
     parser = build_parser()
     options, given = parser.read(argv)
-    to, ckpt, output, model, vae = (options[name] for name in ("to", "ckpt", "output", "model", "vae"))
+    to, ckpt, output, model, vae, base = (options[name] for name in ("to", "ckpt", "output", "model", "vae", "base"))
     try:
-        check(to, ckpt, output, model, vae, given)
+        check(to, ckpt, output, model, vae, given, base)
         most_bytes = read_size(options["max_shard_size"] or MAX_SHARD_SIZE, "--max_shard_size")
     except ValueError as error:
         parser.fail(error)
     try:
         if Path(output).exists() and not (Path(output).is_dir() and not os.listdir(output)):
             print(f"{output} is there already and will be replaced", flush=True)
-        convert(to, ckpt, Path(output), model, vae, most_bytes)
+        if base is not None:
+            convert_public(ckpt, Path(output), base, most_bytes)
+        else:
+            convert(to, ckpt, Path(output), model, vae, most_bytes)
     except (ValueError, OSError) as error:
         parser.fail(error)
 
 
-def check(to: str, ckpt: str, output: str, model: str | None, vae: str | None, given: set[str]) -> None:
+def check(
+    to: str, ckpt: str, output: str, model: str | None, vae: str | None, given: set[str], base: str | None = None
+) -> None:
     """Raises ValueError, naming the flag and the fix, for what can be seen before weights are read."""
+    if base is not None:
+        if to != "diffusers":
+            raise ValueError(f"--base {base}: is for the format diffusers; leave it out with the format {to}")
+        why = "does nothing with --base, whose folder says it"
+        reject_unused(given, {"model": why, "vae": why})
+        check_exists(base, "--base", "the folder of a public model")
+        if os.path.realpath(base) == os.path.realpath(output):
+            raise ValueError(f"--output {output}: is what --base names; name another place")
     if to == "meta":
         idle = {
             "vae": "does nothing with the format meta, which holds no VAE",
@@ -100,6 +117,15 @@ def convert(to: str, ckpt: str, output: Path, model: str | None, vae: str | None
     else:
         name, written = import_weights(ckpt, output, model, vae, most_bytes)
         print(f"wrote {written}: {name}")
+
+
+def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
+    from opendit.export.published import export_run  # torch, which the flags need not
+    from opendit.models.families import FAMILIES
+
+    for line in export_run(ckpt, output, base, FAMILIES, most_bytes):
+        print(f"note: {line}", flush=True)
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _linear_gate_residual_rmsnorm_modulate(
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     branch, vectors = linear.product(z, multiply=unbiased), (norm.weight, shift, scale)
-    return gate_residual_rmsnorm_modulate(x, gate, branch, *vectors, linear.bias, sample_of_row=sample_of_row)
+    return gate_residual_rmsnorm_modulate(x, gate, branch, *vectors, linear.bias, norm.eps, sample_of_row)
 
 
 # ----------------------------------------------------------------------------------------------------------- the others
@@ -95,7 +95,7 @@ def _linear_gate_residual_rmsnorm_modulate(
 def _residual_rmsnorm_modulate(
     x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return residual_rmsnorm_modulate(x, norm.weight, shift, scale, sample_of_row=sample_of_row)
+    return residual_rmsnorm_modulate(x, norm.weight, shift, scale, norm.eps, sample_of_row)
 
 
 def _layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:

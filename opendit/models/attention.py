@@ -41,6 +41,8 @@ class TokenGrid:
     learned: Tensor | None = None
     shards: "SequenceShards | None" = None
     packed: PlacedSegments | None = None
+    streams: tuple[int, ...] = ()
+    keys: Tensor | None = None
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
@@ -125,8 +127,10 @@ class Attention(nn.Module):
         self.head_dim: int = dim // num_heads
         self.qkv: Projection = Projection(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
         self.proj: Projection = Projection(dim, dim, bias=options.bias)
-        self.q_norm: RMSNorm | None = RMSNorm(self.head_dim) if options.qk_norm else None
-        self.k_norm: RMSNorm | None = RMSNorm(self.head_dim) if options.qk_norm else None
+        self.across: bool = options.qk_across
+        width = dim if self.across else self.head_dim
+        self.q_norm: RMSNorm | None = RMSNorm(width, options.qk_eps) if options.qk_norm else None
+        self.k_norm: RMSNorm | None = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.attend: Attend = local_attention
         self.varlen: Varlen | None = None
 
@@ -149,7 +153,11 @@ class Attention(nn.Module):
         """q (B, H, N, d), k and v (B, kv_heads, N, d), by the layer's projection or by one in its place."""
         qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
-            return ops.linear_heads(x, qkv, self.num_heads)
+            q, k, v = ops.linear_heads(x, qkv, self.num_heads)
+            if self.across and self.q_norm is not None and self.k_norm is not None:
+                # Now, while a rank has all heads of its tokens.
+                q, k = _across_heads(self.q_norm, q), _across_heads(self.k_norm, k)
+            return q, k, v
         heads = qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
@@ -163,20 +171,32 @@ class Attention(nn.Module):
         heads = self.num_heads, self.kv_heads
         return MadeProjection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None) -> Tensor:
-        """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens."""
-        q, k, v = self.prepare(q, k, v, grid)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, normalised: bool = False
+    ) -> Tensor:
+        """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens. normalised: q and k are already."""
+        q, k, v = self.prepare(q, k, v, grid, normalised)
         k, v = for_every_head(q, k, v)
         if grid is not None and grid.packed is not None:
             return segment_attention(q, k, v, grid.packed, self.attend, self.varlen)
+        if grid is not None and grid.keys is not None:
+            return masked_attention(q, k, v, grid.keys)
         return self.attend(q, k, v)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None) -> tuple[Tensor, Tensor, Tensor]:
+    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """RMSNorm of every query and key (B, N, H, d), unless their projection has normalised them across heads."""
+        if self.across or self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None, normalised: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys normalised and rotated."""
         rotary = grid and grid.rotary
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if not normalised:
+            q, k = self.normalise(q, k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return q.transpose(1, 2), k.transpose(1, 2), v
@@ -194,8 +214,11 @@ class GridAttention:
 
     layer: Attention
     grid: TokenGrid | None
+    normalised: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.normalised:
+            return self.layer.attention(q, k, v, self.grid, normalised=True)
         return self.layer.attention(q, k, v, self.grid)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +226,7 @@ class GridAttention:
         grid = self.grid
         if grid is not None and grid.rotary is not None:
             grid = replace(grid, rotary=grid.rotary[first : first + q.shape[2]])
-        return self.layer.prepare(q, k, v, grid)
+        return self.layer.prepare(q, k, v, grid, self.normalised)
 
 
 @dataclass(frozen=True)
@@ -222,6 +245,11 @@ class MadeProjection:
 
 
 AnyProjection = Projection | MadeProjection  # what makes q, k, v
+
+
+def _across_heads(norm: RMSNorm, x: Tensor) -> Tensor:
+    """Normalise x (B, H, N, d) over all channels of a token's heads (B, N, H d), as Wan and LTX-Video do."""
+    return norm(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,14 +336,23 @@ class CrossAttention(nn.Module):
         self.q = nn.Linear(dim, dim, bias=options.bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=options.bias)
         self.proj: Projection = Projection(dim, dim, bias=options.bias)
-        self.q_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
-        self.k_norm = RMSNorm(dim // num_heads) if options.qk_norm else None
+        self.across, self.attends_padding = options.qk_across, options.attends_padding
+        width = dim if self.across else dim // num_heads
+        self.q_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
+        self.k_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
+        self.attend: Attend = local_attention  # to captions whose padding is attended to as well
 
     def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, M, H, d) of tokens (B, M, D), which depend on nothing else: a caption's can be made once
         for all steps of sampling."""
         k, v = self.kv(tokens).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
-        return (k if self.k_norm is None else self.k_norm(k)), v
+        return self._normalised(self.k_norm, k), v
+
+    def _normalised(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
+        """Normalise x (B, N, H, d) by head or across heads."""
+        if norm is None:
+            return x
+        return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if self.across else norm(x)
 
     def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None) -> Tensor:
         """The attention output (B, N, D) before the output projection.
@@ -326,9 +363,10 @@ class CrossAttention(nn.Module):
         *source, mask = context
         k, v = self.keys_values(*source) if len(source) == 1 else source
         q = self.q(x).unflatten(-1, (self.num_heads, -1))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
+        q = self._normalised(self.q_norm, q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if self.attends_padding and (grid is None or grid.packed is None):
+            return self.attend(q, k, v).transpose(1, 2).flatten(2)
         if grid is not None and grid.packed is not None:
             output = segment_cross_attention(q, k, v, mask, grid.packed, masked_attention)
         else:

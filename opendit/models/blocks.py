@@ -12,19 +12,31 @@ branch is not modulated.
     EC-DiT    the same                                                layer   GELU, with experts beside it
     ST-DiT    in frames, along time, [to all], [caption], MLP         layer   GELU
     MovieGen  attention, [caption, not modulated], MLP                rms     SwiGLU
+    FLUX.1    attention, MLP, of two streams; then both of one norm   layer   GELU
+    Z-Image   attention, MLP, with a norm after each as well          rms     SwiGLU
+    Wan       attention, caption (not modulated), MLP                 layer   GELU
 
-Norm and MLP may be exchanged in each row (``--norm``, ``--mlp``). What parallelises a block, casts it to FP8 or counts
-it reads the specification.
+Norm and MLP may be exchanged in the first four rows (``--norm``, ``--mlp``); the others are those of public models
+(opendit/models/families). What parallelises a block, casts it to FP8 or counts it reads the specification.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opendit.models.attention import Attention, CrossAttention, FrameAttention, TemporalAttention, TokenGrid, of_rows
+from opendit.models.attention import (
+    Attention,
+    CrossAttention,
+    FrameAttention,
+    GridAttention,
+    TemporalAttention,
+    TokenGrid,
+    of_rows,
+)
 from opendit.models.experts import ExpertMlp, Experts, Routing
 from opendit.models.layers import (
     PLAIN,
@@ -34,8 +46,10 @@ from opendit.models.layers import (
     Projection,
     RMSNorm,
     SwiGlu,
+    TableModulation,
     layer_norm,
     modulation,
+    over_rows,
 )
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
@@ -82,6 +96,15 @@ class BlockSpec:
     width: D. heads, kv_heads: number of heads of queries, and of keys and values (None: the same). mlp_hidden: width of
     the MLP's hidden layer. norm: the norm before every branch, "layer" (without weights) or "rms" (with one weight per
     channel). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
+
+    eps: of the norms. norm_after: each branch's output is normalised, too, before its gate. parallel: attention and MLP
+    read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
+    biases. values: what a modulated branch has, in their order; a shift that is missing is 0. tanh_gates: gates are
+    tanh of their values. source: what makes the modulation, a linear layer of the block's ("own"), a table that is
+    added to what all blocks share ("table"), or nothing: then no branch is modulated. condition: width of c (None: D).
+    silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as the other layers). streams:
+    tokens that have weights of their own in this block, in their order in the sequence, ("text", "media"); with () all
+    tokens have the same.
     """
 
     width: int
@@ -93,18 +116,42 @@ class BlockSpec:
     kv_heads: int | None = None
     experts: Experts | None = None
     options: Options = PLAIN
+    eps: float = 1e-6
+    norm_after: bool = False
+    parallel: bool = False
+    caption_norm: bool = False
+    values: tuple[str, ...] = ("shift", "scale", "gate")
+    tanh_gates: bool = False
+    source: Literal["own", "table", "none"] = "own"
+    condition: int | None = None
+    silu: bool = True
+    modulation_bias: bool | None = None
+    streams: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> int:
         """Number of vectors in the block's modulation."""
-        return 3 * sum(branch.modulated for branch in self.branches)
+        modulated = sum(branch.modulated for branch in self.branches)
+        return len(self.values) * (min(1, modulated) if self.parallel else modulated) * max(1, len(self.streams))
+
+    def modulation(self) -> nn.Module:
+        """Make what computes the modulation of the condition."""
+        if self.source == "none":
+            return NoModulation()
+        if self.source == "table":
+            return TableModulation(self.width, self.chunks)
+        options = self.options if self.modulation_bias is None else replace(self.options, bias=self.modulation_bias)
+        return modulation(self.width, self.chunks, options, self.condition, self.silu)
 
     def layer(self, branch: Branch) -> nn.Module:
         """Make the module of a branch."""
         if branch.sees == "caption":
             return CrossAttention(self.width, self.heads, self.options)
         if branch.sees is not None:
-            return ATTENTIONS[branch.sees](self.width, self.heads, self.options, self.kv_heads)
+            attention = ATTENTIONS[branch.sees](self.width, self.heads, self.options, self.kv_heads)
+            if self.parallel:  # the MLP's bias is that of both
+                attention.proj = Projection(self.width, self.width, bias=False)
+            return attention
         if self.experts is not None:
             return ExpertMlp(self.width, self.mlp_hidden, self.options.bias, self.experts)
         return MLPS[self.mlp](self.width, self.mlp_hidden, self.options.bias)
@@ -186,6 +233,7 @@ class Block(nn.Module):
     """
 
     mlp: Mlp
+    attn: Attention
     cross_attn: nn.Module  # of blocks with a caption branch
     adaLN_modulation: nn.Module
 
@@ -193,17 +241,18 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.ops: BlockOps = BlockOps()
-        self.branches: list[tuple[Branch, str | None]] = [
-            (branch, branch.norm if spec.norm == "rms" else None) for branch in spec.branches
-        ]
+        self.branches: list[tuple[Branch, str | None]] = [(branch, _norm_of(spec, branch)) for branch in spec.branches]
         for branch, norm in self.branches:
-            if norm is not None and branch.modulated:
-                setattr(self, norm, RMSNorm(spec.width))
+            if norm is not None and branch.sees != "caption" and not (spec.parallel and branch.sees is None):
+                setattr(self, norm, RMSNorm(spec.width, spec.eps))
+            if spec.norm_after:
+                setattr(self, f"{branch.norm}_after", RMSNorm(spec.width, spec.eps))
         for branch, norm in self.branches:
-            if norm is not None and not branch.modulated:
-                setattr(self, norm, RMSNorm(spec.width))
+            if norm is not None and branch.sees == "caption":
+                made = nn.LayerNorm(spec.width, spec.eps) if spec.caption_norm else RMSNorm(spec.width, spec.eps)
+                setattr(self, norm, made)
             setattr(self, branch.name, spec.layer(branch))
-        self.adaLN_modulation = modulation(spec.width, spec.chunks, spec.options)
+        self.adaLN_modulation = spec.modulation()
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return shifts, scales and gates side by side, (B, chunks * D), for the condition c (B, D). shared: the
@@ -225,17 +274,52 @@ class Block(nn.Module):
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
         """x + gate * branch(norm(x) * (1 + scale) + shift) for every branch; arguments as of :meth:`forward`."""
-        vectors = iter(m.chunk(self.spec.chunks, dim=1))
+        vectors, spec, y = self.vectors(m), self.spec, None
         if grid is not None and grid.learned is not None:
             x.put(x.take(self.ops) + grid.learned)
         for branch, name in self.branches:
             norm = None if name is None else getattr(self, name)
-            if branch.modulated:
-                shift, scale, gate = next(vectors), next(vectors), next(vectors)
-                joined = branch.sees != "caption"
-                x.add(gate, *self._but_last(branch, x.norm(self.ops, shift, scale, norm, joined), context, grid))
-            else:
+            if not branch.modulated and branch.sees == "caption":
                 x.put(self._add_caption(x.take(self.ops), norm or layer_norm, context, grid))
+            elif spec.source == "none":
+                stream = x.take(self.ops)
+                z, last, _ = self._but_last(branch, (norm or layer_norm)(stream), context, grid)
+                x.put(stream + self._after(branch, last(z)))
+            else:
+                if y is None or not spec.parallel:
+                    shift, scale, gate = next(vectors)
+                    y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
+                else:
+                    x.put(x.take(self.ops))  # the gate of attention, before the MLP's
+                self.add(x, branch, gate, *self._but_last(branch, y, context, grid), grid=grid)
+
+    def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield shift, scale and gate (B, D) of each modulated branch, of the result of :meth:`modulate`."""
+        spec = self.spec
+        chunks = m.chunk(spec.chunks, dim=1) if spec.chunks else ()
+        for first in range(0, len(chunks), len(spec.values)):
+            found = dict(zip(spec.values, chunks[first : first + len(spec.values)], strict=True))
+            gate = found["gate"].tanh() if spec.tanh_gates else found["gate"]
+            yield found["shift"] if "shift" in found else torch.zeros_like(gate), found["scale"], gate
+
+    def add(
+        self,
+        x: ResidualStream,
+        branch: Branch,
+        gate: Tensor,
+        z: Tensor,
+        last: Projection,
+        routing: Routing | None = None,
+        grid: TokenGrid | None = None,
+    ) -> None:
+        """Add gate * last(z) to the stream, normalised first where the specification says so."""
+        if self.spec.norm_after:
+            x.put(x.take(self.ops) + over_rows(gate, *of_rows(grid) or (None,)) * self._after(branch, last(z)))
+        else:
+            x.add(gate, z, last, routing)
+
+    def _after(self, branch: Branch, y: Tensor) -> Tensor:
+        return getattr(self, f"{branch.norm}_after")(y) if self.spec.norm_after else y
 
     def _but_last(
         self, branch: Branch, y: Tensor, context: Context | None, grid: TokenGrid | None
@@ -270,6 +354,107 @@ class Block(nn.Module):
         assert len(context) == 2, "keys and values are made of tokens, once"
         tokens, mask = context
         return *attention.keys_values(tokens), mask
+
+
+def _norm_of(spec: BlockSpec, branch: Branch) -> str | None:
+    """Return the name of the norm before a branch; None if it has no weights."""
+    if branch.sees == "caption" and spec.caption_norm:
+        return branch.norm
+    if spec.norm != "rms":
+        return None
+    return spec.branches[0].norm if spec.parallel else branch.norm
+
+
+class NoModulation(nn.Module):
+    """The modulation of blocks that have none."""
+
+    def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        return c.new_zeros(len(c), 0)
+
+
+class JointBlock(nn.Module):
+    """A block whose tokens of text and of media have weights of their own and one attention (MM-DiT; Esser et al. 2024,
+    fig. 2): x (B, N, D) to x, the tokens of one stream after those of the other.
+
+    ``grid.streams`` says how many there are of each.
+    """
+
+    def __init__(self, spec: BlockSpec):
+        super().__init__()
+        self.spec = spec
+        self._ops: BlockOps = BlockOps()
+        for name in spec.streams:
+            self.add_module(name, Block(replace(spec, streams=())))
+
+    @property
+    def streams(self) -> list[Block]:
+        """The blocks of the streams, in the order of their tokens."""
+        return [cast(Block, getattr(self, name)) for name in self.spec.streams]
+
+    @property
+    def ops(self) -> BlockOps:
+        return self._ops
+
+    @ops.setter
+    def ops(self, ops: BlockOps) -> None:
+        self._ops = ops
+        for stream in self.streams:
+            stream.ops = ops
+
+    def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Return the streams' shifts, scales and gates side by side, (B, chunks * D)."""
+        return torch.cat([stream.modulate(c, shared) for stream in self.streams], dim=1)
+
+    def forward(
+        self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
+    ) -> Tensor:
+        """x (B, N, D) to (B, N, D); arguments as of :meth:`Block.forward`."""
+        assert grid is not None, "a grid says which tokens are of which stream"
+        m = self.modulate(*m) if isinstance(m, tuple) else m
+        streams = self.streams
+        residuals = [ResidualStream(part) for part in x.split(grid.streams, dim=1)]
+        vectors = [stream.vectors(part) for stream, part in zip(streams, m.chunk(len(streams), dim=1), strict=True)]
+        for branch, name in streams[0].branches:
+            gates, outputs = [], []
+            for stream, residual, own in zip(streams, residuals, vectors, strict=True):
+                shift, scale, gate = next(own)
+                norm = None if name is None else getattr(stream, name)
+                outputs.append(residual.norm(stream.ops, shift, scale, norm))
+                gates.append(gate)
+            if branch.sees is None:
+                found = [stream._but_last(branch, y, None, None) for stream, y in zip(streams, outputs, strict=True)]
+            else:
+                attended = joint_attention([stream.attn for stream in streams], outputs, self._ops, grid)
+                found = [(z, stream.attn.proj, None) for stream, z in zip(streams, attended, strict=True)]
+            for stream, residual, gate, more in zip(streams, residuals, gates, found, strict=True):
+                stream.add(residual, branch, gate, *more)
+        return torch.cat([residual.take(self._ops) for residual in residuals], dim=1)
+
+    def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
+        """Run the block on a stream of several blocks; arguments as of :meth:`forward`."""
+        x.put(self(x.take(self._ops), m, context, grid))
+
+    def keys_values(self, context: Context | None) -> Context | None:
+        """Return the context: these blocks have no cross-attention."""
+        return context
+
+
+def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: BlockOps, grid: TokenGrid) -> Any:
+    """Attend from the tokens of every stream to those of all: inputs (B, n_i, D), one for each layer, to attention
+    outputs of their shapes. Queries and keys are normalised by each layer's own norm."""
+    attend, projected = GridAttention(layers[0], grid, normalised=True), []
+    for layer, x in zip(layers, inputs, strict=True):
+        q, k, v = (part.transpose(1, 2) for part in layer.project(x, ops))
+        projected.append((*layer.normalise(q, k), v))
+    if grid.shards is not None:
+        return grid.shards.attention_of_streams(projected, attend)
+    q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
+    return attend(q, k, v).transpose(1, 2).flatten(2).split(grid.streams, dim=1)
+
+
+def make_block(spec: BlockSpec) -> Any:
+    """Build a block of a specification."""
+    return JointBlock(spec) if spec.streams else Block(spec)
 
 
 if TYPE_CHECKING:
@@ -322,18 +507,34 @@ def is_cut(block: nn.Module) -> bool:
 
 
 class FinalLayer(nn.Module):
-    """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features)."""
+    """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features).
 
-    def __init__(self, dim: int, out_features: int):
+    values: of the modulation, in their order; a shift that is missing is 0. table: the modulation is c plus a table,
+    and not a linear layer's. condition: width of c (None: D).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        out_features: int,
+        values: tuple[str, ...] = ("shift", "scale"),
+        table: bool = False,
+        condition: int | None = None,
+    ):
         super().__init__()
+        self.values = values
         self.linear: nn.Linear = nn.Linear(dim, out_features)
-        self.adaLN_modulation: nn.Sequential = modulation(dim, 2)
+        self.adaLN_modulation: nn.Module = (
+            TableModulation(dim, len(values)) if table else modulation(dim, len(values), width=condition)
+        )
         self.ops: BlockOps = BlockOps()
 
     def modulate(self, c: Tensor) -> Tensor:
-        """Return shift and scale side by side, (B, 2 D), for the condition c (B, D)."""
+        """Return the values side by side, (B, 2 D), for the condition c (B, D)."""
         return self.adaLN_modulation(c)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
         """x (B, N, D), m (B, 2 D) of :meth:`modulate`; of_rows: of a pack, see ``TokenGrid``."""
-        return self.linear(self.ops.layernorm_modulate(x, *m.chunk(2, dim=1), *of_rows))
+        found = dict(zip(self.values, m.chunk(len(self.values), dim=1), strict=True))
+        shift = found["shift"] if "shift" in found else torch.zeros_like(found["scale"])
+        return self.linear(self.ops.layernorm_modulate(x, shift, found["scale"], *of_rows))

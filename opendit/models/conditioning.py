@@ -6,10 +6,11 @@ replaces a dropped caption by the encoder's own embedding of the empty string: s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from opendit.models.layers import layer_norm
@@ -32,7 +33,8 @@ class TextConfig:
 
 @dataclass(frozen=True, eq=False)
 class TextCondition:
-    """Encoded captions: tokens (B, L, Dt), mask (B, L) bool (True: a token, False: padding), pooled (B, Dt).
+    """Encoded captions: tokens (B, L, Dt), mask (B, L) bool (True: a token, False: padding), pooled (B, Dt); and for
+    models to which the scale of guidance is an input, that scale (B,).
 
     Not a tuple: the training plugins rebuild tuples, and not every one can rebuild a named one; an object goes
     through them as it is.
@@ -41,6 +43,7 @@ class TextCondition:
     tokens: Tensor
     mask: Tensor
     pooled: Tensor
+    guidance: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.pooled)
@@ -56,25 +59,31 @@ class TextCondition:
     def to(self, *args: Any, **kwargs: Any) -> "TextCondition":
         """``Tensor.to`` on every field; a dtype is that of tokens and pooled."""
         moved = self._each(lambda field: field.to(*args, **kwargs))
-        return TextCondition(moved.tokens, moved.mask.bool(), moved.pooled)
+        return replace(moved, mask=moved.mask.bool())
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, always in the same order."""
+        return [self.tokens, self.mask, self.pooled, *([] if self.guidance is None else [self.guidance])]
 
     def expand_as(self, other: "TextCondition") -> "TextCondition":
         """One caption for every one of ``other``, without a copy. Raises RuntimeError for another L or Dt."""
-        return TextCondition(
-            self.tokens.expand_as(other.tokens), self.mask.expand_as(other.mask), self.pooled.expand_as(other.pooled)
-        )
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        return TextCondition(*(own.expand_as(theirs) for own, theirs in pairs))
+
+    def padded(self, length: int) -> "TextCondition":
+        """Captions with zeros after their tokens, which the mask leaves out, up to ``length``."""
+        rest = length - self.tokens.shape[1]
+        if rest == 0:
+            return self
+        return replace(self, tokens=F.pad(self.tokens, (0, 0, 0, rest)), mask=F.pad(self.mask, (0, rest)))
 
     @staticmethod
     def cat(conditions: Sequence["TextCondition"]) -> "TextCondition":
         """Several batches of captions as one, as torch.cat does for tensors."""
-        return TextCondition(
-            torch.cat([c.tokens for c in conditions]),
-            torch.cat([c.mask for c in conditions]),
-            torch.cat([c.pooled for c in conditions]),
-        )
+        return TextCondition(*map(torch.cat, zip(*(c.tensors() for c in conditions), strict=True)))
 
     def _each(self, function) -> "TextCondition":
-        return TextCondition(function(self.tokens), function(self.mask), function(self.pooled))
+        return TextCondition(*map(function, self.tensors()))
 
 
 Condition = Tensor | TextCondition
@@ -86,6 +95,14 @@ def joined(conditions: Sequence[Condition]) -> Condition:
     return join(tuple(conditions))
 
 
+def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]:
+    """Return two conditions whose captions have the same number of tokens, padded with zeros; labels as they are."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one, other
+    length = max(one.tokens.shape[1], other.tokens.shape[1])
+    return one.padded(length), other.padded(length)
+
+
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
     """``y`` with the rows that ``dropped`` (B,) bool marks replaced by ``null``, which expands to y.
 
@@ -93,7 +110,7 @@ def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
     """
     if isinstance(y, TextCondition):
         assert isinstance(null, TextCondition), "null is of y's kind"
-        fields = zip((null.tokens, null.mask, null.pooled), (y.tokens, y.mask, y.pooled), strict=True)
+        fields = zip(null.tensors(), y.tensors(), strict=True)
         return TextCondition(*(_where(dropped, n, field) for n, field in fields))
     assert isinstance(null, Tensor), "null is of y's kind"
     return _where(dropped, null, y)

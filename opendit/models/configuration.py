@@ -31,6 +31,7 @@ class DiTConfig:
 
     kind: ClassVar[str] = "dit"
     axial_attention: ClassVar[bool] = False  # whether blocks attend along the axes of the tokens' grid
+    plain_projections: ClassVar[bool] = True  # q, k and v of a block are one product
     why_no_packs: ClassVar[str] = ""  # why they can't take packs, if they can't
 
     input_size: tuple[int, ...]  # height, width of the latent; of clips frames, height, width

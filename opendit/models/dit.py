@@ -206,8 +206,9 @@ class DiT(nn.Module):
         """
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
-    def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None) -> Iterator[Modulation]:
-        """Yield the modulations of every block, then of the final layer, for the condition c (B, D).
+    def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
+        """Yield the modulations of every block, then of the final layer, for the condition c (B, D). first: blocks
+        begin with the model's first, before which other architectures have more.
 
         Each is computed when it is asked for; ``tuple(model.modulations(c))`` computes them all, for several steps.
         With ``modulate_in_blocks`` blocks get the pair (c, shared), and compute their own. blocks: None for all."""
@@ -232,6 +233,26 @@ class DiT(nn.Module):
             return self._predict(x, modulations, context, positions, run)
         x = x.expand(-1, -1, repeats, -1, -1)
         return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
+
+    def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
+        """Return this rank's tokens (B, n, D) of x (B, C, ...) as the first block takes them, and their places.
+
+        modulations, context: of :meth:`predict`; other architectures use them up to the first block."""
+        return self.embed(x)
+
+    def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, ...]:
+        """Describe the places of the tokens of latents of this size, which another stage of a pipeline has embedded."""
+        sizes = self.config.grid_of(size)
+        shards = None if self.sequence is None else self.sequence(math.prod(sizes), sizes)
+        positions = self.positions(sizes) if self.config.positions_in_blocks else None
+        if positions is not None and shards is not None:
+            positions = shards.take(positions)
+        return (self.token_grid(sizes, positions, shards),)
+
+    def leave(self, x: Tensor, m: Tensor, grid: TokenGrid) -> Tensor:
+        """Return the prediction (B, C, ...) of the last block's tokens (B, n, D); m: the final layer's modulation."""
+        x = self.final_layer(x, m)
+        return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
 
     def _predict(self, x, modulations, context, positions, run) -> Tensor:
         tokens, grid = self.embed(x, positions)

@@ -42,12 +42,20 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: T
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
         self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
+        self.eps: float = eps
+        # Of ranks that each have some of the features: their number, and what adds up the ranks' sums (..., 1).
+        self.features = dim
+        self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, eps=1e-6).to(x.dtype)
+        if self.sum_of_ranks is not None:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            mean = self.sum_of_ranks(wide.square().sum(-1, keepdim=True)) / self.features
+            return (wide * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], self.weight, eps=self.eps).to(x.dtype)
 
 
 def residual_rmsnorm_modulate(
@@ -231,6 +239,9 @@ class Options:
     qk_norm: bool = False
     adaln_lora: int | None = None
     shared_modulation: bool = False
+    qk_across: bool = False
+    qk_eps: float = 1e-6
+    attends_padding: bool = False
 
 
 PLAIN = Options()
@@ -248,7 +259,24 @@ class _Modulation(nn.Sequential):
         return own if shared is None else shared + own
 
 
-def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential:
+class TableModulation(nn.Module):
+    """A block's modulation as a correction of the one that all blocks share: shared + table (PixArt-alpha's
+    adaLN-single, Chen et al. 2024, sec. 2.3)."""
+
+    def __init__(self, dim: int, chunks: int):
+        super().__init__()
+        self.table: nn.Parameter = nn.Parameter(torch.zeros(1, chunks, dim))
+
+    def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Return (B, chunks * D) of what the blocks share (B, chunks * D), or of c (B, D) for each chunk."""
+        if shared is None:
+            shared = c.unsqueeze(1).expand(-1, self.table.shape[1], -1).flatten(1)
+        return shared + self.table.flatten(1)
+
+
+def modulation(
+    dim: int, chunks: int, options: Options = PLAIN, width: int | None = None, silu: bool = True
+) -> nn.Sequential:
     """Condition (B, D) to ``chunks`` vectors side by side (B, chunks * D); its last layer is to be initialised to zero.
 
     With a rank it is a product of two matrices, which has rank * (1 + chunks) * D weights in place of chunks * D * D,
@@ -259,10 +287,15 @@ def modulation(dim: int, chunks: int, options: Options = PLAIN) -> nn.Sequential
     adaLN-LoRA as of W.A.L.T (Gupta et al. 2023, "AdaLN-LoRA": A^i = A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t))
     and as in Cosmos (NVIDIA 2025), whose blocks all have a correction, of SiLU's output. c is the timestep's embedding
     plus the label's or the caption's.
+
+    width: of the condition, if it is not ``dim``. silu: whether SiLU comes first, as in the formula.
     """
-    first = [] if options.adaln_lora is None else [nn.Linear(dim, options.adaln_lora, bias=False)]
+    width = dim if width is None else width
+    first: list[nn.Module] = [nn.SiLU()] if silu else []
+    if options.adaln_lora is not None:
+        first.append(nn.Linear(width, options.adaln_lora, bias=False))
     bias = options.bias and not options.shared_modulation  # M has one, where it is wanted
-    return _Modulation(nn.SiLU(), *first, nn.Linear(options.adaln_lora or dim, chunks * dim, bias=bias))
+    return _Modulation(*first, nn.Linear(options.adaln_lora or width, chunks * dim, bias=bias))
 
 
 class Mlp(nn.Module):
@@ -341,14 +374,26 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 
 class TimestepEmbedder(nn.Module):
-    """Timestep (B,) to (B, D): sinusoids in fp32, whatever the weights' precision, then a two-layer MLP."""
+    """Timestep (B,) to (B, D): sinusoids in fp32, whatever the weights' precision, then a two-layer MLP.
 
-    def __init__(self, dim: int, frequencies: int = TIME_FREQUENCIES):
+    hidden: width between the two layers (None: D). reversed_from: the network is told this number minus t.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        frequencies: int = TIME_FREQUENCIES,
+        hidden: int | None = None,
+        reversed_from: float | None = None,
+    ):
         super().__init__()
-        self.frequencies = frequencies
-        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.frequencies, self.reversed_from = frequencies, reversed_from
+        hidden = dim if hidden is None else hidden
+        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(frequencies, hidden), nn.SiLU(), nn.Linear(hidden, dim))
 
     def forward(self, t: Tensor) -> Tensor:
+        if self.reversed_from is not None:
+            t = self.reversed_from - t
         return self.mlp(timestep_embedding(t, self.frequencies).to(cast(nn.Linear, self.mlp[0]).weight.dtype))
 
 

@@ -4,6 +4,7 @@ All are functions of coordinates (N, axes), so that they serve any grid, and pac
 """
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -79,11 +80,22 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
+def axes_table(coordinates: Tensor, channels: Sequence[int], base: float) -> Tensor:
+    """Cosines and sines (..., d / 2, 2) float32 of tokens at coordinates (..., axes), which divide the channels of a
+    head as ``channels`` says: base^(-2 i / c) are the frequencies of an axis of c channels. Computed in float64."""
+    angles = []
+    for position, count in zip(coordinates.double().unbind(-1), channels, strict=True):
+        pairs = torch.arange(count // 2, dtype=torch.float64, device=position.device)
+        angles.append(position.unsqueeze(-1) * base ** -(2 * pairs / count))
+    joined = torch.cat(angles, dim=-1)
+    return torch.stack([joined.cos(), joined.sin()], dim=-1).float()
+
+
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turns each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by a token's angle; table (N, d / 2, 2) of
-    :func:`rotary_table`. In fp32 or wider; the result has x's dtype."""
+    :func:`rotary_table`, or one for each sample (B, N, d / 2, 2). In fp32 or wider; the result has x's dtype."""
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    (even, odd), (cos, sin) = pairs.unbind(-1), table.unsqueeze(1).unbind(-1)
+    (even, odd), (cos, sin) = pairs.unbind(-1), table.unsqueeze(-3).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 

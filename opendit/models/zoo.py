@@ -11,6 +11,8 @@ from opendit.common.torch_utils import on_meta
 from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families.network import PublicConfig, PublicDiT
+from opendit.models.families.plan import plan_of_spec
 from opendit.models.initialization import initialize
 from opendit.models.plan import PLAN, Plan
 
@@ -31,6 +33,7 @@ def _find(kind: str) -> Classes:
 
 
 CLASSES = {kind: _find(kind) for kind in KINDS}
+PUBLIC = Classes(PublicConfig, PublicDiT)
 
 
 def model_config(
@@ -120,9 +123,9 @@ def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
     """The configuration of the model ``name``, of the newest revision, as files of another one have it; the same where
     revisions make no difference."""
-    kind_name, size, _ = parse_name(name)
     if not config.depends_on_revision:
         return config
+    kind_name, size, _ = parse_name(name)
     return replace(config, revision=revision, **(KINDS[kind_name].revision_1.get(size, {}) if revision < 2 else {}))
 
 
@@ -176,12 +179,12 @@ def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
 
 def plan_of(config: DiTConfig) -> Plan:
     """The plan of the models of a configuration. Raises ValueError for a kind that is not in the zoo."""
-    return _classes(config.kind).plan
+    return plan_of_spec(config.spec) if isinstance(config, PublicConfig) else _classes(config.kind).plan
 
 
 def _classes(stored: str) -> Classes:
     """Find the classes of a kind by its name in configurations. Raises ValueError for an unknown one."""
-    known = {made.config.kind: made for made in CLASSES.values()}
+    known = {made.config.kind: made for made in (*CLASSES.values(), PUBLIC)}
     if stored not in known:
         raise ValueError(f"a model of kind {stored!r}: this version knows {', '.join(known)}; use a newer OpenDiT")
     return known[stored]

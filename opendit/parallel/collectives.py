@@ -265,6 +265,20 @@ class _SumShares(torch.autograd.Function):
         return side_by_side(start_gather(grad, ctx.group).wait(), ctx.dim), None, None
 
 
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group, total = group, x.clone()
+        dist.all_reduce(total, group=group.handle)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group.handle)
+        return total, None
+
+
 class _JoinResult(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, length: int, group: Group) -> Tensor:
@@ -284,6 +298,12 @@ def join(share: Tensor, dim: int, group: Group) -> Tensor:
 def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
     """Return this rank's share along ``dim`` of the sum of all ranks' x."""
     return _SumShares.apply(x, dim, group)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """Sum tensors of one shape over the ranks, on every rank. Every rank's loss depends on every rank's x, so that the
+    gradients are summed, too."""
+    return _SumOverRanks.apply(x, group)
 
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:

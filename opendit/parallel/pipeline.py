@@ -11,7 +11,6 @@
 What a pass computes in training is the runner's (opendit/training/pipeline_runner.py).
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 from opendit.config.names import PIPELINE_SCHEDULES
 from opendit.models import Condition, DiT, DiTConfig, plan_of
-from opendit.models.attention import TokenGrid
 from opendit.models.blocks import run_blocks
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import balanced_blocks, check_stages, stage_of
@@ -421,29 +419,21 @@ class StageForward:
         blocks = [model.blocks[number] for number in stages.own(chunk)]
         repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # of a picture: see ``DiT.predict``
         sizes = (repeats, *shape[-2:]) if repeats > 1 else tuple(shape[2:])
-        if stages.first and chunk == 0:
-            tokens, grid = model.embed(x if repeats == 1 else x.expand(-1, -1, repeats, -1, -1))
-        else:
-            tokens, grid = x, grid_of_tokens(model, sizes)
         c, context = model.condition(t, y)
-        modulations = model.modulations(c, blocks)
+        begins = stages.first and chunk == 0
+        modulations = model.modulations(c, blocks, first=begins)
+        if begins:
+            x = x if repeats == 1 else x.expand(-1, -1, repeats, -1, -1)
+            tokens, grid = model.enter(x, modulations, context)
+        else:
+            tokens, grid = x, model.places(sizes, context, len(x))[0]
         checkpointed = model.grad_checkpoint and torch.is_grad_enabled()
-        tokens = run_blocks(blocks, tokens, modulations, context, grid, checkpointed=checkpointed)
+        across = context if model.config.cross_attention else None
+        tokens = run_blocks(blocks, tokens, modulations, across, grid, checkpointed=checkpointed)
         if not (stages.last and chunk == stages.chunks - 1):
             return tokens
-        x = model.final_layer(tokens, next(modulations))
-        x = model.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
+        x = model.leave(tokens, cast(Tensor, next(modulations)), grid)
         return x if repeats == 1 else x.mean(dim=2, keepdim=True)
-
-
-def grid_of_tokens(model: DiT, size: tuple[int, ...]) -> TokenGrid:
-    """Describe the positions of the tokens of latents of this size, for a stage that gets tokens."""
-    sizes = model.config.grid_of(size)
-    shards = None if model.sequence is None else model.sequence(math.prod(sizes), sizes)
-    positions = model.positions(sizes) if model.config.positions_in_blocks else None
-    if positions is not None and shards is not None:
-        positions = shards.take(positions)
-    return model.token_grid(sizes, positions, shards)
 
 
 class PipelineForward:

@@ -33,15 +33,24 @@ from opendit.models.attention import (
     SequenceShards,
 )
 from opendit.models.experts import ExpertMlp, Routing
-from opendit.models.layers import Attend, Projection
+from opendit.models.layers import Attend, Projection, RMSNorm
 from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule
 from opendit.models.zoo import model_shapes
-from opendit.parallel.collectives import Group, column_product, join, join_result, sum_shares, take_tokens
+from opendit.parallel.collectives import (
+    Group,
+    column_product,
+    join,
+    join_result,
+    sum_over_ranks,
+    sum_shares,
+    take_tokens,
+)
 from opendit.parallel.layout import Cut, Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible, divided_dimension, local_slices, local_tensor, rule_of
 from opendit.parallel.sequence import SequenceParallel
 from opendit.parallel.sequence.products import in_working_dtype
+from opendit.parallel.sequence.streams import SharedStreams
 
 __all__ = [
     "Divided",
@@ -76,6 +85,17 @@ class TensorParallel:
         shared = None if self.sequence is None else self.sequence(length, sizes)
         found = SharedTokens(self.group, length if shared is None else shared.rows, shared)
         return cast(SequenceShards, found)  # with what the models that are given them ask for
+
+    def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
+        """Return the shares of a sequence of several streams of tokens. Raises ValueError if ranks of another group
+        share it, too."""
+        if self.sequence is not None:
+            raise ValueError(
+                "--sequence_parallel_size: with --tensor_parallel_size not for models whose captions are in the "
+                "sequence; use one of them"
+            )
+        parts = tuple(SharedTokens(self.group, length, None) for length in lengths)
+        return cast(SequenceShards, SharedStreams(parts, lengths, self.group.size, None))
 
 
 @dataclass(frozen=True)
@@ -231,14 +251,25 @@ def divide(
                 rule = Replicated()
             parent, _, attribute = path.rpartition(".")
             setattr(model.get_submodule(parent), attribute, part_of(module, rule, group))
-    for module in model.blocks.modules():
+    for path, module in model.named_modules():
         if isinstance(module, Attention):
-            module.num_heads, module.kv_heads = module.num_heads // group.size, module.kv_heads // group.size
+            if isinstance(module.qkv, Part):
+                module.num_heads, module.kv_heads = module.num_heads // group.size, module.kv_heads // group.size
         elif isinstance(module, CrossAttention):
             module.num_heads //= group.size
+        elif isinstance(module, RMSNorm) and isinstance(rule_of(rules, f"{path}.weight"), Heads):
+            _divide_norm(module, rule_of(rules, f"{path}.weight"), group)
         elif isinstance(module, ExpertMlp):
             divide_experts(module, group)
     return TensorParallel(group, sequence)
+
+
+def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
+    """Leave this rank its heads' weights of a norm across heads, in place; ranks add up their squares."""
+    divided: Any = norm
+    divided.divided = {"weight": divided_by(rule, norm.weight.shape, group.size)}
+    norm.features, norm.sum_of_ranks = len(norm.weight), functools.partial(sum_over_ranks, group=group)
+    norm.weight = _own(norm.weight, rule, group)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from opendit.checkpoint.foreign import assumption
 from opendit.checkpoint.pretrained import ALONE, find_weights, load_pretrained, read_info
 from opendit.checkpoint.run_folders import newest_run
 from opendit.common.stages import Background
+from opendit.diffusion.guidance import scale_of_family
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import encoder_name
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
@@ -27,10 +28,12 @@ from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_cod
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
+from opendit.models.families.network import PublicConfig, embedded_guidance, family_of
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 
+PUBLIC_FPS = 16.0  # of Wan 2.1
 SOURCE_FPS = 24  # assumed rate of the training clips' files, where the weights don't store it
 
 
@@ -59,6 +62,8 @@ def vae_of(vae: str | None, weights: Weights) -> str:
     """Return the VAE to draw with: ``vae``, or by default the one that the weights' metadata names. Raises ValueError
     if that name is unknown."""
     stored: Any = weights.info.get("vae")
+    if vae is None and stored is None and weights.path.is_dir():
+        raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
     if vae is None and weights.path.is_dir():  # a diffusers pipeline, whose folder holds its VAE
         return stored
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
@@ -173,6 +178,8 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
     text = weights.config and weights.config.text
     assert text is not None  # called for models of captions only
     stored: str = weights.info.get("text_encoder") or text.name
+    if name is None and weights.path.is_dir():  # a public model's, whose folder holds its encoders
+        return stored
     name = encoder_name("--text_encoder", name, stored, weights.path) or stored
     kind, width, _ = text_geometry(name)
     if (kind, width) != (text.name, text.width):
@@ -200,9 +207,50 @@ def make_conditioner(
         return LabelConditioner(config.num_classes, device)
     if config.text.inside:
         return CaptionConditioner(config.text, device)
+    if isinstance(config, PublicConfig):
+        return published_conditioner(config, weights, text_encoder, device, precision)
     name, tokens = text_encoder_of(text_encoder, weights), config.text.max_tokens
     encoder = load_text_encoder(name, device=device, dtype=encoder_dtype(precision), max_tokens=tokens)
     return CaptionConditioner(config.text, device, encoder)
+
+
+def published_conditioner(
+    config: PublicConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
+) -> PublishedConditioner:
+    """Return the conditioner of a public model, with the text encoders of its pipeline's folder. Raises ValueError and
+    FileNotFoundError, with the file that is missing or another's."""
+    from opendit.encoders.published_text import load_published_text, text_widths
+
+    stored = weights.info.get("text_encoder")
+    name = stored if text_encoder is None and weights.path.is_dir() else None
+    name = name or encoder_name("--text_encoder", text_encoder, stored, weights.path)
+    if name is None:
+        raise ValueError(f"--text_encoder: {weights.path} has none; give the folder of a pipeline that has")
+    folder, family = Path(name).expanduser(), family_of(config.family)
+    widths = text_widths(folder, family)
+    if widths != (config.spec.text.width, config.spec.text.pooled):
+        raise ValueError(f"--text_encoder {folder}: is of width {widths}, the network takes {config.spec.text.width}")
+    encoder = load_published_text(folder, family, device=device, dtype=PRECISIONS[precision])
+    assert config.text is not None
+    return PublishedConditioner(config.text, device, encoder, embedded_guidance(config))
+
+
+def guidance_of(config: DiTConfig, scale: float) -> float:
+    """Return the scale of guidance in the engine's form, of one in the form of the model's own pipeline."""
+    if not isinstance(config, PublicConfig):
+        return scale
+    guidance = family_of(config.family).guidance
+    if guidance.formula == "embedded" and not config.spec.guidance:  # as FLUX.1-schnell
+        return 1.0
+    return scale_of_family(guidance, scale)
+
+
+def usual_settings(config: DiTConfig, steps: int, scale: float) -> tuple[int, float]:
+    """Return the number of steps and the scale of guidance that are used by default: a family's, or those given."""
+    if not isinstance(config, PublicConfig):
+        return steps, scale
+    family = family_of(config.family)
+    return family.steps, family.guidance.scale
 
 
 def class_names(config: DiTConfig, weights: Weights) -> list[str]:
@@ -250,6 +298,8 @@ def latent_size(
             frames = [latent_frames(num_frames, temporal)]
     else:
         channels, downscale = codec_geometry(vae, config.in_channels)
+    if isinstance(config, PublicConfig):
+        return _any_size(config, image_size, tuple(frames), downscale)
     if channels != config.in_channels:
         raise ValueError(f"--vae {vae}: has {channels} channels, the model {config.in_channels}; name the model's VAE")
     pixels = (height * downscale, width * downscale)
@@ -264,9 +314,29 @@ def latent_size(
     return (*frames, height, width)
 
 
+def _any_size(
+    config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
+) -> tuple[int, ...]:
+    """Return the size of latents of pictures or clips of any size; by default the configuration's.
+
+    Raises ValueError if it does not divide by what a patch covers.
+    """
+    if image_size is None:
+        return (*frames, *config.input_size[-2:])
+    sides = (image_size,) * 2 if isinstance(image_size, int) else image_size
+    unit = downscale * config.patch[-1]
+    if any(side % unit for side in sides):
+        raise ValueError(
+            f"--image_size {image_size}: does not divide by {unit}; give {[n // unit * unit for n in sides]}"
+        )
+    return (*frames, *(side // downscale for side in sides))
+
+
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
     """Return the frame rate of generated clips, from the rate stored with the weights or else from the interval between
     the frames of training. frame_interval: replaces that interval."""
+    if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
+        return PUBLIC_FPS
     if (known := weights.info.get("clip_fps")) is not None:
         return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
     return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

@@ -22,14 +22,15 @@ from tqdm.auto import tqdm
 from opendit.config.approximations import Approximations
 from opendit.config.flags import nearest
 from opendit.diffusion.objectives.base import Objective
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelSwitches, select_kernels
-from opendit.models.conditioning import Condition
+from opendit.models.conditioning import Condition, same_length
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
+from opendit.models.families.network import embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.sampling.conditioning_frames import encode_frames, frames_of_samples
@@ -41,10 +42,12 @@ from opendit.sampling.model_loading import (
     checkpoint_at,
     class_names,
     frames_per_second,
+    guidance_of,
     latent_size,
     load_model,
     make_conditioner,
     null_of,
+    usual_settings,
 )
 from opendit.sampling.output_files import VideoClip
 from opendit.sampling.sampling_engine import SamplingEngine
@@ -205,8 +208,8 @@ class Pipeline:
         self,
         what: int | str | Sequence[int | str],
         *,
-        steps: int = 50,
-        guidance: float = 4.0,
+        steps: int | None = None,
+        guidance: float | None = None,
         seed: int = 0,
         sampler: str | None = None,
         interval: tuple[float, float] | None = None,
@@ -230,9 +233,10 @@ class Pipeline:
         Args:
             what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the count
                 of samples to draw without a class or caption (a single class is a list: ``[207]``).
-            steps: number of sampler steps.
-            guidance: scale of classifier-free guidance; 1 is none, at half the work.
-            sampler: one of ``samplers``; None for the first.
+            steps: number of sampler steps; None for 50, or for a public model's usual number.
+            guidance: scale of classifier-free guidance; 1 is none, at half the work. None for 4. Of a public model as
+                its pipeline in diffusers counts it; None for its usual one.
+            sampler: one of ``samplers``; None for the model's own.
             interval: (low, high), the noise levels sigma between which guidance is on; None for all.
             negative: a caption to guide away from, instead of the empty one.
             guidance_every: an approximation: evaluate guidance's unconditional half every N-th step only.
@@ -240,7 +244,8 @@ class Pipeline:
                 (docs/sampling.md has their errors).
             guided_channels: guide only this many of the latents' channels, the first ones; None for all (Meta's
                 figures: 3).
-            size: (height, width) or a side in pixels. A model draws one size only; this checks it.
+            size: (height, width) or a side in pixels. A public model draws any; of others, which draw one only, this
+                checks it.
             frames: number of frames of a clip; None for as many as the model was trained on.
             image: first frames for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
                 list of these, which samples use in turn.
@@ -258,6 +263,8 @@ class Pipeline:
             ValueError: a class is unknown (the message has the most similar name), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
+        usual = usual_settings(self.config, 50, 4.0)
+        steps, guidance = usual[0] if steps is None else steps, usual[1] if guidance is None else guidance
         settings = DrawSettings(
             steps=steps,
             guidance=guidance,
@@ -318,23 +325,26 @@ class Pipeline:
         with arguments_named():
             latents = self._latent_size(settings.size, settings.frames)
             check_negative(negative, self.config, self.weights)
-            sampler = self.objective.choose(settings.sampler)
+            sampler = self.objective.choose(settings.sampler or self.weights.info.get("sampler"))
             if not isinstance(what, int):
                 check_guidance(self.config, self.weights, guidance)
+        if isinstance(self.conditioner, PublishedConditioner):
+            self.conditioner.guidance = embedded_guidance(self.config, guidance)
         y = self._conditions(what)
         if isinstance(what, int) and negative is None:
             guidance, interval = 1.0, None  # samples without a condition would be guided away from themselves
         plan = EngineSettings(
             steps=settings.steps,
             sampler=sampler,
-            cfg_scale=float(guidance),
+            cfg_scale=guidance_of(self.config, float(guidance)),
             cfg_channels=settings.guided_channels,
             cfg_interval=None if interval is None else (float(interval[0]), float(interval[1])),
             guidance_every=1 if guidance == 1 else settings.guidance_every,
             cache=settings.cache,
             size=latents,
         )
-        return y, null_of(self.conditioner, negative), plan
+        null, y = same_length(null_of(self.conditioner, negative), y)
+        return y, null, plan
 
     def _engine(self, settings: "EngineSettings") -> SamplingEngine:
         """Return the engine of these settings, a new one in exchange for the least recently used."""

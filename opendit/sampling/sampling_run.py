@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,13 @@ from opendit.checkpoint.pretrained import find_weights, read_config
 from opendit.common.stages import Stages
 from opendit.config.console import print_block
 from opendit.diffusion import Objective
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner, preview_labels
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner, preview_labels
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
+from opendit.models.conditioning import same_length
+from opendit.models.families.network import embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
@@ -40,10 +42,12 @@ from opendit.sampling.model_loading import (
     checkpoint_at,
     class_names,
     frames_per_second,
+    guidance_of,
     latent_size,
     load_model,
     make_conditioner,
     null_of,
+    usual_settings,
 )
 from opendit.sampling.sampling_engine import SamplingEngine
 
@@ -98,7 +102,7 @@ class SamplingRun:
             self.objective,
             steps=flags.num_sampling_steps,
             sampler=flags.sampler,
-            cfg_scale=flags.cfg_scale,
+            cfg_scale=guidance_of(self.model.config, flags.cfg_scale),
             cfg_channels=flags.cfg_channels,
             cfg_interval=(flags.cfg_interval[0], flags.cfg_interval[1]) if flags.cfg_interval else None,
             guidance_every=flags.guidance_every,
@@ -170,6 +174,13 @@ def _load(
     model, weights, objective = loaded.network, loaded.weights, loaded.objective
     config, dtype = model.config, PRECISIONS[flags.mixed_precision]
     notes += loaded.notes
+    steps, scale = usual_settings(config, flags.num_sampling_steps, flags.cfg_scale)
+    if "num_sampling_steps" not in flags.given:
+        flags = replace(flags, num_sampling_steps=steps)
+    if "cfg_scale" not in flags.given:
+        flags = replace(flags, cfg_scale=scale)
+    if flags.sampler is None and "sampler" in weights.info:
+        flags = replace(flags, sampler=weights.info["sampler"])
     check_guidance(config, weights, flags.cfg_scale)
     check_fits(flags, config, weights)
     objective.choose(flags.sampler)
@@ -194,8 +205,11 @@ def _load(
         stages.beside("VAE: imports and weights", work.seconds)
     with stages("text encoder, prompts"):
         conditioner = make_conditioner(config, weights, flags.text_encoder, mesh.device, flags.mixed_precision)
+        if isinstance(conditioner, PublishedConditioner):
+            conditioner.guidance = embedded_guidance(config, flags.cfg_scale)
         null = null_of(conditioner, flags.negative_prompt)
         conditions, choices, names = conditions_to_draw(flags, config, weights, conditioner)
+        null, conditions = same_length(null, conditions)
         if isinstance(conditioner, CaptionConditioner):
             notes += conditioner.cut(names, "captions")
             notes += conditioner.cut([flags.negative_prompt] if flags.negative_prompt else [], "--negative_prompt")

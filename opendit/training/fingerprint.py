@@ -27,6 +27,7 @@ from opendit.common.utils import hash_parts
 from opendit.config.command_line import overridden, to_yaml
 from opendit.config.flags import flags_of, to_dict
 from opendit.config.names import DESCRIPTIONS
+from opendit.config.public_models import family_in
 from opendit.config.train import OBJECTIVE_FLAGS, TrainConfig
 from opendit.data.contents import hash_files
 from opendit.data.order.schedule import KEYED
@@ -163,7 +164,8 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
     if about.kind == "pixels":
         vae = "none" if spec.vae == "none" else _network(vae_folder(spec.vae))
     if getattr(spec.conditioner, "encoder", None) is not None and about.text_encoder is None:
-        text = _network(encoder_folder(cast(str, spec.flags.text_encoder)))
+        name = cast(str, spec.flags.text_encoder)
+        text = _pipeline_text(Path(name)) if family_in(spec.flags.model) else _network(encoder_folder(name))
     base = str(spec.initial.path) if spec.lora and spec.initial else None
     return {
         "vae": vae,
@@ -173,6 +175,14 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
         "pretrained": base and hash_files([base, *(str(Path(base).with_name(name)) for name in files_of(Path(base)))]),
         "pretrained_path": base,
     }
+
+
+def _pipeline_text(folder: Path) -> str:
+    """Return a hash of the tokenizers and text encoders in the folder of a pipeline."""
+    parts = sorted(
+        path for path in folder.expanduser().iterdir() if path.name.startswith(("tokenizer", "text_encoder"))
+    )
+    return hash_parts(*map(_network, parts))
 
 
 def _network(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Derive from the flags, without building anything: data, configuration, objective, steps and first weights."""
 
+import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -9,10 +10,11 @@ from typing import Any, cast
 
 from opendit.checkpoint.foreign import assumption, infer_config
 from opendit.checkpoint.load import Checkpoint
-from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_newest, table_notes
+from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_info, read_newest, table_notes
 from opendit.common.utils import DataError
 from opendit.config.architectures import parse_given, patch_size
 from opendit.config.components import BatchFlags, DataFlags
+from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
 from opendit.data.base import Description
@@ -20,15 +22,17 @@ from opendit.data.captions import MOST_TOKENIZED, count_captions, takes_whole
 from opendit.data.held_out import SEED, hold_out
 from opendit.data.mock import MockDataset
 from opendit.data.sources import NoSplit
-from opendit.diffusion import Objective, objective_from_flags
+from opendit.diffusion import Objective, objective_from_dict, objective_from_flags
+from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, text_geometry
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
+from opendit.models.families.network import PublicConfig, public_config
 from opendit.models.lora import lora_parameters
 from opendit.models.weights import Weights
-from opendit.models.zoo import of_revision
+from opendit.models.zoo import config_from_dict, of_revision
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import check_pipeline, idle_stages
 from opendit.parallel.rules import check_divisible
@@ -212,7 +216,7 @@ def caption_notes(
     if encoder is None or about.text_encoder is not None:
         return [*count_captions(dataset, name=name).without_words(), *about.cut_captions]
     found = count_captions(dataset, encoder.count_tokens, MOST_TOKENIZED, name)
-    advice = "" if encoder.kind == "clip" else takes_whole(found.longest)
+    advice = takes_whole(found.longest) if getattr(encoder, "kind", "") == "t5" else ""
     return [*found.without_words(), *found.cut(encoder.max_tokens, encoder.name, advice)]
 
 
@@ -234,25 +238,31 @@ class ModelPlan:
     notes: list[str]
 
 
-def plan_model(flags: TrainConfig, dataset: MediaDataset) -> ModelPlan:
+def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:
     """Plan the model and its objective.
+
+    resume: the checkpoint that a run goes on from, of whose configuration a public model is built.
 
     Raises:
         ValueError, OSError: sizes, conditions and options don't fit together; the message names the flag and the fix.
     """
     flags, notes = resolve_captions(flags, dataset)
     vae, channels, size, frames = _latent_geometry(flags, dataset)
-    objective = objective_from_flags(flags)
-    config = model_config(
-        flags.model,
-        input_size=size,
-        in_channels=channels,
-        frames=frames,
-        learn_sigma=objective.learn_sigma,
-        given_frames=_given_frames(flags.given_frames, flags.num_frames, frames),
-        **_condition(flags, dataset),
-        **flags.architecture,
-    )
+    if family_in(flags.model):
+        source = resume.model if resume else find_weights(cast(str, flags.pretrained))
+        config, objective = _public_model(flags, source, channels, size if frames is None else (frames, *size))
+    else:
+        objective = objective_from_flags(flags)
+        config = model_config(
+            flags.model,
+            input_size=size,
+            in_channels=channels,
+            frames=frames,
+            learn_sigma=objective.learn_sigma,
+            given_frames=_given_frames(flags.given_frames, flags.num_frames, frames),
+            **_condition(flags, dataset),
+            **flags.architecture,
+        )
     config.check_speed(flags.fp8, flags.recompute)
     check_tensor_parallel(config, flags.tensor_parallel_size)
     check_divisible(config, "ep", flags.expert_parallel_size)
@@ -263,6 +273,38 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset) -> ModelPlan:
     if rank is not None and rank >= config.hidden_size:
         raise ValueError(f"--lora {rank}: out of range; give a rank from 1 to below the width, {config.hidden_size}")
     return ModelPlan(flags, objective, config, vae, notes)
+
+
+def _public_model(
+    flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...]
+) -> tuple[PublicConfig, FlowObjective]:
+    """Return the configuration and the objective of a public model, of its weights at ``source``.
+
+    channels, size: of the data's latents.
+
+    Raises:
+        ValueError: the weights are others, or the data's latents or captions don't fit them.
+    """
+    info = read_info(source)
+    found = config_from_dict(info["config"]) if "config" in info else None
+    if not isinstance(found, PublicConfig):
+        raise ValueError(f"--pretrained {source}: holds no public model; give its folder, or a run that trains one")
+    if channels != found.in_channels:
+        raise ValueError(f"--vae {flags.vae}: has {channels} channels, {flags.model} takes {found.in_channels}")
+    if flags.given_frames is not None:
+        raise ValueError(f"--given_frames: {flags.model} takes none; leave it out")
+    if flags.text_encoder in (None, "bytes"):
+        raise ValueError(f"--text_encoder: give the folder of the pipeline of {flags.model}, which has its encoders")
+    assert found.text is not None
+    tokens = flags.max_text_tokens or found.text.max_tokens
+    config = public_config(found.family, json.loads(found.published), size, tokens)
+    config.grid_of(size)
+    own = objective_from_dict(info["objective"])
+    assert isinstance(own, FlowObjective), "a public model's is a flow"
+    changes: dict[str, Any] = {"times_are": flags.flow_times} if "flow_times" in flags.given else {}
+    if "flow_shift" in flags.given:
+        changes |= {"shift": flags.flow_shift, "shift_tokens": flags.flow_shift_tokens, "shift_growth": None}
+    return config, replace(own, **changes)
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:

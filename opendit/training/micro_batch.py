@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the same order for every micro-batch of a run."""
         y = self.condition
-        parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else [y.tokens, y.mask, y.pooled])]
+        parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
         return parts if self.given is None else [*parts, self.given]
 
     @property

@@ -16,18 +16,21 @@ from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
+from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import KNOWN
+from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
+from opendit.models.families.network import PublicConfig, embedded_guidance, family_of
 from opendit.models.lora import Lora, check_peft
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
@@ -86,7 +89,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     resume = _checkpoint(flags, flags.model, mesh, notes)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
-    plan = plan_model(flags, dataset)
+    plan = plan_model(flags, dataset, resume)
     flags, notes = plan.flags, notes + plan.notes
     config, objective, vae = plan.config, plan.objective, plan.vae
     dataset = shape_samples(flags, dataset, config)
@@ -321,8 +324,10 @@ def _codec(
     if isinstance(dataset, MockDataset):
         return None
     about = dataset.describe()
-    # fp16 keeps Stable Diffusion's VAE much nearer to fp32 than bf16 does (docs/log/2026-11-21-vae-precision.md).
-    dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
+    # fp16 keeps Stable Diffusion's VAE much nearer to fp32 than bf16 does (docs/log/2026-11-21-vae-precision.md). Those
+    # of public models are used in fp32, as their pipelines recommend.
+    half = mesh.device.type == "cuda" and not family_in(flags.model)
+    dtype = torch.float16 if half else torch.float32
     load = load_video_codec if flags.use_video else load_codec
     try:
         return load(vae, channels=about.sample_shape[0], device=mesh.device, dtype=dtype)
@@ -357,6 +362,12 @@ def _conditioner(
     encoder, empty = None, None if config.text.inside else dataset.describe().empty_caption
     empty = empty and [part.unsqueeze(0) for part in empty]
     needed = for_grids or empty is None
+    if isinstance(config, PublicConfig):
+        told, published = embedded_guidance(config), None
+        if needed and not isinstance(dataset, MockDataset):
+            folder, family = Path(cast(str, text_encoder)).expanduser(), family_of(config.family)
+            published = load_published_text(folder, family, device=mesh.device, dtype=torch.bfloat16)
+        return PublishedConditioner(config.text, mesh.device, published, told, empty)
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         name, longest = cast(str, text_encoder), config.text.max_tokens

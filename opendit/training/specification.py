@@ -99,6 +99,7 @@ class RunSpecification:
             "captions": example_captions(self.dataset),
             "vae": _path_or_name(self.vae),
             "text_encoder": _path_or_name(self.flags.text_encoder),
+            **({"sampler": "unipc"} if getattr(self.objective, "discrete_times", False) else {}),
             "image_size": self.flags.image_size,
             "frame_interval": self.flags.frame_interval,
             **({"fps": self.flags.fps} if self.flags.fps is not None else {}),

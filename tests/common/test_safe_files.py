@@ -11,6 +11,7 @@ from opendit.common import safe_files
 from opendit.common.safe_files import (
     LinkRefused,
     creating,
+    link_or_copy,
     make_folder,
     move_into,
     open_to_append,
@@ -248,3 +249,29 @@ def test_names_are_looked_at_before_work_starts(tmp_path, outside):
     refuse_links(tmp_path, ["x", "y"])
     with pytest.raises(LinkRefused, match="mine is a symbolic link"):
         refuse_links(tmp_path, ["x", "mine"])
+
+
+def test_a_second_name_or_a_copy_is_made_and_nothing_is_replaced_or_followed(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.write_text("content")
+    (tmp_path / "to_source").symlink_to(source)
+    (tmp_path / "out").mkdir()
+    link_or_copy(tmp_path / "to_source", tmp_path / "out" / "deep" / "file", root=tmp_path / "out", make=True)
+    made = tmp_path / "out" / "deep" / "file"
+    assert made.samefile(source) and not made.is_symlink()
+    with pytest.raises(FileExistsError, match="deep/file"):
+        link_or_copy(source, made)
+    (tmp_path / "out" / "link").symlink_to(tmp_path)
+    for path in (tmp_path / "out" / "link", tmp_path / "out" / "link" / "file"):
+        with pytest.raises(LinkRefused):
+            link_or_copy(source, path, root=tmp_path / "out")
+
+    def refused(*args, **options):
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr("os.link", refused)
+    link_or_copy(tmp_path / "to_source", tmp_path / "out" / "copy")
+    assert (tmp_path / "out" / "copy").read_text() == "content"
+    assert not (tmp_path / "out" / "copy").samefile(source)
+    with pytest.raises(LinkRefused):
+        link_or_copy(source, tmp_path / "out" / "link")

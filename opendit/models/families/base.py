@@ -59,7 +59,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Latents:
+class LatentSpace:
     """The latents of a family.
 
     Attributes:
@@ -113,7 +113,7 @@ class Family:
     layout: Callable[[Mapping[str, Any]], Any]
     names: Callable[[Any], tuple[Match, ...]]
     text: Text
-    latents: Latents
+    latents: LatentSpace
     guidance: Guidance
     steps: int
     image_size: int | tuple[int, int] = 1024

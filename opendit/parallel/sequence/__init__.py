@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
 from opendit.parallel.sequence.fastseq import DirectFastSeq, FastSeq
 from opendit.parallel.sequence.peer_memory import connect
 from opendit.parallel.sequence.routing import RoutingByRanks
+from opendit.parallel.sequence.streams import SharedStreams
 from opendit.parallel.sequence.ulysses import DirectUlysses, UlyssesRing
 
 Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
@@ -51,6 +52,12 @@ class SequenceParallel:
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
+
+    def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
+        """Return the shares of a sequence of several streams of tokens."""
+        exchange = cast(UlyssesRing, self.strategy).attention
+        parts = tuple(SharedSequence(self, length) for length in lengths)
+        return cast(SequenceShards, SharedStreams(parts, lengths, self.group.size, cast(Any, exchange)))
 
 
 @dataclass(frozen=True)
@@ -148,7 +155,7 @@ def sequence_parallel(
     group = Group.of(mesh.sp_group)
     memory, why = connect(group, mesh.device) if direct and shape.plain else (None, "not asked for")
     if not shape.plain:
-        why = "what --lora adds goes beside the products"
+        why = "q, k and v are made by more than one product"
     plan = make_plan(kind, mesh.sp_size, shape, groups, replace(H200, direct=memory is not None))
     if plan.kind == AXIAL:
         strategy = None
@@ -196,6 +203,6 @@ def sequence_shape(
         samples=samples,
         bytes=BYTES[precision],
         types=parallel.sequence_types(config.sequence_types, attention, lora),
-        plain=not lora,
+        plain=not lora and config.plain_projections,
         axial=config.axial_attention,
     )

@@ -1,0 +1,236 @@
+"""Tensors made of those of another set: joined, split, or both (opendit.models.families.base.Match).
+
+One class serves both directions, for a match has no direction: a public model's weights are read under our names, and
+ours are written under the published ones. A shard of a tensor is read without the rest of it, by the flat runs that it
+has in the tensors that hold it (opendit/parallel/layout.py). Mapped files thus give up only the rows, or the parts of
+rows, that a rank holds.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opendit.checkpoint.tensor_set import TORCH_DTYPES, TensorSet, kinds_of
+from opendit.common.tensor_files import DTYPES, Kinds, open_safetensors
+from opendit.models.zoo import Shapes
+from opendit.parallel.layout import Runs, Shard, copy_overlap, overlap, runs_of
+
+Names = tuple[str, ...]
+Pair = tuple[Names, Names, int]  # names in either set, and the dimension along which both are joined
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A stored tensor, and the range that it has of the joined tensor along its dimension."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is: its range of a joined tensor, and the stored tensors that overlap it.
+
+    Attributes:
+        joined: shape of the joined tensor.
+        dim: along which it is joined; None for one tensor that is another one, perhaps of another shape.
+    """
+
+    joined: tuple[int, ...]
+    dim: int | None
+    start: int
+    stop: int
+    sources: tuple[_Source, ...]
+
+    def runs(self, start: int, stop: int, shard: Shard | None = None) -> Runs:
+        """Return the runs in the joined tensor of a range along its dimension, and of a shard of that."""
+        first = () if self.dim is None else ((self.dim, ((start, stop),)),)
+        return runs_of(self.joined, (*first, *(shard.slices if shard else ())))
+
+
+class Reading:
+    """A shard that is to be read.
+
+    Attributes:
+        shape: of the shard.
+        dtype: in which it is stored; of several, the one that holds the values of all.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, runs: Runs, stored: list[tuple[Tensor, Runs]]):
+        self.shape, self.dtype = shape, dtype
+        self._runs, self._stored = runs, stored
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the shard."""
+        return math.prod(self.shape)
+
+    def view(self) -> Tensor | None:
+        """Return the shard as a view of one stored tensor, if it is one run of it in its dtype; else None."""
+        if not self.numel or len(self._runs.start) != 1:
+            return None
+        for tensor, runs in self._stored:
+            _, offset, length = overlap(self._runs, runs)
+            if len(length) == 1 and length[0] == self.numel and tensor.dtype == self.dtype:
+                return tensor[int(offset[0]) : int(offset[0]) + self.numel].view(self.shape)
+        return None
+
+    def copy_to(self, out: Tensor, start: int = 0) -> None:
+        """Fill ``out``, (n,) in host memory, with the elements ``start`` to ``start + n`` of the flattened shard."""
+        if not out.numel():
+            return
+        part = self._runs
+        if out.numel() < self.numel:
+            part = part.select(np.array([start]), np.array([out.numel()]))
+        left = out.numel()
+        for tensor, runs in self._stored:
+            left -= copy_overlap(out, part, tensor, runs)
+        assert not left  # the sizes were compared when the set was built
+
+
+class MatchedTensors(TensorSet):
+    """Tensors that hold the numbers of other ones. Each element of either set has exactly one place in the other.
+
+    Args:
+        source: the tensors that are there, mapped or in memory.
+        pairs: (names here, names in ``source``, dimension).
+        shapes: of the tensors here.
+        dtypes: of the tensors here, as safetensors names them; by default those of the source.
+        path: for messages.
+
+    Raises:
+        ValueError: in one line, a tensor that is missing in ``shapes`` or in the source, is there without a match or
+            with two, or does not fit.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[str, Tensor],
+        pairs: Iterable[Pair],
+        shapes: Mapping[str, Sequence[int]],
+        path: Path,
+        dtypes: Mapping[str, str] | None = None,
+    ):
+        super().__init__(path, open_safetensors)
+        self._source = source
+        self._kinds: Kinds = source.kinds if isinstance(source, TensorSet) else kinds_of(source)
+        self.metadata = dict(source.metadata) if isinstance(source, TensorSet) else {}
+        self._places: dict[str, _Place] = {}
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+        pairs = list(pairs)
+        check_matched([name for here, _, _ in pairs for name in here], shapes, f"{path}: of our weights")
+        check_matched([name for _, there, _ in pairs for name in there], self._kinds, f"{path}: of the weights")
+        wanted = {name: tuple(shape) for name, shape in shapes.items()}
+        for here, there, dim in pairs:
+            self._match(here, there, dim, wanted)
+        if dtypes is not None:
+            self.dtypes = {name: dtypes[name] for name in self.shapes}
+
+    def _match(self, here: Names, there: Names, dim: int, wanted: Shapes) -> None:
+        stored: Shapes = {name: self._kinds[name][1] for name in there}
+        dtype = DTYPES[reduce(torch.promote_types, (TORCH_DTYPES[self._kinds[name][0]] for name in there))]
+        if len(here) == len(there) == 1:
+            ours, theirs = wanted[here[0]], stored[there[0]]
+            if not _same_order(ours, theirs):
+                raise ValueError(
+                    f"{self._file_of(there[0])}: {there[0][:100]!r} has the shape {theirs}, and {here[0]} has {ours}"
+                )
+            self.shapes[here[0]], self.dtypes[here[0]] = ours, dtype
+            self._places[here[0]] = _Place(ours, None, 0, 0, (_Source(there[0], 0, 0),))
+            return
+        one, other = (_join(names, shapes, dim) for names, shapes in ((here, wanted), (there, stored)))
+        if one is None or one != other:
+            raise ValueError(
+                f"{self._file_of(there[0])}: {', '.join(f'{name[:100]!r} {stored[name]}' for name in there)} joined "
+                f"along {dim} do not fit {', '.join(f'{name} {wanted[name]}' for name in here)}"
+            )
+        ranges = {names: list(pairwise(accumulate((s[name][dim] for name in names), initial=0)))
+                  for names, s in ((here, wanted), (there, stored))}  # fmt: skip
+        sources = [_Source(name, *ends) for name, ends in zip(there, ranges[there], strict=True)]
+        for name, (start, stop) in zip(here, ranges[here], strict=True):
+            overlapping = tuple(s for s in sources if s.start < stop and start < s.stop)
+            self.shapes[name], self.dtypes[name] = wanted[name], dtype
+            self._places[name] = _Place(one, dim, start, stop, overlapping)
+
+    def _file_of(self, name: str) -> Path:
+        return self._source.file_of(name) if isinstance(self._source, TensorSet) else self.path
+
+    def reading(self, name: str, shard: Shard | None = None) -> Reading:
+        """Return what reads a tensor, or a shard of it. Nothing of a mapped file is read by this."""
+        place = self._places[name]
+        stored = [(self._stored(s.name), place.runs(s.start, s.stop)) for s in place.sources]
+        shape = self.shapes[name] if shard is None else shard.shape
+        return Reading(shape, TORCH_DTYPES[self.dtypes[name]], place.runs(place.start, place.stop, shard), stored)
+
+    def _stored(self, name: str) -> Tensor:
+        """Return a flattened tensor of the source. The last one is kept: it is often of several tensors here."""
+        if self._last[0] != name:
+            self._last = (name, self._source[name].reshape(-1))
+        return self._last[1]
+
+    def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor, or only a shard of it, in its own dtype or in ``dtype``. The result may be a view of the
+        file."""
+        reading = self.reading(name, shard)
+        full = reading.view()
+        if full is None:
+            full = torch.empty(reading.shape, dtype=reading.dtype, device="cpu")
+            reading.copy_to(full.view(-1))
+        return full if dtype is None else full.to(dtype)
+
+    def as_stored(self, part: int = 0, parts: int = 1):
+        if isinstance(self._source, TensorSet):
+            return self._source.as_stored(part, parts)
+        return super().as_stored(part, parts)
+
+    def check_files(self, part: int = 0, parts: int = 1) -> None:
+        if isinstance(self._source, TensorSet):
+            self._source.check_files(part, parts)
+
+    def close(self) -> None:
+        super().close()
+        self._last = ("", torch.empty(0))
+        if isinstance(self._source, TensorSet):
+            self._source.close()
+
+
+def check_matched(names: Sequence[str], there: Iterable[str], where: str) -> None:
+    """Raise ValueError, which begins with ``where``, unless ``names`` are those that are there, each once."""
+    counts = Counter(names)
+    wanted, found = set(counts), set(there)
+    problems = {
+        "are matched twice": {name for name, count in counts.items() if count > 1},
+        "are missing": wanted - found,
+        "are unexpected": found - wanted,
+    }
+    said = [f"{len(some)} {what} (first: {min(some)[:100]!r})" for what, some in problems.items() if some]
+    if said:
+        raise ValueError(f"{where}, {', '.join(said)}")
+
+
+def _same_order(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return True for shapes of one tensor whose numbers stand in the same order: the weight of a convolution and the
+    matrix that it is to patches, or shapes that differ only in sides of 1."""
+    if math.prod(one) != math.prod(other):
+        return False
+    return one[:1] == other[:1] or [side for side in one if side != 1] == [side for side in other if side != 1]
+
+
+def _join(names: Names, shapes: Shapes, dim: int) -> tuple[int, ...] | None:
+    """Return the shape of tensors joined along ``dim``; None if they can't be joined."""
+    first = shapes[names[0]]
+    if not 0 <= dim < len(first):
+        return None
+    rest = {(*shapes[name][:dim], -1, *shapes[name][dim + 1 :]) for name in names}
+    if len(rest) > 1 or any(len(shapes[name]) != len(first) for name in names):
+        return None
+    return (*first[:dim], sum(shapes[name][dim] for name in names), *first[dim + 1 :])

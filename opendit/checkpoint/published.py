@@ -1,0 +1,270 @@
+"""Public models, read from the folders in which diffusers keeps them, without trusting these.
+
+    model_index.json                     what the pipeline consists of; compared, and nothing is imported for it
+    transformer/config.json              the network's class and sizes
+    transformer/diffusion_pytorch_model.safetensors, or several files and their .index.json
+    vae/, text_encoder/, tokenizer/, scheduler/
+
+The folder of the transformer alone will do as well. What a family's file says (opendit/models/families) decides how the
+configuration and the names are understood. Headers are read and compared; weights are read when they are asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from opendit.checkpoint.files import file_id
+from opendit.checkpoint.foreign import PIPELINE_INDEX
+from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
+from opendit.checkpoint.tensor_set import WholeTensors
+from opendit.common.json_file import MIB, read_json
+from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
+from opendit.common.tensor_files import open_safetensors
+from opendit.common.utils import shown
+from opendit.config.names import PARTS, WHOLE
+from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.diffusion.published_schedules import published_schedule
+from opendit.encoders.folder import CONFIG, INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
+from opendit.encoders.published_folder import check_index
+from opendit.models.families import FAMILIES
+from opendit.models.families.base import Family
+from opendit.models.families.network import public_config
+from opendit.models.weights import Weights
+from opendit.models.zoo import Shapes, model_shapes
+
+TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
+SCHEDULER = "scheduler_config.json"
+MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
+
+
+class NetworkConfig(PretrainedConfig):
+    """transformer/config.json of any family. Its numbers are bounded before a family computes with them."""
+
+    class_name: Word = Field(alias="_class_name")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound(cls, value: Any) -> Any:
+        _check_bounds("", value)
+        return value
+
+
+def _check_bounds(key: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_bounds(name, item)
+    elif isinstance(value, list | str):
+        if len(value) > MOST_ITEMS:
+            raise ValueError(f"{key[:60]} is longer than {MOST_ITEMS:,}")
+        for item in value if isinstance(value, list) else ():
+            _check_bounds(key, item)
+    elif isinstance(value, int | float):
+        least, most = (0, MOST_LAYERS) if key.endswith("layers") else (-MOST_NUMBER, MOST_NUMBER)
+        if not least <= value <= most:
+            raise ValueError(f"{key[:60]} is {shown(value)}; read are {least:,} to {most:,}")
+
+
+class ModelIndex(OpenJsonObject):
+    """model_index.json of any pipeline."""
+
+    class_name: Word = Field(alias="_class_name")
+
+
+NETWORK, MODEL_INDEX = FileKind(NetworkConfig, 4 * MIB), FileKind(ModelIndex, 4 * MIB)
+
+
+@dataclass(frozen=True)
+class PublishedFolder:
+    """A public model's folder, compared with what its family says.
+
+    Attributes:
+        family, spec: the family, and the specification that it makes of the configuration.
+        config: the content of ``transformer``/config.json.
+        transformer: the folder of the network.
+        pipeline: the folder around it; None if only the network's was named.
+        index: the content of model_index.json, if there is one.
+        root: nothing outside of this folder is read.
+        files: the weights under their published names.
+        pairs: our names, published names, and the dimension along which they are joined.
+    """
+
+    family: Family
+    spec: Any
+    config: dict[str, Any]
+    transformer: Path
+    pipeline: Path | None
+    index: dict[str, Any] | None
+    root: Path
+    files: WholeTensors
+    pairs: tuple[Pair, ...]
+
+    def shapes(self) -> Shapes:
+        """Return the shapes of the parameters of our network. Raises ValueError, naming the configuration."""
+        try:
+            return model_shapes(public_config(self.family.name, self.config))[0]
+        except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"{self.transformer / CONFIG}: {one_line(error)}") from error
+
+    def tensors(self, shapes: Mapping[str, Sequence[int]] | None = None) -> MatchedTensors:
+        """Return the weights under our names.
+
+        Args:
+            shapes: of all parameters of the network; by default those of :meth:`shapes`.
+
+        Raises:
+            ValueError: in one line, the file and the weight that does not fit.
+        """
+        shapes = self.shapes() if shapes is None else shapes
+        return MatchedTensors(self.files, self.pairs, shapes, self.files.path)
+
+    def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
+        """Return weights of ours under the published names, in the published shapes and dtypes; the inverse of
+        :meth:`tensors`.
+
+        Args:
+            state: weights by our names.
+            path: of these, for messages.
+
+        Raises:
+            ValueError: in one line, what is missing, unexpected, or does not fit.
+        """
+        back = [(theirs, ours, dim) for ours, theirs, dim in self.pairs]
+        return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes)
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self.files.close()
+
+
+def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) -> bool:
+    """Return True for a folder that :func:`open_published` is for, whatever may be wrong with it beside its class."""
+    folder = Path(folder)
+    path = next((p for p in (folder / TRANSFORMER / CONFIG, folder / CONFIG) if p.is_file()), None)
+    try:
+        values = read_json(path, NETWORK.most_bytes) if path else None
+    except (ValueError, OSError):
+        return False
+    name = values.get("_class_name") if isinstance(values, dict) else None
+    return name in [family.network for family in families.values()]
+
+
+def open_published(folder: str | Path, families: Mapping[str, Family]) -> PublishedFolder:
+    """Open a public model's folder. Of its weights only the headers are read.
+
+    Args:
+        folder: of the pipeline, or of its transformer.
+        families: those that are known, by their names.
+
+    Raises:
+        FileNotFoundError: no such folder, or a file is missing.
+        ValueError: in one line, the file that is damaged, leads out of the folder, or is another model's.
+    """
+    folder = Path(folder)
+    inside = folder / TRANSFORMER
+    pipeline, transformer = (folder, inside) if inside.is_dir() else (None, folder)
+    if not (transformer / CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{folder}: no public model there; give a folder with {TRANSFORMER}/{CONFIG}, as diffusers writes it"
+        )
+    root = _root(folder)
+    file_id(transformer / CONFIG, root)
+    config = read_file(transformer / CONFIG, NETWORK)
+    family = next((family for family in families.values() if family.network == config["_class_name"]), None)
+    if family is None:
+        raise ValueError(
+            f"{transformer / CONFIG}: _class_name is {shown(config['_class_name'])}; read are "
+            f"{', '.join(sorted(family.network for family in families.values()))}"
+        )
+    index = _read_index(pipeline, family, root) if pipeline else None
+    try:
+        spec = family.layout(config)
+        pairs = tuple((*names, match.dim) for match in family.names(spec) for names in match.names())
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        what = f"{one_line(error)} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"{transformer / CONFIG}: {what}") from error
+    files = _open_files(transformer, root)
+    check_matched(
+        [name for _, theirs, _ in pairs for name in theirs],
+        files.shapes,
+        f"{files.path}: of the weights of a {family.network} as {CONFIG} has it",
+    )
+    return PublishedFolder(family, spec, config, transformer, pipeline, index, root, files, pairs)
+
+
+def _root(folder: Path) -> Path:
+    """Return the folder that all files must lie in: the one that was named, or its repository in the hub's cache, where
+    files are links to ``blobs``."""
+    real = folder.resolve()
+    for path in (real, real.parent):
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return path.parent.parent
+    return real
+
+
+def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | None:
+    """Return model_index.json, compared with the family's components; None if there is none."""
+    path = pipeline / PIPELINE_INDEX
+    if not path.is_symlink() and not path.exists():
+        return None
+    file_id(path, root)
+    index = read_file(path, MODEL_INDEX)
+    check_index(pipeline, family)
+    others = [
+        name for name, kind in index.items() if name.startswith(f"{TRANSFORMER}_") and kind not in (None, [None, None])
+    ]
+    if others:
+        raise ValueError(f"{path}: it has a second network, {shown(others[0])}, which is not read")
+    return index
+
+
+def _open_files(transformer: Path, root: Path) -> WholeTensors:
+    """Map the files of weights, and compare their headers with their sizes and the index."""
+    files = weight_files(transformer, STEM)
+    for file in files:
+        file_id(file, root)
+    path = transformer / (STEM + PARTS)
+    place: dict[str, str] = {}
+    if path.is_file():
+        file_id(path, root)
+        place = read_file(path, INDEX)["weight_map"]
+        if not place:
+            raise ValueError(f"{path} names no weights")
+    tensors = WholeTensors(path if place else transformer / (STEM + WHOLE), open_safetensors, place)
+    tensors.check_floats()
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------ as weights of ours
+
+
+def read_published(folder: str | Path) -> Weights:
+    """Open a public model's folder as weights under our names, with all that its files say about how to use them.
+
+    Weights stay in the files until they are asked for. Raises as :func:`open_published` and ``published_schedule``.
+    """
+    opened = open_published(folder, FAMILIES)
+    family, info = opened.family, {}
+    size = None
+    root = opened.pipeline
+    if root is not None:
+        if (root / "vae" / CONFIG).is_file():
+            info["vae"] = str((root / "vae").resolve())
+        if opened.index is not None:
+            info["text_encoder"] = str(root.resolve())
+        schedule = root / "scheduler" / SCHEDULER
+        if schedule.is_file():
+            try:
+                objective, sampler = published_schedule(read_file(schedule, PRETRAINED))
+            except ValueError as error:
+                raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
+            info |= {"objective": objective.to_dict(), "sampler": sampler}
+    config = public_config(family.name, opened.config, size)
+    place = opened.pipeline or opened.transformer
+    shapes, _ = model_shapes(config)
+    info |= {"model": place.resolve().name, "config": config.to_dict()}
+    info.setdefault("objective", FlowObjective().to_dict())
+    return Weights(opened.tensors(shapes), place, info)

@@ -1,0 +1,58 @@
+"""Public models by the names of their folders, FAMILY/FOLDER, as far as flags need them; no torch.
+
+``opendit.models.families`` has what they are.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opendit.common.json_file import MIB, read_json
+
+RUN_CONFIG = "config.json"
+
+
+class Public(NamedTuple):
+    """A family as flags see it: diffusers' class of its network, its patch, and the usual side of its pictures."""
+
+    network: str
+    patch: int | tuple[int, int, int]
+    image_size: int
+
+
+PUBLIC = {
+    "flux": Public("FluxTransformer2DModel", 2, 1024),
+    "z_image": Public("ZImageTransformer2DModel", 2, 1024),
+    "wan": Public("WanTransformer3DModel", (1, 2, 2), 480),
+}
+
+
+def family_in(name: str) -> str | None:
+    """Return the family of a public model's name, FAMILY/FOLDER; None for any other name."""
+    family, _, folder = name.partition("/")
+    return family if folder and family in PUBLIC else None
+
+
+def name_of_folder(path: str | Path) -> str | None:
+    """Return the name of the public model that a folder holds, as diffusers writes it, or that a run trains; None if it
+    holds none, or can't be read."""
+    folder = Path(path).expanduser()
+    for inside in (folder / "transformer" / "config.json", folder / "config.json"):
+        network = _read(inside).get("_class_name")
+        family = next((name for name, public in PUBLIC.items() if public.network == network), None)
+        if family is not None:
+            name = folder.resolve().name
+            return f"{family}/{folder.resolve().parent.name if name == 'transformer' else name}"
+    for run in (folder, *folder.resolve().parents[:2]):
+        flags = _read(run / RUN_CONFIG).get("flags")
+        stored = flags.get("model") if isinstance(flags, dict) else None
+        if isinstance(stored, str) and family_in(stored):
+            return stored
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path, 4 * MIB) if path.is_file() else {}
+    except (ValueError, OSError):
+        return {}
+    return found if isinstance(found, dict) else {}

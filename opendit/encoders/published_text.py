@@ -1,0 +1,312 @@
+"""Prompts of published models -> embeddings, by the pipeline class of diffusers that owns them.
+
+A pipeline is built of tokenizers and text encoders only, without network, autoencoder and scheduler, and its
+``encode_prompt`` does the rest: templates, cleaning, lengths, layers, padding. The table PROMPTS says how it is called
+and where in its result the tokens are. What comes back has one form for all families, a :class:`TextCondition`: tokens
+(B, L, D), mask (B, L) and pooled (B, P), with P = 0 for a family without a pooled vector.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind
+from opendit.common.utils import hash_parts, shown
+from opendit.config.public_models import family_in, name_of_folder
+from opendit.encoders.folder import CONFIG, Width, loading, refuse_adapters, transformers_model, weight_shapes
+from opendit.encoders.published_folder import PIPELINE_INDEX, check_index, read_json_of
+from opendit.encoders.text import STEM, TOKENIZERS, TextEncoderConfig, check_tokenizer, check_vocabulary
+from opendit.encoders.vae import module_fingerprint
+from opendit.models.conditioning import TextCondition
+from opendit.models.families import FAMILIES
+from opendit.models.families.base import Family
+
+CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then has scores of 0.5 GiB, its softmax 1 GiB
+# transformers' class -> the model_type of its config.json
+MODEL_TYPES = {
+    "CLIPTextModel": ("clip_text_model", "clip"),
+    "T5EncoderModel": ("t5",),
+    "UMT5EncoderModel": ("umt5",),
+    "Qwen3Model": ("qwen3",),
+}
+CLASSES_OF_TOKENIZERS = (*TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast")
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
+PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how prompts are cleaned
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """How a pipeline of diffusers is asked for embeddings, and what it answers.
+
+    Attributes:
+        encoder, tokenizer: components that make the tokens.
+        settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
+            the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
+        pooled: component of the pooled vector, which is the second of the tuple. None without one.
+        written: (pipeline, prompt) -> the text that the tokenizer gets.
+    """
+
+    encoder: str = "text_encoder"
+    tokenizer: str = "tokenizer"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    pooled: str | None = None
+    written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
+
+
+def _chat(pipeline: Any, prompt: str) -> str:
+    """Return the prompt as a user's message in the chat template, as ZImagePipeline writes it."""
+    message = [{"role": "user", "content": prompt}]
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+    return pipeline.tokenizer.apply_chat_template(message, **options)
+
+
+def _cleaned(pipeline: Any, prompt: str) -> str:
+    """Return the prompt as WanPipeline cleans it: by ftfy, if that is installed, and without HTML's entities."""
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    return prompt_clean(prompt)
+
+
+PROMPTS = {
+    "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
+    "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
+    "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+}
+
+
+class PublishedTextConfig(TextEncoderConfig):
+    """The config.json of a published model's text encoder, a language model's included."""
+
+    head_dim: Width | None = None
+    num_key_value_heads: int | None = Field(None, ge=1, le=1024)
+
+
+TEXT_CONFIG = FileKind(PublishedTextConfig, 4 * MIB)
+
+
+class PublishedText:
+    """The frozen text encoders of a published model, called through its pipeline.
+
+    width: D of the tokens. pooled_width: P. max_tokens: to which prompts are cut, and padded unless the family removes
+    padding.
+    """
+
+    def __init__(self, pipeline: Any, family: Family, *, name: str, device: torch.device | str):
+        self.pipeline, self.family, self.name, self.device = pipeline, family, name, torch.device(device)
+        self.prompts = PROMPTS[family.pipelines[0]]
+        self.max_tokens = family.text.tokens
+        self.width = self._component(self.prompts.encoder).config.hidden_size
+        self.pooled_width = self._component(self.prompts.pooled).config.hidden_size if self.prompts.pooled else 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._component(self.prompts.encoder).dtype
+
+    @torch.no_grad()
+    def encode(self, captions: list[str], length: int | None = None) -> TextCondition:
+        """Encode captions, on the encoders' device and in their dtype.
+
+        What the network is to see of padding, ``Text.padding``, decides about the tokens after a caption's last one:
+
+        - "attend": as the encoder gives them; L = max_tokens, and the mask is True everywhere.
+        - "zero": zeros; L = max_tokens, and the mask is False there.
+        - "remove": zeros, and the mask is False there; L = ``length``, by default the longest caption's.
+
+        Raises ValueError for a ``length`` that is shorter than a caption, or that the family doesn't choose.
+        """
+        if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
+            raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
+        tokens: list[Tensor] = []
+        pooled: list[Tensor] = []
+        for start in range(0, len(captions), CAPTIONS_AT_ONCE):
+            part = captions[start : start + CAPTIONS_AT_ONCE]
+            with _quiet(type(self.pipeline).__module__):
+                # A copy of the list, which ZImagePipeline overwrites.
+                found = self.pipeline.encode_prompt(
+                    prompt=list(part),
+                    device=self.device,
+                    max_sequence_length=self.max_tokens,
+                    **self.prompts.settings,
+                )
+            tokens += list(found[0])
+            pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
+        return TextCondition(*self._padded(tokens, length), torch.cat(pooled))
+
+    def _padded(self, tokens: Sequence[Tensor], length: int | None) -> tuple[Tensor, Tensor]:
+        """Return captions of unequal length as tokens (B, L, D) and mask (B, L)."""
+        if self.family.text.padding != "remove":
+            stacked = torch.stack(list(tokens))
+            return stacked, stacked.ne(0).any(-1) if self.family.text.padding == "zero" else _full(stacked)
+        rows = [TextCondition(row[None], _full(row[None]), row.new_zeros(1, 0)) for row in tokens]
+        joined = pad_tokens(rows, length)
+        return joined.tokens, joined.mask
+
+    def count_tokens(self, captions: list[str]) -> list[int]:
+        """Return the number of tokens of each caption before it is cut, including those of a template."""
+        if not captions:
+            return []
+        written = [self.prompts.written(self.pipeline, caption) for caption in captions]
+        return [len(ids) for ids in self._component(self.prompts.tokenizer)(written, verbose=False).input_ids]
+
+    def fingerprint(self) -> str:
+        """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and
+        put into templates."""
+        parts = [self.family.pipelines[0], str(self.max_tokens), self.prompts.written(self.pipeline, PROBE)]
+        for component in sorted(self.family.components):
+            if component.startswith("text_encoder"):
+                parts.append(module_fingerprint(self._component(component), component))
+            elif component.startswith("tokenizer"):
+                parts += [component, json.dumps(sorted(self._component(component).get_vocab().items()))]
+        return hash_parts(*parts)
+
+    def _component(self, name: str) -> Any:
+        return getattr(self.pipeline, name)
+
+
+def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
+    """Join batches of prompts of unequal length, padded with zeros to ``length``, by default the longest's.
+
+    Raises ValueError if ``length`` is shorter than one of them.
+    """
+    longest = max(condition.tokens.shape[1] for condition in conditions)
+    length = longest if length is None else length
+    if length < longest:
+        raise ValueError(f"a prompt of {longest} tokens doesn't fit into {length}")
+    return TextCondition.cat(
+        [
+            replace(y, tokens=F.pad(y.tokens, (0, 0, 0, rest)), mask=F.pad(y.mask, (0, rest)))
+            for y in conditions
+            for rest in [length - y.tokens.shape[1]]
+        ]
+    )
+
+
+def _full(tokens: Tensor) -> Tensor:
+    """Return the mask (B, L) of tokens (B, L, D) without padding."""
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Suppress a logger's warnings: FluxPipeline would write one for every caption of more than CLIP's 77 tokens."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+# ------------------------------------------------------------------------------------------ folders
+
+
+def text_widths(folder: Path, family: Family) -> tuple[int, int]:
+    """Return (width of the tokens, width of the pooled vector or 0), without weights. Raises as :func:`check_text`."""
+    prompts = _prompts(family)
+    width = _width(_encoder_config(folder, prompts.encoder, family))
+    return width, _width(_encoder_config(folder, prompts.pooled, family)) if prompts.pooled else 0
+
+
+def published_geometry(name: str) -> tuple[int, int, int] | None:
+    """Return (width of the tokens, width of the pooled vector, tokens of a prompt) of a pipeline's folder, without its
+    weights; None for another name. Raises as :func:`check_text`."""
+    folder = Path(name).expanduser()
+    family = family_in(name_of_folder(folder) or "")
+    if family is None or not (folder / PIPELINE_INDEX).is_file():
+        return None
+    found = FAMILIES[family]
+    return *text_widths(folder, found), found.text.tokens
+
+
+def check_text(folder: Path, family: Family) -> None:
+    """Check a folder's index, and its tokenizers and text encoders but for their weights' values; without transformers.
+
+    Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
+    """
+    _prompts(family)
+    check_index(folder, family)
+    for component in family.components:
+        path = folder / component
+        if component.startswith("tokenizer"):
+            if not any(all((path / name).is_file() for name in names) for names in VOCABULARIES):
+                raise FileNotFoundError(f"{path} has no {' or '.join(map(' and '.join, VOCABULARIES))}")
+            check_tokenizer(path, CLASSES_OF_TOKENIZERS)
+        elif component.startswith("text_encoder"):
+            _encoder_config(folder, component, family)
+            refuse_adapters(path)
+            weight_shapes(path, STEM)
+
+
+def load_published_text(
+    folder: Path, family: Family, *, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> PublishedText:
+    """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
+
+    dtype: of the weights on a GPU, where fp16 becomes bf16, in which these encoders were published (T5's activations
+    leave the range of fp16). A CPU always computes in fp32.
+
+    Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
+    """
+    check_text(folder, family)
+    device = torch.device(device)
+    dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype
+    components: dict[str, Any] = {}
+    for component, (_, class_name) in sorted(family.components.items()):  # every encoder before its tokenizer
+        if not component.startswith(("text_encoder", "tokenizer")):
+            continue
+        with loading(str(folder / component)):
+            components[component] = _load(folder / component, class_name, dtype)
+            if component.startswith("tokenizer"):
+                check_vocabulary(components[component], components[component.replace("tokenizer", "text_encoder")])
+    for component, module in components.items():
+        if component.startswith("text_encoder"):
+            module.eval().requires_grad_(False).to(device)
+    import diffusers  # takes many seconds, so only now
+
+    rest = dict.fromkeys(("scheduler", "vae", "transformer"))
+    pipeline = getattr(diffusers, family.pipelines[0])(**rest, **components)
+    return PublishedText(pipeline, family, name=str(folder), device=device)
+
+
+def _load(path: Path, class_name: str, dtype: torch.dtype) -> Any:
+    if class_name in MODEL_TYPES:
+        return transformers_model(path, class_name, STEM, dtype)
+    import transformers
+
+    tokenizer_class = getattr(transformers, class_name)
+    tokenizer = tokenizer_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # No warning for a caption that is longer than the model takes: it is counted elsewhere.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _prompts(family: Family) -> Prompts:
+    if family.pipelines[0] not in PROMPTS:
+        raise ValueError(f"prompts of {family.name} ({family.pipelines[0]}) can't be encoded here")
+    return PROMPTS[family.pipelines[0]]
+
+
+def _encoder_config(folder: Path, component: str, family: Family) -> dict[str, Any]:
+    class_name = family.components[component][1]
+    path = folder / component / CONFIG
+    config = read_json_of(path, TEXT_CONFIG, f"it describes a {class_name} of transformers")
+    if config.get("model_type") not in MODEL_TYPES[class_name]:
+        raise ValueError(f"{path}: model_type is {shown(config.get('model_type'))}, which is no {class_name}")
+    if _width(config) is None:
+        raise ValueError(f"{path}: hidden_size is missing")
+    return config
+
+
+def _width(config: dict[str, Any]) -> Any:
+    return (config.get("text_config") or config).get("hidden_size", config.get("d_model"))

@@ -1,0 +1,174 @@
+"""Weights of a public model, from our checkpoints or folders, into a folder that diffusers loads.
+
+The folder is the published one with other weights: its configuration and its other components are taken over as they
+are, the names, shapes and dtypes of the weights are the published ones.
+"""
+
+import fnmatch
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from opendit.checkpoint.files import file_id
+from opendit.checkpoint.foreign import PIPELINE_INDEX
+from opendit.checkpoint.pretrained import read_newest
+from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, open_published
+from opendit.checkpoint.tensor_set import write_weights
+from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, remove_tree, rename, sync_folder
+from opendit.config.names import WHOLE
+from opendit.encoders.folder import CONFIG, PICKLES
+from opendit.models.families.base import Family
+from opendit.models.weights import Weights
+
+LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+NOT_TAKEN = ("*.py", "*.pyc", *PICKLES)  # code, and files that run code when they are loaded
+MOST_FILES = 10_000  # of a component
+
+
+def export_published(
+    state: Mapping[str, Tensor], source: Path, base: PublishedFolder, output: Path, most_bytes: int
+) -> list[str]:
+    """Write a folder that diffusers loads: ``base`` with other weights.
+
+    Other components are second names of the files in ``base`` where both are on one disk, else copies. The folder
+    appears under its name when all is written; a folder that had the name is then removed.
+
+    Args:
+        state: weights by our names.
+        source: of these, for messages.
+        base: the public model's folder.
+        most_bytes: of a file of weights.
+
+    Returns:
+        The files of ``base`` that were left out, because they hold code.
+
+    Raises:
+        ValueError: in one line, weights that do not fit ``base``, a file of ``base`` that leads out of it, or an
+            ``output`` that holds something else.
+        OSError: a file can't be written.
+    """
+    output = Path(os.path.abspath(output))
+    root = output.parent
+    refuse_links(root, [output.name])
+    _check_output(output, (base.pipeline or base.transformer, source))
+    weights = base.published(state, source)
+    new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
+    remove_tree(new)
+    make_folder(new / TRANSFORMER, root=root)
+    try:
+        left_out = []
+        for path, place in _others(base):
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in NOT_TAKEN):
+                left_out.append(str(place))
+                continue
+            file_id(path, base.root)
+            link_or_copy(path, new / place, root=root, make=True)
+        link_or_copy(base.transformer / CONFIG, new / TRANSFORMER / CONFIG, root=root)
+        # What a run says of itself stays here: it has captions and paths in it.
+        said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
+        metadata = {**said, **base.files.metadata, "format": "pt"}
+        write_weights(new / TRANSFORMER / (STEM + WHOLE), weights, metadata, most_bytes)
+        sync_folder(new / TRANSFORMER, root=root)
+        _take_place(new, output, old)
+        sync_folder(root)
+    finally:
+        remove_tree(new)
+    return left_out
+
+
+def _check_output(output: Path, read: tuple[Path, ...]) -> None:
+    """Raise ValueError unless the folder can be replaced: it is empty or such a folder, and nothing read is in it."""
+    if not output.exists():
+        return
+    inside = next((path for path in read if path.resolve().is_relative_to(output.resolve())), None)
+    if inside is not None:
+        raise ValueError(f"{output} would be replaced, and holds {inside}; name another place")
+    known = (output / PIPELINE_INDEX, output / TRANSFORMER / CONFIG)
+    if not output.is_dir() or (os.listdir(output) and not any(path.is_file() for path in known)):
+        raise ValueError(f"{output} holds something else than a pipeline; name another place")
+
+
+def _take_place(new: Path, output: Path, old: Path) -> None:
+    """Give the folder ``new`` the name ``output``. A folder that has it gets the name ``old``, and is removed after."""
+    if not output.exists() or not os.listdir(output):
+        return rename(new, output)
+    rename(output, old)
+    try:
+        rename(new, output)
+    except OSError:
+        rename(old, output)
+        raise
+    remove_tree(old)
+
+
+def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
+    """Yield the files of a pipeline beside its network, and their places in it: the components of model_index.json, the
+    index and licences."""
+    if base.pipeline is None:
+        return
+    for path in sorted(base.pipeline.iterdir()):
+        if path.name == PIPELINE_INDEX or any(fnmatch.fnmatch(path.name.upper(), pattern) for pattern in LICENCES):
+            if path.is_file():
+                yield path, Path(path.name)
+    named = base.index if base.index is not None else base.family.components
+    for name in sorted(named):
+        if name == TRANSFORMER or not isinstance(named[name], list | tuple) or not _is_plain(name):
+            continue
+        found = 0
+        for parent, folders, names in os.walk(base.pipeline / name):
+            folders[:] = sorted(folder for folder in folders if not folder.startswith("."))
+            for file in sorted(names):
+                if (found := found + 1) > MOST_FILES:
+                    raise ValueError(f"{base.pipeline / name} has more than {MOST_FILES:,} files")
+                if not file.startswith("."):
+                    yield Path(parent) / file, Path(parent, file).relative_to(base.pipeline)
+
+
+def _is_plain(name: str) -> bool:
+    """Return True for the name of a folder that lies in the pipeline's."""
+    return bool(name) and not name.startswith(("_", ".")) and os.sep not in name and "\0" not in name
+
+
+def name_of(base: PublishedFolder) -> str:
+    """Return the name to state for a folder: of a repository and its commit in the hub's cache, else the folder's
+    own."""
+    folder = (base.pipeline or base.transformer).resolve()
+    for path in (folder, folder.parent):
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return f"{path.parent.parent.name.removeprefix('models--').replace('--', '/')}@{path.name}"
+    return folder.name if base.pipeline or folder.name != TRANSFORMER else folder.parent.name
+
+
+def export_run(
+    ckpt: str, output: Path, base: str, families: Mapping[str, Family], most_bytes: int, which: str = "ema"
+) -> list[str]:
+    """Write a folder that diffusers loads from a checkpoint or a run of a public model, as :func:`export_published`.
+
+    Args:
+        ckpt: a checkpoint, a run, of which the newest intact checkpoint is read, a file of weights, or the folder of a
+            public model.
+        base: the public model's folder. It is named by the user: what only a checkpoint names is not followed.
+        families: those that are known.
+        which: the set of weights of a checkpoint.
+
+    Returns:
+        Lines to show.
+
+    Raises:
+        ValueError, FileNotFoundError: nothing there, damaged, or another model.
+        OSError: a file can't be written.
+    """
+    opened, notes = open_published(base, families), []
+    try:
+        if is_published(ckpt, families):
+            weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
+        else:
+            weights = read_newest(ckpt, which, notes)
+        if "lora" in weights.info:
+            raise ValueError(f"{weights.path} holds what --lora trains, without its base; merge it first")
+        left_out = export_published(weights.state, weights.path, opened, output, most_bytes)
+    finally:
+        opened.close()
+    return notes + [f"{Path(base) / name} holds code, or may; it was left out" for name in left_out]

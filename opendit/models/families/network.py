@@ -1,0 +1,615 @@
+"""The network of a public model, of any family: embeddings, refiners, blocks and final layer of a specification.
+
+A family's file makes the specification of its ``config.json``; nothing here asks which family it is.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from opendit.models.attention import Attention, CrossAttention, TokenGrid, local_attention
+from opendit.models.blocks import Block, BlockSpec, Context, FinalLayer, Modulation, make_block, run_blocks
+from opendit.models.conditioning import Condition, TextCondition, TextConfig
+from opendit.models.configuration import DiTConfig
+from opendit.models.dit import DiT
+from opendit.models.families.base import Family
+from opendit.models.initialization import Constant, Distribution, Normal, initialize
+from opendit.models.layers import BlockOps, Mlp, RMSNorm, TimestepEmbedder
+from opendit.models.positions import axes_table, grid_coordinates
+from opendit.models.segments import Segments
+
+# ------------------------------------------------------------------------------------------------------ specification
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
+
+    Attributes:
+        channels: of a head, for each axis.
+        base: of the frequencies.
+        text: coordinates of a caption's tokens: all 0 ("zero"), or 1, 2, ... along the first axis ("count"), on which
+            the media follow, at the place after the caption's last.
+    """
+
+    channels: tuple[int, ...]
+    base: float = 10000.0
+    text: Literal["zero", "count"] = "zero"
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """How a caption's tokens become the network's.
+
+    Attributes:
+        width: of the encoder's tokens.
+        layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU.
+        multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
+        pooled: width of a vector that is embedded beside the time; 0 for none.
+    """
+
+    width: int
+    layers: Literal["linear", "norm", "mlp"] = "linear"
+    multiple: int = 1
+    pooled: int = 0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks of one specification that follow each other."""
+
+    count: int
+    block: BlockSpec
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """The specification of a network.
+
+    Attributes:
+        channels: of the latents.
+        patch: (frames, rows, columns), or (rows, columns).
+        channels_last: order of a patch's numbers, what comes in and what goes out: channels after the places, or
+            before them.
+        convolution: the weight of the patches' embedding has a convolution's shape.
+        stacks: the blocks.
+        order: of the streams of one sequence; () where captions are attended to across, and are not in it.
+        media_refiner, text_refiner: blocks before they are joined.
+        time_width: width of the time's embedding, and of its condition.
+        time_hidden, frequencies: of the time's embedding.
+        reversed_time: the network is told 1000 - t, and predicts data - noise.
+        guidance: the scale of guidance is embedded beside the time.
+        shared: number of modulation vectors that all blocks share; 0 for none.
+        final: values of the final layer's modulation, in their order.
+        final_table: that modulation is a table plus the time's embedding.
+        media_multiple: media are filled with learned tokens up to a multiple of this.
+    """
+
+    channels: int
+    patch: tuple[int, ...]
+    stacks: tuple[Stack, ...]
+    text: TextEmbedding
+    rotary: Rotary
+    channels_last: tuple[bool, bool] = (False, False)
+    convolution: bool = False
+    order: tuple[str, ...] = ()
+    media_refiner: Stack | None = None
+    text_refiner: Stack | None = None
+    time_width: int = 0
+    time_hidden: int | None = None
+    frequencies: int = 256
+    reversed_time: bool = False
+    guidance: bool = False
+    shared: int = 0
+    final: tuple[str, ...] = ("shift", "scale")
+    final_table: bool = False
+    media_multiple: int = 1
+
+    @property
+    def block(self) -> BlockSpec:
+        """The specification of the first block."""
+        return self.stacks[0].block
+
+    @property
+    def blocks(self) -> list[BlockSpec]:
+        """The specifications of all blocks, in order."""
+        return [stack.block for stack in self.stacks for _ in range(stack.count)]
+
+
+# ------------------------------------------------------------------------------------------------------ configuration
+
+
+def published(values: Mapping[str, Any]) -> str:
+    """Return a ``config.json`` in the form that configurations hold it in."""
+    return json.dumps(dict(values), sort_keys=True)
+
+
+@functools.cache
+def _spec_of(family: str, config: str) -> NetworkSpec:
+    try:
+        return family_of(family).layout(json.loads(config))
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]}: not in the published configuration") from None
+
+
+def family_of(name: str) -> Family:
+    """Find a family by its name. Raises ValueError for an unknown one."""
+    from opendit.models.families import FAMILIES as found
+
+    if name not in found:
+        raise ValueError(f"a model of family {name!r}: this version knows {', '.join(found)}")
+    return found[name]
+
+
+@dataclass(frozen=True)
+class PublicConfig(DiTConfig):
+    """The configuration of a public model: its family, and its ``config.json`` as it was published.
+
+    hidden_size, depth, num_heads and the like follow from these; make it with :func:`public_config`.
+    """
+
+    kind: ClassVar[str] = "public"
+    plain_projections: ClassVar[bool] = False
+
+    family: str = ""
+    published: str = ""
+
+    @property
+    def spec(self) -> NetworkSpec:
+        """The network's specification."""
+        return _spec_of(self.family, self.published)
+
+    @property
+    def block(self) -> BlockSpec:
+        """The specification of the first block."""
+        return self.spec.block
+
+    @property
+    def sequence_types(self) -> tuple[str, ...]:
+        return ("ulysses",)
+
+    @property
+    def why_no_packs(self) -> str:  # type: ignore[override]
+        return "their captions are tokens of the sequence" if self.spec.order else ""
+
+    @property
+    def float8(self) -> bool:
+        return False
+
+    @property
+    def recompute(self) -> bool:
+        return False
+
+    @property
+    def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the family, the published configuration and the size of latents, as JSON has them."""
+        return {
+            "kind": self.kind,
+            "family": self.family,
+            "published": json.loads(self.published),
+            "input_size": self.input_size,
+            "max_tokens": cast(TextConfig, self.text).max_tokens,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PublicConfig":
+        return public_config(
+            values["family"], values["published"], tuple(values["input_size"]), values.get("max_tokens")
+        )
+
+    def check(self) -> None:
+        """Do nothing: a family checks the published values when it makes a specification of them."""
+
+    @property
+    def modulation_width(self) -> int:
+        """Width of a block's modulation, on the average."""
+        return sum(block.chunks * block.width for block in self.spec.blocks) // self.depth
+
+    def parameters(self) -> int:
+        """Number of trainable weights."""
+        return _parameters(self)
+
+
+@functools.cache
+def _parameters(config: PublicConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in PublicDiT(config).parameters())
+
+
+def public_config(
+    family: str, values: Mapping[str, Any], input_size: tuple[int, ...] | None = None, max_tokens: int | None = None
+) -> PublicConfig:
+    """Return the configuration of a public model.
+
+    Args:
+        values: of its ``config.json``.
+        input_size: of latents; None: of the family's usual pictures or clips.
+        max_tokens: to which captions are cut; None: the family's.
+
+    Raises:
+        ValueError: values that are not those of this family.
+    """
+    about, text = family_of(family), published(values)
+    spec = _spec_of(family, text)
+    if input_size is None:
+        side = about.image_size if isinstance(about.image_size, tuple) else (about.image_size,) * 2
+        input_size = tuple(n // 8 for n in side)
+        if about.latents.video:
+            input_size = ((cast(int, about.frames) - 1) // 4 + 1, *input_size)
+    patch = spec.patch[0] if len(spec.patch) == 2 else spec.patch
+    block = spec.block
+    return PublicConfig(
+        input_size=input_size,
+        patch_size=cast(Any, patch),
+        in_channels=spec.channels,
+        hidden_size=block.width,
+        depth=sum(stack.count for stack in spec.stacks),
+        num_heads=block.heads,
+        mlp_ratio=block.mlp_hidden / block.width,
+        learn_sigma=False,
+        text=TextConfig(family, spec.text.width, max_tokens or about.text.tokens, cross_attention=not spec.order),
+        qk_norm=block.options.qk_norm,
+        bias=block.options.bias,
+        positions="rope",
+        norm=block.norm,
+        mlp=block.mlp,
+        family=family,
+        published=text,
+    )
+
+
+def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | None:
+    """Return the scale of guidance that a network is told, ``scale`` or the family's own; None if it is told none."""
+    if not isinstance(config, PublicConfig) or not config.spec.guidance:
+        return None
+    return family_of(config.family).guidance.scale if scale is None else scale
+
+
+# ------------------------------------------------------------------------------------------------------------ network
+
+
+class PatchLinear(nn.Module):
+    """Patches of latents (B, C, ...) to tokens (B, N, D), by a linear layer of a patch's numbers in the published
+    order."""
+
+    def __init__(self, spec: NetworkSpec, width: int):
+        super().__init__()
+        self.patch, self.channels_last = spec.patch, spec.channels_last[0]
+        convolution: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(spec.patch)]
+        self.proj: Any = (
+            convolution(spec.channels, width, spec.patch, stride=spec.patch)
+            if spec.convolution
+            else nn.Linear(spec.channels * math.prod(spec.patch), width)
+        )
+        # Stands in for the tokens that fill a picture.
+        self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
+
+    def patches(self, x: Tensor) -> Tensor:
+        """Return the patches' numbers (B, N, C * prod(patch)), in the weight's order and dtype."""
+        axes = len(self.patch)
+        sides = [part for side, p in zip(x.shape[2:], self.patch, strict=True) for part in (side // p, p)]
+        grid, inside = list(range(2, 2 + 2 * axes, 2)), list(range(3, 3 + 2 * axes, 2))
+        x = x.to(self.proj.weight.dtype).reshape(*x.shape[:2], *sides)
+        order = [*grid, *inside, 1] if self.channels_last else [*grid, 1, *inside]
+        return x.permute(0, *order).flatten(1 + axes).flatten(1, axes)
+
+    def project(self, patches: Tensor) -> Tensor:
+        """(B, N, C * prod(patch)) to (B, N, D)."""
+        return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class TextEmbedder(nn.Module):
+    """A caption's tokens (B, L, Dt) to (B, L, D)."""
+
+    def __init__(self, text: TextEmbedding, width: int, eps: float):
+        super().__init__()
+        self.norm: RMSNorm | None = RMSNorm(text.width, eps) if text.layers == "norm" else None
+        self.mlp: Mlp | nn.Linear = (
+            nn.Linear(text.width, width) if text.layers != "mlp" else TextMlp(text.width, width, width)
+        )
+        # Stands in for the tokens that fill a caption.
+        self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if text.multiple > 1 else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mlp(tokens if self.norm is None else self.norm(tokens))
+
+
+class TextMlp(nn.Module):
+    """Linear, GELU (tanh form), Linear."""
+
+    def __init__(self, inputs: int, hidden: int, outputs: int):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(x), approximate="tanh"))
+
+
+class VectorEmbedder(nn.Module):
+    """A vector (B, P) to (B, D): linear, SiLU, linear."""
+
+    def __init__(self, inputs: int, width: int):
+        super().__init__()
+        self.mlp: nn.Sequential = nn.Sequential(nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, vector: Tensor) -> Tensor:
+        return self.mlp(vector.to(cast(nn.Linear, self.mlp[0]).weight.dtype))
+
+
+class PublicDiT(DiT):
+    """The network of a public model. It is called as :class:`DiT` is, with t in [0, 1000] and a TextCondition, and
+    predicts noise - data, whatever the family's own conventions."""
+
+    config: PublicConfig
+
+    def __init__(self, config: PublicConfig):
+        nn.Module.__init__(self)
+        config.check()
+        self.config, spec = config, config.spec
+        width, eps = spec.block.width, spec.block.eps
+        condition = spec.time_width or width
+        self.x_embedder = cast(Any, PatchLinear(spec, width))
+        start = 1000.0 if spec.reversed_time else None
+        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start)
+        if spec.guidance:
+            self.guidance_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden)
+        if spec.text.pooled:
+            self.pooled_embedder = VectorEmbedder(spec.text.pooled, condition)
+        self.text_embedder = TextEmbedder(spec.text, width, eps)
+        if spec.media_refiner is not None:
+            self.media_refiner = nn.ModuleList(self._blocks(spec.media_refiner))
+        if spec.text_refiner is not None:
+            self.text_refiner = nn.ModuleList(self._blocks(spec.text_refiner))
+        self.shared_modulation: nn.Sequential | None = (
+            nn.Sequential(nn.SiLU(), nn.Linear(condition, spec.shared * width)) if spec.shared else None
+        )
+        self.blocks: Any = nn.ModuleList(make_block(block) for block in spec.blocks)
+        out = math.prod(spec.patch) * spec.channels
+        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
+        self.learned_positions = self.text_encoder = None
+        self.ops = BlockOps()
+        self.grad_checkpoint = self.modulate_in_blocks = False
+        self.sequence: Any = None
+        if self.device.type != "meta":
+            initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
+
+    def _blocks(self, stack: Stack) -> list[nn.Module]:
+        return [make_block(stack.block) for _ in range(stack.count)]
+
+    def initial_distributions(self) -> dict[str, Distribution]:
+        """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms, 0 for biases."""
+        found: dict[str, Distribution] = {}
+        for name, parameter in self.named_parameters():
+            norm = "norm" in name.rpartition(".")[0].rpartition(".")[2]
+            matrix = parameter.dim() > 1 and not name.endswith(("filling", "table"))
+            found[name] = Constant(1) if norm and name.endswith("weight") else Normal(0.02) if matrix else Constant(0)
+        return found
+
+    def use(self, *, ops=None, attend=None, varlen=None, sequence=None) -> "PublicDiT":
+        self.sequence = sequence
+        refiners = (getattr(self, name, ()) for name in ("media_refiner", "text_refiner"))
+        for part in (*self.blocks, self.final_layer, *chain.from_iterable(map(_parts_of, refiners))):
+            part.ops = ops or BlockOps()
+        for module in self.modules():
+            if isinstance(module, Attention | CrossAttention):
+                module.attend = attend or local_attention
+            if isinstance(module, Attention):
+                module.varlen = varlen
+        self.ops = ops or BlockOps()
+        return self
+
+    def fill_tables(self, device: torch.device | None = None) -> None:
+        """Do nothing: all positions are computed."""
+
+    def positions(self, grid: tuple[int, ...]) -> Tensor | None:
+        """Return None: positions are rotations, which depend on the captions as well."""
+        return None
+
+    # ------------------------------------------------------------------------------------------------------ conditions
+
+    def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
+        """Embed captions: what is added to the time's embedding, and their tokens (B, L, D) with their mask."""
+        assert isinstance(y, TextCondition), "a public model is conditioned on captions"
+        spec, dtype = self.config.spec, cast(nn.Linear, self.t_embedder.mlp[0]).weight.dtype
+        vector = torch.zeros(len(y.pooled), spec.time_width or spec.block.width, dtype=dtype, device=y.tokens.device)
+        if spec.text.pooled:
+            vector = vector + self.pooled_embedder(y.pooled)
+        if spec.guidance:
+            scale = y.guidance if y.guidance is not None else self._usual_guidance(len(y.pooled), y.tokens.device)
+            vector = vector + self.guidance_embedder(scale * 1000)
+        return vector, self._text(y.tokens.to(dtype), y.mask)
+
+    def _usual_guidance(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
+
+    def _text(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool."""
+        spec, embed = self.config.spec, self.text_embedder
+        elsewhere = not hasattr(embed, "mlp")  # on a pipeline's first stage
+        if spec.text.multiple == 1:
+            return tokens if elsewhere else embed(tokens), mask
+        tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))
+        length = tokens.shape[1]
+        lengths = mask.sum(1)
+        filled = _round_up(lengths, spec.text.multiple)
+        place = torch.arange(length, device=tokens.device)
+        if elsewhere:
+            return tokens, place < filled[:, None]
+        x = torch.where((place < lengths[:, None]).unsqueeze(-1), embed(tokens), embed.filling)
+        keys = place < filled[:, None]
+        if spec.text_refiner is not None:
+            ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
+            ids[..., 0] = place + 1
+            alone = None if self._all_tokens(mask) else keys
+            grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
+            checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+            nothing = [x.new_zeros(len(x), 0)] * spec.text_refiner.count
+            x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=checkpointed)
+        return x, keys
+
+    def _all_tokens(self, mask: Tensor) -> bool:
+        """Return True if no caption of a batch has padding that must not be attended to, as far as its shape tells."""
+        multiple = self.config.spec.text.multiple
+        return multiple == 1 or mask.shape[1] <= multiple
+
+    def contexts(self, context: Context | None) -> list[Context] | None:
+        if self.config.spec.order:
+            return None if context is None else [context]
+        return super().contexts(context)
+
+    def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
+        """Yield the modulations of the refiner's blocks (if ``first``), of the blocks, and of the final layer."""
+        shared = None if self.shared_modulation is None else self.shared_modulation(c)
+        refiner = self.media_refiner if first and self.config.spec.media_refiner is not None else ()
+        for block in [*cast(Any, refiner), *(self.blocks if blocks is None else blocks)]:
+            yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
+        yield self.final_layer.modulate(c)
+
+    # ----------------------------------------------------------------------------------------------------- one forward
+
+    def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
+        """Predict noise - data of noised latents.
+
+        Args:
+            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
+            t: (B,) times in [0, 1000], 1000 being noise.
+            y: a TextCondition.
+
+        Raises:
+            ValueError: the patch does not divide a side.
+        """
+        if segments is not None:
+            self.config.check_packs()
+        c, context = self.condition(t, y)
+        return self.predict(x, self.modulations(c), context)
+
+    def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
+        vector, context = self.embed_condition(y)
+        return self.t_embedder(t) + vector, context
+
+    def predict(
+        self,
+        x: Tensor,
+        modulations: Iterable[Modulation],
+        context: Any = None,
+        positions: Tensor | None = None,
+        run: Callable[..., Tensor] = run_blocks,
+    ) -> Tensor:
+        modulations = iter(modulations)
+        tokens, grid = self.enter(x, modulations, context)
+        checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+        across = None if self.config.spec.order else context
+        tokens = run(self.blocks, tokens, modulations, across, grid, checkpointed=checkpointed)
+        return self.leave(tokens, next(modulations), grid)
+
+    def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
+        """Return the tokens (B, N, D) of latents x (B, C, ...) and of the captions, as the first block takes them, and
+        their places. Takes the refiner's modulations."""
+        spec = self.config.spec
+        grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
+        media = self.x_embedder.project(self.x_embedder.patches(x))
+        filling, count = self.x_embedder.filling, -media.shape[1] % spec.media_multiple
+        if filling is not None and count:
+            media = torch.cat([media, filling.to(media.dtype).expand(len(media), count, -1)], dim=1)
+        if alone.shards is not None:
+            media = alone.shards.take(media)
+        if spec.media_refiner is not None:
+            m = [next(modulations) for _ in range(spec.media_refiner.count)]
+            checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+            media = run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
+        if not spec.order:
+            return media, grid
+        text, _ = _of_context(context)
+        if grid.shards is not None:
+            text = grid.shards.take_stream(spec.order.index("text"), text)
+        parts = {"text": text, "media": media}
+        return torch.cat([parts[name] for name in spec.order], dim=1), grid
+
+    def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, TokenGrid]:
+        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone."""
+        spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
+        media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
+        keys = _of_context(context)[1] if spec.order else None
+        rotary, order = spec.rotary, spec.order
+        axes = len(rotary.channels)
+        at = torch.zeros(media, axes, dtype=torch.float64, device=device)
+        places = grid_coordinates(*sizes, device=device).double()
+        at[: len(places), axes - places.shape[1] :] = places
+        if keys is None:
+            shards = None if self.sequence is None else self.sequence(media, sizes)
+            grid = TokenGrid(sizes, axes_table(at, rotary.channels, rotary.base), shards=shards)
+            return grid, grid
+        length = keys.shape[1]
+        mask = None
+        text_at = torch.zeros(length, axes, dtype=torch.float64, device=device)
+        if rotary.text == "count":
+            text_at[:, 0] = torch.arange(1, length + 1, device=device)
+            at = at.expand(batch, -1, -1).clone()
+            at[:, : len(places), 0] += keys.sum(1, keepdim=True) + 1
+            text_at = text_at.expand(batch, -1, -1)
+            if not (length <= spec.text.multiple):
+                mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
+        parts = {"text": text_at, "media": at}
+        table = axes_table(torch.cat([parts[name] for name in order], dim=-2), rotary.channels, rotary.base)
+        counts = {"text": length, "media": media}
+        streams = tuple(counts[name] for name in order)
+        shards = alone = None
+        if self.sequence is not None:
+            shards = self.sequence.of_streams(streams)
+            alone = self.sequence(media, sizes)
+            streams = shards.rows_of_streams
+        media_table = axes_table(at, rotary.channels, rotary.base)
+        return (
+            TokenGrid(sizes, table, shards=shards, streams=streams, keys=mask),
+            TokenGrid(sizes, media_table, shards=alone),
+        )
+
+    def leave(self, x: Tensor, m: Modulation, grid: TokenGrid) -> Tensor:
+        """Return the prediction (B, C, ...) of the last block's tokens (B, N, D)."""
+        spec = self.config.spec
+        if spec.order:
+            x = x.split(grid.streams, dim=1)[spec.order.index("media")]
+        y = self.final_layer(x, cast(Tensor, m))
+        if grid.shards is not None:
+            y = grid.shards.gather_stream(spec.order.index("media"), y) if spec.order else grid.shards.gather(y)
+        y = self.unpatchify(y[:, : math.prod(grid.sizes)], grid.sizes)
+        return -y if spec.reversed_time else y
+
+    def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
+        """Tokens (B, N, C * prod(patch)) to (B, C, ...), by the published order of a patch's numbers."""
+        patch, axes, spec = self.config.patch, len(grid), self.config.spec
+        if spec.channels_last[1]:
+            return super().unpatchify(x, grid)
+        x = x.view(x.shape[0], *grid, spec.channels, *patch)
+        order = [axis for i in range(axes) for axis in (1 + i, 2 + axes + i)]
+        sides = (g * p for g, p in zip(grid, patch, strict=True))
+        return x.permute(0, 1 + axes, *order).reshape(x.shape[0], spec.channels, *sides)
+
+
+def _of_context(context: Any) -> tuple[Tensor, Tensor]:
+    """Return a caption's tokens and their mask, from a context or from what stands in for one."""
+    if isinstance(context, list):
+        context = context[0]
+    return context if isinstance(context, tuple) else context.of(slice(0, 1))
+
+
+def _parts_of(modules: Any) -> Iterable[Any]:
+    """Return the modules of a list; none of one that another stage of a pipeline has."""
+    return modules if isinstance(modules, nn.ModuleList) else ()
+
+
+def _round_up(numbers: Tensor, multiple: int) -> Tensor:
+    return (numbers + multiple - 1) // multiple * multiple
+
+
+ARCHITECTURE = PublicConfig, PublicDiT

@@ -1,0 +1,203 @@
+"""The plan of a public model: rules, costs and stage cuts, all of them read from its specification."""
+
+import functools
+import math
+
+from opendit.models.blocks import MLPS, BlockSpec
+from opendit.models.families.network import NetworkSpec, PublicConfig
+from opendit.models.plan import (
+    Column,
+    Execution,
+    FlopTerm,
+    Heads,
+    Kept,
+    MemoryTerm,
+    Plan,
+    Replicated,
+    Row,
+    Rule,
+    StageCuts,
+    linear,
+)
+
+# -------------------------------------------------------------------------------------------------- rules of parameters
+
+
+def rules(config: PublicConfig) -> dict[str, Rule]:
+    """Return the rules of all parameters. The caption's refiner works on all of its tokens on every rank."""
+    spec = config.spec
+    found: dict[str, Rule] = {
+        "x_embedder.proj.*": Replicated(),
+        "x_embedder.filling": Replicated(),
+        "text_embedder.**": Replicated(),
+        "text_refiner.**": Replicated(),
+        **{f"{name}.mlp.*.*": Replicated() for name in ("t_embedder", "guidance_embedder", "pooled_embedder")},
+        **linear("shared_modulation.1", Column(gathered=True)),
+        "final_layer.linear.*": Replicated(),
+        "final_layer.adaLN_modulation.table": Replicated(),
+        **linear("final_layer.adaLN_modulation.1", Column(gathered=True)),
+    }
+    for name in ("blocks.*", *(f"blocks.*.{stream}" for stream in spec.order), "media_refiner.*"):
+        found |= _block_rules(name, spec.block)
+    return found
+
+
+def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
+    heads, found = spec.heads, {}
+    for branch in ("attn", "cross_attn"):
+        of_heads: Rule = Heads((heads,)) if spec.options.qk_across else Replicated(partial_gradient=True)
+        found |= {f"{name}.{branch}.{part}_norm.weight": of_heads for part in "qk"}
+        found |= linear(f"{name}.{branch}.proj", Row(heads))
+    found |= linear(f"{name}.attn.qkv", Heads((heads,) * 3))
+    found |= linear(f"{name}.cross_attn.q", Heads((heads,)))
+    found |= linear(f"{name}.cross_attn.kv", Heads((heads, heads), of_context=True))
+    found |= linear(f"{name}.mlp.fc1", Column(MLPS[spec.mlp].branches)) | linear(f"{name}.mlp.fc2", Row())
+    for norm in ("attn", "cross", "mlp"):
+        found |= {f"{name}.{norm}_norm.*": Replicated(), f"{name}.{norm}_norm_after.*": Replicated()}
+    number = 1 if spec.silu else 0
+    found |= linear(f"{name}.adaLN_modulation.{number}", Column(gathered=True))
+    found[f"{name}.adaLN_modulation.table"] = Replicated()
+    return found
+
+
+def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
+    spec = config.spec.block
+    return {"tp": {"number of heads": spec.heads, "hidden size": spec.width, "MLP width": spec.mlp_hidden}}
+
+
+def stages(spec: NetworkSpec) -> StageCuts:
+    """Return where a pipeline may cut. Captions that are in the sequence are embedded on the first stage alone."""
+    captions = ("text_embedder", "text_refiner")
+    first = ("x_embedder", "media_refiner")
+    every = ("t_embedder", "guidance_embedder", "pooled_embedder", "shared_modulation")
+    if spec.order:
+        return StageCuts("blocks", first + captions, ("final_layer",), every)
+    return StageCuts("blocks", first, ("final_layer",), every + captions)
+
+
+# ---------------------------------------------------------------------------------------------------- memory and work
+
+
+def _lengths(config: PublicConfig) -> tuple[int, int]:
+    """Return the tokens of a sample's media and of its caption, with those that fill them."""
+    spec, text = config.spec, config.text
+    assert text is not None
+    media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
+    return media, -(-text.max_tokens // spec.text.multiple) * spec.text.multiple
+
+
+def _streams(config: PublicConfig, block: BlockSpec) -> int:
+    """Return the tokens that go through a block of the main stack."""
+    media, text = _lengths(config)
+    return media + text * bool(config.spec.order)
+
+
+def _weights(block: BlockSpec) -> tuple[int, int, int]:
+    """Return the weights of one token's matrices: of self-attention, of the MLP, and of cross-attention without keys
+    and values."""
+    d = block.width
+    across = any(branch.sees == "caption" for branch in block.branches)
+    return 4 * d * d, (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
+
+
+def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int]:
+    """Return the FLOPs of one sample in a block: of its linear layers, and of its attention."""
+    own, mlp, cross = _weights(block)
+    linears, attention = 2 * tokens * (own + mlp + cross), 4 * tokens * tokens * block.width
+    if cross:
+        linears += 4 * captions * block.width**2
+        attention += 4 * tokens * captions * block.width
+    if block.source == "own":
+        linears += 2 * (block.condition or block.width) * block.chunks * block.width
+    return linears, attention
+
+
+def _stack_flops(config: PublicConfig) -> tuple[int, int]:
+    """Return the FLOPs of all blocks of the main stack: of linear layers, and of attention."""
+    _, text = _lengths(config)
+    found = [_block_flops(block, _streams(config, block), text) for block in config.spec.blocks]
+    linears, attentions = zip(*found, strict=True)
+    return sum(linears), sum(attentions)
+
+
+def _first(config: PublicConfig) -> int:
+    """Patches' embedding and the refiners."""
+    spec, (media, text) = config.spec, _lengths(config)
+    total = 2 * config.tokens * spec.channels * math.prod(spec.patch) * spec.block.width
+    for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
+        if refiner is not None:
+            total += refiner.count * sum(_block_flops(refiner.block, tokens, 0))
+    return total + (_captions(config) if spec.order else 0)
+
+
+def _captions(config: PublicConfig) -> int:
+    spec, text = config.spec, config.text
+    assert text is not None
+    width = spec.block.width
+    return 2 * text.max_tokens * width * (spec.text.width + (width if spec.text.layers == "mlp" else 0))
+
+
+def _every(config: PublicConfig) -> int:
+    """The condition: time, guidance and pooled vector; and what blocks share of their modulation."""
+    spec = config.spec
+    width = spec.time_width or spec.block.width
+    hidden = spec.time_hidden or width
+    time = 2 * hidden * (spec.frequencies + width) * (1 + spec.guidance)
+    pooled = 2 * width * (spec.text.pooled + width) * bool(spec.text.pooled)
+    shared = 2 * width * spec.shared * spec.block.width
+    return time + pooled + shared + (0 if spec.order else _captions(config))
+
+
+def _last(config: PublicConfig) -> int:
+    spec, width = config.spec, config.spec.block.width
+    modulation = 0 if spec.final_table else 2 * (spec.time_width or width) * len(spec.final) * width
+    tokens = _lengths(config)[0]
+    return 2 * tokens * width * math.prod(spec.patch) * spec.channels + modulation
+
+
+def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
+    """Return what a block keeps on the average over the stack: x, each branch's modulated norm, q, k, v before and
+    after their norm and rotation, attention's output, fc1's output and its activation, and the branches' outputs."""
+    spec, total = config.spec, Kept()
+    media, text = _lengths(config)
+    between = 0 if execution.fused else 3 if execution.autocast else 1
+    for block in spec.blocks:
+        across = any(branch.sees == "caption" for branch in block.branches)
+        norms = 1 if block.parallel else 2
+        units = 1 + norms * (1 + between) + 4 + 4 * block.options.qk_norm + 2 + 1
+        wide = block.mlp_hidden / block.width
+        units += (2 if block.mlp == "gelu" else 3) * wide + 1 + 2 * block.norm_after
+        if across:
+            units += 5 + 2 * text / media
+        share = _streams(config, block) / config.tokens / config.depth
+        total += Kept(units=units * share, statistics=(4 + block.heads) * share, numbers=block.chunks * block.width)
+    return Kept(total.units, total.statistics, total.numbers / config.depth)
+
+
+def backward(config: PublicConfig, execution: Execution) -> float:
+    return (5 + 5 / 4 * (config.mlp_ratio - 4)) * _streams(config, config.spec.block) / config.tokens
+
+
+@functools.cache
+def plan_of_spec(spec: NetworkSpec) -> Plan:
+    """Return the plan of a specification."""
+    return Plan(
+        rules,
+        divisible,
+        (MemoryTerm("blocks", _kept_by_block),),
+        backward,
+        (
+            FlopTerm("linear layers", lambda config: _stack_flops(config)[0] // config.depth),
+            FlopTerm(
+                "attention",
+                lambda config: _stack_flops(config)[1] // config.depth,
+                keys=lambda config: _streams(config, config.spec.block),
+            ),
+            FlopTerm("patches and refiners", _first, place="first"),
+            FlopTerm("condition", _every, place="every"),
+            FlopTerm("final layer", _last, place="last"),
+        ),
+        stages(spec),
+        lambda config: {},
+        ("blocks.*", "media_refiner.*", "text_refiner.*"),
+    )

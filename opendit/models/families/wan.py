@@ -1,0 +1,109 @@
+"""Wan 2.1 (Wan Team 2025), text to video: self-attention, then attention to the caption."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
+from opendit.models.configuration import times
+from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
+from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.layers import Options
+
+
+def layout(values: Mapping[str, Any]) -> NetworkSpec:
+    """Return the specification of a WanTransformer3DModel that is conditioned on text alone."""
+    for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
+        if values.get(key) is not None:
+            raise ValueError(f"{key}: models that are given a picture are not known")
+    channels, patch = values["in_channels"], tuple(values["patch_size"])
+    if values.get("out_channels") not in (None, channels):
+        raise ValueError("in_channels, out_channels: models that are given frames are not known")
+    if not values.get("cross_attn_norm", True):
+        raise ValueError("cross_attn_norm: models without it are not known")
+    heads, size, eps = values["num_attention_heads"], values["attention_head_dim"], values.get("eps", 1e-6)
+    if eps != 1e-6:
+        raise ValueError(f"eps: {eps} is not known; it is 1e-6")
+    if size % 2 or size < 6:
+        raise ValueError(f"attention_head_dim: {size} is not an even number from 6 on")
+    if len(patch) != 3:
+        raise ValueError(f"patch_size: {times(patch)} is not one of frames, rows and columns")
+    width, side = heads * size, 2 * (size // 6)
+    block = BlockSpec(
+        width,
+        heads,
+        values["ffn_dim"],
+        (ATTENTION, CAPTION, MLP),
+        eps=eps,
+        caption_norm=True,
+        source="table",
+        options=Options(qk_norm=True, qk_across=True, qk_eps=eps, attends_padding=True),
+    )
+    return NetworkSpec(
+        channels=channels,
+        patch=patch,
+        stacks=(Stack(values["num_layers"], block),),
+        text=TextEmbedding(values["text_dim"], "mlp"),
+        rotary=Rotary((size - 2 * side, side, side)),
+        channels_last=(False, True),
+        convolution=True,
+        frequencies=values["freq_dim"],
+        shared=block.chunks,
+        final_table=True,
+    )
+
+
+def names(spec: NetworkSpec) -> tuple[Match, ...]:
+    """Return the names of all weights."""
+    blocks, found = range(spec.stacks[0].count), []
+
+    def add(ours: str, theirs: tuple[str, ...] | str, blocks: range | None = None, bias: bool = True) -> None:
+        theirs = (theirs,) if isinstance(theirs, str) else theirs
+        for kind in ("weight", "bias") if bias else ("weight",):
+            found.append(Match((f"{ours}.{kind}",), tuple(f"{name}.{kind}" for name in theirs), blocks=blocks))
+
+    time, text = "condition_embedder.time_embedder.linear", "condition_embedder.text_embedder.linear"
+    for ours, theirs in (
+        ("x_embedder.proj", "patch_embedding"),
+        ("t_embedder.mlp.0", f"{time}_1"),
+        ("t_embedder.mlp.2", f"{time}_2"),
+        ("text_embedder.mlp.fc1", f"{text}_1"),
+        ("text_embedder.mlp.fc2", f"{text}_2"),
+        ("shared_modulation.1", "condition_embedder.time_proj"),
+        ("final_layer.linear", "proj_out"),
+    ):
+        add(ours, theirs)
+    found.append(Match(("final_layer.adaLN_modulation.table",), ("scale_shift_table",)))
+    found.append(Match(("blocks.*.adaLN_modulation.table",), ("blocks.*.scale_shift_table",), blocks=blocks))
+    own, cross = "blocks.*.attn1", "blocks.*.attn2"
+    add("blocks.*.attn.qkv", tuple(f"{own}.to_{part}" for part in "qkv"), blocks)
+    add("blocks.*.cross_attn.q", f"{cross}.to_q", blocks)
+    add("blocks.*.cross_attn.kv", (f"{cross}.to_k", f"{cross}.to_v"), blocks)
+    for ours, theirs in (("attn", own), ("cross_attn", cross)):
+        add(f"blocks.*.{ours}.proj", f"{theirs}.to_out.0", blocks)
+        for part in "qk":
+            add(f"blocks.*.{ours}.{part}_norm", f"{theirs}.norm_{part}", blocks, bias=False)
+    add("blocks.*.cross_norm", "blocks.*.norm2", blocks)
+    add("blocks.*.mlp.fc1", "blocks.*.ffn.net.0.proj", blocks)
+    add("blocks.*.mlp.fc2", "blocks.*.ffn.net.2", blocks)
+    return tuple(found)
+
+
+FAMILY = Family(
+    name="wan",
+    network="WanTransformer3DModel",
+    pipelines=("WanPipeline",),
+    components={
+        "tokenizer": ("transformers", "T5TokenizerFast"),
+        "text_encoder": ("transformers", "UMT5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKLWan"),
+    },
+    layout=layout,
+    names=names,
+    text=Text(512, "zero"),
+    latents=LatentSpace("AutoencoderKLWan", "channel", video=True),
+    guidance=Guidance(5.0),
+    steps=50,
+    image_size=(480, 832),
+    frames=81,
+    license="apache-2.0",
+)

@@ -1,0 +1,263 @@
+"""Folders of tiny public models, as diffusers' pipelines read them: tokenizers and encoders made from scratch, random
+weights, nothing of the hub.
+
+``write_pipeline(folder, name)`` writes a whole pipeline of "flux", "z_image" or "wan", which diffusers draws with on a
+CPU in a few seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LATENT_CHANNELS = 4
+CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH = 24, 20, 16
+MEAN, STD = [0.3, -0.2, 0.1, 0.5], [2.0, 0.5, 1.5, 0.8]
+# Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo and Wan2.1-T2V-1.3B.
+COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
+    "flux": {
+        "tokenizer": ("transformers", "CLIPTokenizer"),
+        "text_encoder": ("transformers", "CLIPTextModel"),
+        "tokenizer_2": ("transformers", "T5TokenizerFast"),
+        "text_encoder_2": ("transformers", "T5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    },
+    "z_image": {
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "text_encoder": ("transformers", "Qwen3Model"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    },
+    "wan": {
+        "tokenizer": ("transformers", "T5TokenizerFast"),
+        "text_encoder": ("transformers", "UMT5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKLWan"),
+    },
+}
+PIPELINES = {"flux": "FluxPipeline", "z_image": "ZImagePipeline", "wan": "WanPipeline"}
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flux": (
+        "FluxTransformer2DModel",
+        {
+            "in_channels": 4 * LATENT_CHANNELS,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": T5_WIDTH,
+            "pooled_projection_dim": CLIP_WIDTH,
+            "guidance_embeds": True,
+            "axes_dims_rope": (2, 2, 4),
+        },
+    ),
+    "z_image": (
+        "ZImageTransformer2DModel",
+        {
+            "in_channels": LATENT_CHANNELS,
+            "dim": 32,
+            "n_layers": 2,
+            "n_refiner_layers": 2,
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "cap_feat_dim": QWEN_WIDTH,
+            "axes_dims": [2, 2, 4],
+            "axes_lens": [1024, 64, 64],
+        },
+    ),
+    "wan": (
+        "WanTransformer3DModel",
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 12,
+            "in_channels": LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "text_dim": T5_WIDTH,
+            "freq_dim": 16,
+            "ffn_dim": 32,
+            "num_layers": 2,
+            "rope_max_seq_len": 64,
+        },
+    ),
+}
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "flux": EULER
+    | {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 4096,
+    },
+    "z_image": EULER | {"use_dynamic_shifting": False},
+    "wan": {
+        "_class_name": "UniPCMultistepScheduler",
+        "num_train_timesteps": 1000,
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "flow_shift": 3.0,
+    },
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+    "{% if not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+
+
+def randomise(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Add noise to every parameter, so that none keeps a value (0 or 1) that hides what is done with it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return module.eval()
+
+
+def _byte_letters() -> list[str]:
+    """List the 256 letters that byte-level BPE writes bytes with."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_encoder") -> None:
+    """Write a CLIP text model and its tokenizer of 77 tokens."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    letters = _byte_letters()
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n</w>")]
+    pieces = letters + [letter + "</w>" for letter in letters] + ["".join(pair) for pair in merges]
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
+    CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77).save_pretrained(folder / tokenizer)
+    config = CLIPTextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        bos_token_id=vocabulary["<|startoftext|>"],
+        eos_token_id=vocabulary["<|endoftext|>"],
+        pad_token_id=vocabulary["<|endoftext|>"],
+    )
+    torch.manual_seed(0)
+    randomise(CLIPTextModel(config), 1).save_pretrained(folder / encoder)
+
+
+def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> None:
+    """Write a T5 or UMT5 encoder and its tokenizer of letters and one word."""
+    import transformers
+
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁seven", -1.0)]
+    pieces += [(letter, -5.0) for letter in "▁abcdefghijklmnopqrstuvwxyzü"]
+    transformers.T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512).save_pretrained(folder / tokenizer)
+    config_class, model_class = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}EncoderModel")
+    sizes = {"d_model": T5_WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    config = config_class(vocab_size=len(pieces), feed_forward_proj="gated-gelu", **sizes)
+    randomise(model_class(config), 2).save_pretrained(folder / encoder)
+    path = folder / encoder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))  # as published
+
+
+def write_flux_text(folder: Path) -> None:
+    """Write FLUX.1's tokenizers and encoders of text: CLIP and T5."""
+    write_clip(folder)
+    write_t5(folder, "tokenizer_2", "text_encoder_2")
+
+
+def write_z_image_text(folder: Path) -> None:
+    """Write Z-Image's tokenizer, with a chat template, and its encoder of text, a Qwen3 of three layers."""
+    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+
+    letters = _byte_letters()
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
+    pieces = [*letters, *("".join(pair) for pair in merges), "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, eos_token="<|im_end|>", model_max_length=1024)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=QWEN_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    randomise(Qwen3Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
+def write_wan_text(folder: Path) -> None:
+    """Write Wan's tokenizer and its encoder of text, UMT5."""
+    write_t5(folder, "tokenizer", "text_encoder", "UMT5")
+
+
+WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text}
+
+
+def write_vae(folder: Path, name: str) -> None:
+    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames) below ``vae/``."""
+    import diffusers
+
+    torch.manual_seed(0)
+    if name == "wan":
+        vae = diffusers.AutoencoderKLWan(
+            base_dim=4,
+            z_dim=LATENT_CHANNELS,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=MEAN,
+            latents_std=STD,
+        )
+    else:
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=(8, 8, 8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=1,
+            norm_num_groups=2,
+            latent_channels=LATENT_CHANNELS,
+            scaling_factor=0.3611,
+            shift_factor=0.1159,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+    randomise(vae, 4).save_pretrained(folder / "vae")
+
+
+def write_transformer(folder: Path, name: str, **options: Any) -> None:
+    """Write the network of a family below ``transformer/``, two blocks of every kind. options: replace its values."""
+    import diffusers
+
+    class_name, values = TRANSFORMERS[name]
+    torch.manual_seed(0)
+    randomise(getattr(diffusers, class_name)(**values | options), 5).save_pretrained(folder / "transformer")
+
+
+def write_index(folder: Path, name: str, **changes: Any) -> None:
+    """Write a family's ``model_index.json``. changes: replace its values."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values: dict[str, Any] = {"_class_name": PIPELINES[name], "_diffusers_version": "0.42.1"}
+    values |= {component: list(which) for component, which in COMPONENTS[name].items()}
+    values |= {"scheduler": ["diffusers", SCHEDULERS[name]["_class_name"]]}
+    values |= {"transformer": ["diffusers", TRANSFORMERS[name][0]]}
+    (folder / "model_index.json").write_text(json.dumps(values | changes, indent=2))
+
+
+def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:
+    """Write the whole pipeline of a family and return its folder. options: see :func:`write_transformer`."""
+    folder = Path(folder)
+    write_index(folder, name)
+    WRITE_TEXT[name](folder)
+    write_vae(folder, name)
+    write_transformer(folder, name, **options)
+    (folder / "scheduler").mkdir(exist_ok=True)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(SCHEDULERS[name], indent=2))
+    return folder

@@ -1,0 +1,222 @@
+"""diffusers' own classes with tiny configurations and random weights, and the arguments of both networks."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opendit.models.conditioning import TextCondition
+from opendit.models.families import FAMILIES
+from opendit.models.families.network import PublicDiT, public_config
+
+FLUX = dict(
+    in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=12, num_attention_heads=2,
+    joint_attention_dim=14, pooled_projection_dim=10, guidance_embeds=True, axes_dims_rope=(2, 4, 6),
+)  # fmt: skip
+Z_IMAGE = dict(
+    in_channels=4, dim=36, n_layers=2, n_refiner_layers=2, n_heads=3, n_kv_heads=3, cap_feat_dim=14,
+    axes_dims=[4, 2, 6], axes_lens=[128, 16, 16],
+)  # fmt: skip
+WAN = dict(
+    patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=14, in_channels=4, out_channels=4, text_dim=10,
+    freq_dim=16, ffn_dim=36, num_layers=2, rope_max_seq_len=16,
+)  # fmt: skip
+
+
+@dataclass
+class Oracle:
+    """A tiny network of diffusers, and how both are called with the same latents, times and captions.
+
+    theirs: calls diffusers' network on (x, t, y), with t in [0, 1000], and returns noise - data as ours does.
+    """
+
+    family: str
+    values: dict[str, Any]
+    shape: tuple[int, ...]
+    module: torch.nn.Module
+    theirs: Callable[[Tensor, Tensor, TextCondition], Tensor]
+
+
+def networks() -> Any:
+    """Import diffusers quietly."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import diffusers
+
+    logging.disable(logging.NOTSET)
+    return diffusers
+
+
+def randomise(module: torch.nn.Module, seed: int = 0, std: float = 0.1) -> None:
+    """Add noise to every parameter, so that none is at a value that hides it."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def flux(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = FLUX | values
+    module = networks().FluxTransformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        (B, C, H, W), (h, w) = x.shape, (x.shape[2] // 2, x.shape[3] // 2)
+        packed = x.view(B, C, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, 4 * C)
+        ids = torch.zeros(h, w, 3)
+        ids[..., 1], ids[..., 2] = torch.arange(h)[:, None], torch.arange(w)[None]
+        out = module(
+            hidden_states=packed, encoder_hidden_states=y.tokens, pooled_projections=y.pooled, timestep=t / 1000,
+            guidance=y.guidance, img_ids=ids.reshape(-1, 3), txt_ids=torch.zeros(y.tokens.shape[1], 3),
+            return_dict=False,
+        )[0]  # fmt: skip
+        return out.view(B, h, w, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+
+    return Oracle("flux", values, (4, 6, 10), module, theirs)
+
+
+def z_image(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = Z_IMAGE | values
+    module = networks().ZImageTransformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        captions = [tokens[mask] for tokens, mask in zip(y.tokens, y.mask, strict=True)]
+        out = module(x=list(x.unsqueeze(2)), t=1 - t / 1000, cap_feats=captions, return_dict=False)[0]
+        return -torch.stack(list(out)).squeeze(2)
+
+    return Oracle("z_image", values, (4, 6, 10), module, theirs)
+
+
+def wan(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = WAN | values
+    module = networks().WanTransformer3DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        return module(hidden_states=x, timestep=t, encoder_hidden_states=y.tokens, return_dict=False)[0]
+
+    return Oracle("wan", values, (4, 3, 6, 10), module, theirs)
+
+
+ORACLES = {"flux": flux, "z_image": z_image, "wan": wan}
+
+
+def captions(
+    family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
+) -> TextCondition:
+    """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
+    width = {"flux": "joint_attention_dim", "z_image": "cap_feat_dim", "wan": "text_dim"}[family]
+    longest, count = padded or max(lengths), len(lengths)
+    tokens = torch.randn(count, longest, values[width], dtype=dtype)
+    mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
+    if family != "flux":
+        tokens = tokens * mask.unsqueeze(-1)
+    pooled = torch.randn(count, values.get("pooled_projection_dim", 0), dtype=dtype)
+    guided = family == "flux" and values["guidance_embeds"]
+    guidance = torch.linspace(1.5, 4.5, count, dtype=dtype) if guided else None
+    return TextCondition(tokens, mask, pooled, guidance)
+
+
+def ours(oracle: Oracle, dtype: torch.dtype) -> PublicDiT:
+    """Return our network with the oracle's weights."""
+    config = public_config(oracle.family, oracle.values, oracle.shape[1:])
+    model = PublicDiT(config).to(dtype)
+    load(model, oracle.module.state_dict())
+    return model
+
+
+def load(model: PublicDiT, theirs: Mapping[str, Tensor]) -> None:
+    """Copy published weights, by the family's names alone."""
+    state = model.state_dict()
+    for name, value in by_our_names(model, theirs).items():
+        assert state[name].shape == value.shape, (name, state[name].shape, value.shape)
+        state[name].copy_(value)
+
+
+def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return published weights, or their gradients, by our names; each of both names is matched exactly once."""
+    left, state, found = set(theirs), model.state_dict(), {}
+    for match in FAMILIES[model.config.family].names(model.config.spec):
+        for mine, published in match.names():
+            assert left.issuperset(published) and found.keys().isdisjoint(mine), (mine, published)
+            left.difference_update(published)
+            joined = torch.cat([theirs[name] for name in published], dim=match.dim)
+            sizes = [state[name].shape[match.dim] for name in mine]
+            found.update(zip(mine, joined.split(sizes, dim=match.dim), strict=True))
+    assert not left and found.keys() == state.keys(), (sorted(left), sorted(state.keys() - found.keys()))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- comparisons
+
+
+@contextlib.contextmanager
+def in_double_precision() -> Iterator[None]:
+    """Make float32 stand for float64, and complex64 for complex128, in whatever runs inside: sinusoids, norms and
+    rotations that are computed in float32 at any precision of the weights, in both networks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "complex64", torch.complex128)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+@dataclass
+class Inputs:
+    """What both networks are called with, and the weights of the sum whose gradients are compared."""
+
+    x: Tensor
+    t: Tensor
+    y: TextCondition
+    weights: Tensor
+
+
+def inputs(
+    oracle: Oracle,
+    dtype: torch.dtype,
+    lengths: list[int],
+    padded: int | None = None,
+    shape: tuple[int, ...] | None = None,
+) -> Inputs:
+    """Make a batch of one sample for each of at most three captions. Dividing these times by 1000 is exact in
+    float32."""
+    torch.manual_seed(1)
+    x = torch.randn(len(lengths), *(shape or oracle.shape), dtype=dtype)
+    t = torch.tensor([703.125, 296.875, 921.875], dtype=dtype)[: len(lengths)]
+    return Inputs(x, t, captions(oracle.family, oracle.values, lengths, dtype, padded), torch.randn_like(x))
+
+
+def output_and_gradients(
+    network: Callable[[Tensor, Tensor, TextCondition], Tensor], module: torch.nn.Module, given: Inputs
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a network's output, and the gradients of its weighted sum: of all parameters, and of "x", "tokens" and
+    "pooled". Those that the output does not depend on are zeros."""
+    leaves = {"x": given.x, "tokens": given.y.tokens, "pooled": given.y.pooled}
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
+    y = replace(given.y, tokens=leaves["tokens"], pooled=leaves["pooled"])
+    output = network(leaves["x"], given.t, y)
+    leaves = {**leaves, **dict(module.named_parameters())}
+    found = torch.autograd.grad((output * given.weights).sum(), list(leaves.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+    return output.detach(), gradients
+
+
+def difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference relative to the largest entry; 0 for two tensors of zeros."""
+    assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    if not theirs.numel() or not theirs.any():
+        return 0.0 if not mine.any() else float("inf")
+    return float((mine - theirs).abs().max() / theirs.abs().max())

@@ -1,0 +1,773 @@
+"""Public models against diffusers' own networks: outputs and gradients, single wrong facts, sizes, configurations."""
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from opendit.models import attention, layers
+from opendit.models.blocks import Block, JointBlock
+from opendit.models.conditioning import TextCondition
+from opendit.models.families import FAMILIES, network
+from opendit.models.families.network import PublicConfig, PublicDiT, public_config
+from opendit.models.layers import BlockOps, RMSNorm, layer_norm
+from opendit.models.zoo import config_from_dict
+from tests.models.families.oracles import (
+    FLUX,
+    ORACLES,
+    WAN,
+    Z_IMAGE,
+    Inputs,
+    Oracle,
+    by_our_names,
+    difference,
+    in_double_precision,
+    inputs,
+    load,
+    networks,
+    ours,
+    output_and_gradients,
+)
+
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN}
+SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10)}
+FLUX_1 = dict(
+    patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
+    joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
+)  # fmt: skip
+Z_IMAGE_6B = dict(
+    all_patch_size=(2,), all_f_patch_size=(1,), in_channels=16, dim=3840, n_layers=30, n_refiner_layers=2, n_heads=30,
+    n_kv_heads=30, norm_eps=1e-5, qk_norm=True, cap_feat_dim=2560, rope_theta=256.0, t_scale=1000.0,
+    axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512],
+)  # fmt: skip
+WAN_14B = dict(
+    patch_size=(1, 2, 2), num_attention_heads=40, attention_head_dim=128, in_channels=16, out_channels=16,
+    text_dim=4096, freq_dim=256, ffn_dim=13824, num_layers=40, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+    eps=1e-6, image_dim=None, added_kv_proj_dim=None, rope_max_seq_len=1024,
+)  # fmt: skip
+
+TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
+
+# ------------------------------------------------------------------------------------------------ outputs, gradients
+
+# The layers of all families by whose outputs norms divide.
+BEFORE_NORMS = (
+    r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny network of a family, and the sizes of its inputs.
+
+    values: of its config.json beside the usual ones. padded: length to which captions are padded. small: the layers
+    before norms have small weights, so that epsilons matter in single precision, too.
+    """
+
+    family: str
+    lengths: tuple[int, ...]
+    values: dict[str, Any] = field(default_factory=dict, hash=False)
+    shape: tuple[int, ...] | None = None
+    padded: int | None = None
+    small: bool = False
+
+    def oracle(self, dtype: torch.dtype) -> Oracle:
+        oracle = ORACLES[self.family](dtype, **self.values)
+        with torch.no_grad():
+            for name, parameter in oracle.module.named_parameters():
+                if self.small and re.search(BEFORE_NORMS, name):
+                    parameter.mul_(0.03)
+        return oracle
+
+    def inputs(self, oracle, dtype: torch.dtype):
+        return inputs(oracle, dtype, list(self.lengths), self.padded, self.shape)
+
+
+USUAL = {
+    "flux": Case("flux", (3, 7, 5), padded=9),
+    "z_image": Case("z_image", (5, 40, 33)),
+    "wan": Case("wan", (4, 6, 1), padded=8),
+}
+SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
+VARIANTS = {
+    "flux without guidance": Case("flux", (3, 7), {"guidance_embeds": False}, (4, 10, 2)),
+    "flux of double blocks": Case("flux", (2, 4), {"num_layers": 3, "num_single_layers": 0}),
+    "flux of single blocks": Case("flux", (2, 4), {"num_layers": 0, "num_single_layers": 2}),
+    "flux, wider": Case(
+        "flux",
+        (6, 1),
+        {
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 20,
+            "num_attention_heads": 3,
+            "axes_dims_rope": (8, 2, 10),
+            "in_channels": 24,
+            "joint_attention_dim": 5,
+            "pooled_projection_dim": 3,
+        },
+        (6, 2, 6),
+    ),
+    "z_image that needs no filling": Case("z_image", (32, 64), {}, (4, 8, 16)),
+    "z_image with short captions": Case("z_image", (5, 31, 32), {}, (4, 6, 2)),
+    "z_image without qk norm": Case("z_image", (5, 33), {"qk_norm": False, "norm_eps": 1e-6, "rope_theta": 10000.0}),
+    "z_image without refiners": Case("z_image", (5, 33), {"n_refiner_layers": 0, "n_layers": 3}),
+    "z_image, wider than its condition": Case(
+        "z_image", (5, 33), {"dim": 264, "n_heads": 22, "n_kv_heads": 22, "n_layers": 1, "n_refiner_layers": 1}
+    ),
+    "z_image of a width that 3 does not divide": Case(
+        "z_image",
+        (5, 33),
+        {"dim": 40, "n_heads": 4, "n_kv_heads": 4, "axes_dims": [2, 6, 2], "in_channels": 6, "n_refiner_layers": 1},
+        (6, 6, 10),
+    ),
+    "wan of a picture": Case("wan", (4, 6), {"num_layers": 1}, (4, 1, 10, 6)),
+    "wan, wider": Case(
+        "wan",
+        (4, 6),
+        {
+            "num_attention_heads": 3,
+            "attention_head_dim": 22,
+            "in_channels": 3,
+            "out_channels": 3,
+            "num_layers": 3,
+            "text_dim": 7,
+            "freq_dim": 32,
+            "ffn_dim": 20,
+        },
+        (3, 3, 6, 10),
+    ),
+    "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
+}
+BOTH = USUAL | {f"{family} with small weights": case for family, case in SMALL.items()}
+CASES = BOTH | VARIANTS
+
+
+def compared(case: Case, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the output and every gradient, ours and diffusers'."""
+    oracle = case.oracle(dtype)
+    model, given = ours(oracle, dtype), case.inputs(oracle, dtype)
+    expected, their_gradients = output_and_gradients(oracle.theirs, oracle.module, given)
+    output, gradients = output_and_gradients(model, model, given)
+    inside = {name: their_gradients.pop(name) for name in ("x", "tokens", "pooled")}
+    their_gradients = inside | by_our_names(model, their_gradients)
+    assert gradients.keys() == their_gradients.keys()
+    return {"output": (output, expected)} | {name: (gradients[name], their_gradients[name]) for name in gradients}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_diffusers_in_double_precision(name):
+    with in_double_precision():
+        found = compared(CASES[name], torch.float64)
+    wrong = {name: error for name, pair in found.items() if (error := difference(*pair)) > 1e-12}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
+    found = compared(CASES[name], torch.float32)
+    wrong = {name: error for name, pair in found.items() if (error := difference(*pair)) > TOLERANCE}
+    assert not wrong
+    # No weight is at a value that hides what it does.
+    assert not [name for name, (mine, _) in found.items() if mine.numel() and not mine.any()]
+
+
+# ------------------------------------------------------------------------------------------------- single wrong facts
+
+# It changes our network, which has the oracle's weights already, or replaces a function or the captions.
+Change = Callable[[PublicDiT, pytest.MonkeyPatch, TextCondition], TextCondition | None]
+WRONG: dict[tuple[str, str], Change] = {}
+
+
+def wrong(what: str, *families: str) -> Callable[[Change], Change]:
+    """Register a wrong fact of some families. It is called with our network, monkeypatch and the captions, and returns
+    other captions, or None for the same."""
+
+    def register(change: Change) -> Change:
+        for family in families:
+            WRONG[family, what] = change
+        return change
+
+    return register
+
+
+def respecify(model: PublicDiT, patch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Change the specification that the network reads in its forward pass."""
+    spec = replace(model.config.spec, **values)
+    patch.setattr(PublicConfig, "spec", property(lambda _: spec))
+
+
+def blocks_of(model: PublicDiT) -> list[Block]:
+    """Return the blocks, refiners among them, those of streams one by one."""
+    return [module for module in model.modules() if isinstance(module, Block)]
+
+
+def modulations_of(model: PublicDiT) -> list[nn.Sequential]:
+    return [block.adaLN_modulation for block in blocks_of(model) if isinstance(block.adaLN_modulation, nn.Sequential)]
+
+
+def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change a module's input."""
+    module.register_forward_pre_hook(lambda _, arguments: (change(arguments[0]), *arguments[1:]))
+
+
+def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
+    """Yield the RMSNorms whose names have a part that matches."""
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm) and re.search(pattern, name):
+            yield module
+
+
+@wrong("final layer's halves swapped", "flux", "wan")
+def _(model, patch, y):
+    model.final_layer.values = model.final_layer.values[::-1]
+
+
+@wrong("final layer's scale taken for a shift", "z_image")
+def _(model, patch, y):
+    model.final_layer.ops = BlockOps(lambda x, shift, scale: layer_norm(x) + scale[:, None])
+
+
+@wrong("no SiLU before the modulation", "flux")
+def _(model, patch, y):
+    for sequential in modulations_of(model):
+        sequential[0] = nn.Identity()
+
+
+@wrong("SiLU before the modulation", "z_image")
+def _(model, patch, y):
+    for sequential in modulations_of(model):
+        sequential.insert(0, nn.SiLU())
+
+
+@wrong("no SiLU before the shared modulation", "wan")
+def _(model, patch, y):
+    model.shared_modulation[0] = nn.Identity()
+
+
+@wrong("no SiLU before the final layer's modulation", "flux", "z_image")
+def _(model, patch, y):
+    model.final_layer.adaLN_modulation[0] = nn.Identity()
+
+
+@wrong("SiLU before the final layer's modulation", "wan")
+def _(model, patch, y):
+    before(model.final_layer.adaLN_modulation, F.silu)
+
+
+@wrong("time not reversed", "z_image")
+def _(model, patch, y):
+    model.t_embedder.reversed_from = None
+
+
+@wrong("time reversed", "flux", "wan")
+def _(model, patch, y):
+    model.t_embedder.reversed_from = 1000.0
+
+
+@wrong("time in 0 ... 1", "flux", "z_image", "wan")
+def _(model, patch, y):
+    embedding = layers.timestep_embedding
+    patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t / 1000, dim))
+
+
+@wrong("time in bfloat16", "flux", "z_image", "wan")
+def _(model, patch, y):
+    embedding = layers.timestep_embedding
+    patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
+
+
+@wrong("sines before cosines", "flux", "z_image", "wan")
+def _(model, patch, y):
+    embedding = layers.timestep_embedding
+    patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
+
+
+@wrong("guidance not scaled", "flux")
+def _(model, patch, y):
+    before(model.guidance_embedder, lambda t: t / 1000)
+
+
+@wrong("guidance forgotten", "flux")
+def _(model, patch, y):
+    return replace(y, guidance=None)
+
+
+@wrong("pooled vector forgotten", "flux")
+def _(model, patch, y):
+    return replace(y, pooled=torch.zeros_like(y.pooled))
+
+
+@wrong("output's sign", "z_image")
+def _(model, patch, y):
+    respecify(model, patch, reversed_time=False)
+
+
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan")
+def _(model, patch, y):
+    patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
+
+
+@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan")
+def _(model, patch, y):
+    for norm in rms_norms(model, "[qk]_norm"):
+        norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
+
+
+@wrong("epsilon of RMSNorm", "z_image")
+def _(model, patch, y):
+    for norm in rms_norms(model, "(attn|mlp)_norm|text_embedder"):
+        norm.eps = {1e-5: 1e-6}[norm.eps]
+
+
+@wrong("epsilon of the caption's norm", "wan")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.cross_norm.eps = 1e-5
+
+
+@wrong("exact GELU", "flux", "wan")
+def _(model, patch, y):
+    gelu = F.gelu
+    patch.setattr(F, "gelu", lambda x, approximate: gelu(x))
+
+
+@wrong("exact GELU in the caption's embedding", "wan")
+def _(model, patch, y):
+    mlp = model.text_embedder.mlp
+    patch.setattr(mlp, "forward", lambda x: mlp.fc2(F.gelu(mlp.fc1(x))))
+
+
+@wrong("halves of SwiGLU swapped", "z_image")
+def _(model, patch, y):
+    model.use(ops=BlockOps(swiglu=lambda x: layers.swiglu(x.roll(x.shape[-1] // 2, -1))))
+
+
+@wrong("padding trimmed", "flux", "wan")
+def _(model, patch, y):
+    longest = int(y.mask.sum(1).max())
+    return replace(y, tokens=y.tokens[:, :longest], mask=y.mask[:, :longest])
+
+
+@wrong("padding masked", "flux")
+def _(model, patch, y):
+    enter = model.enter
+
+    def masked(x, modulations, context):
+        tokens, grid = enter(x, modulations, context)
+        media = y.mask.new_ones(len(x), tokens.shape[1] - y.mask.shape[1])
+        return tokens, replace(grid, keys=torch.cat([y.mask, media], dim=1))
+
+    patch.setattr(model, "enter", masked)
+
+
+@wrong("padding masked", "wan")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.cross_attn.attends_padding = False
+
+
+@wrong("padding not zeros", "wan")
+def _(model, patch, y):
+    return replace(y, tokens=torch.where(y.mask.unsqueeze(-1), y.tokens, torch.ones_like(y.tokens)))
+
+
+@wrong("zeros for the tokens that fill captions", "z_image")
+def _(model, patch, y):
+    model.text_embedder.filling.data.zero_()
+
+
+@wrong("zeros for the tokens that fill pictures", "z_image")
+def _(model, patch, y):
+    model.x_embedder.filling.data.zero_()
+
+
+@wrong("captions filled to a multiple of 16", "z_image")
+def _(model, patch, y):
+    respecify(model, patch, text=replace(model.config.spec.text, multiple=16))
+
+
+@wrong("captions all filled to the longest", "z_image")
+def _(model, patch, y):
+    respecify(model, patch, text=replace(model.config.spec.text, multiple=64))
+
+
+@wrong("pictures not filled", "z_image")
+def _(model, patch, y):
+    respecify(model, patch, media_multiple=1)
+
+
+@wrong("filling of pictures placed as if it were a picture", "z_image")
+def _(model, patch, y):
+    place = network.grid_coordinates
+    patch.setattr(network, "grid_coordinates", lambda h, w, device: place(h + 17 // w + 1, w, device=device)[:32])
+
+
+@wrong("pictures at the place after the captions' own tokens", "z_image")
+def _(model, patch, y):
+    places = model.places
+
+    def moved(size, context, batch):
+        tokens, keys = context
+        own = F.pad(y.mask, (0, keys.shape[1] - y.mask.shape[1]))
+        (joint, alone), (padded, _) = places(size, (tokens, own), batch), places(size, context, batch)
+        return replace(joint, keys=padded.keys), alone
+
+    patch.setattr(model, "places", moved)
+
+
+@wrong("all captions at place 0", "z_image")
+def _(model, patch, y):
+    respecify(model, patch, rotary=replace(model.config.spec.rotary, text="zero"))
+
+
+@wrong("captions' places counted from 0", "z_image")
+def _(model, patch, y):
+    arange = torch.arange
+    patch.setattr(network.torch, "arange", lambda *n, **more: arange(*(n if len(n) == 1 else (0, n[1] - 1)), **more))
+
+
+@wrong("places of a picture counted from 1", "flux")
+def _(model, patch, y):
+    place = network.grid_coordinates
+    patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
+
+
+@wrong("rows and columns exchanged", "flux", "z_image", "wan")
+def _(model, patch, y):
+    place = network.grid_coordinates
+
+    def exchanged(*sizes, device):
+        at = place(*sizes, device=device)
+        return torch.cat([at[:, :-2], at[:, [-1, -2]]], dim=1)
+
+    patch.setattr(network, "grid_coordinates", exchanged)
+
+
+@wrong("axes of the rotations in another order", "flux", "z_image", "wan")
+def _(model, patch, y):
+    rotary = model.config.spec.rotary
+    respecify(model, patch, rotary=replace(rotary, channels=rotary.channels[1:] + rotary.channels[:1]))
+
+
+@wrong("base of the rotations", "flux", "z_image", "wan")
+def _(model, patch, y):
+    rotary = model.config.spec.rotary
+    respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
+
+
+@wrong("rotations of halves", "flux", "z_image", "wan")
+def _(model, patch, y):
+    def halves(x, table):
+        a, b = x.chunk(2, -1)
+        cos, sin = table.unsqueeze(-3).unbind(-1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+    patch.setattr(attention, "rotate", halves)
+
+
+@wrong("rotations the other way", "flux", "z_image")
+def _(model, patch, y):
+    rotate = attention.rotate
+    patch.setattr(attention, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
+
+
+def normalise_by_head(model: PublicDiT, patch: pytest.MonkeyPatch, pattern: str) -> None:
+    heads = model.config.num_heads
+    for norm in rms_norms(model, pattern):
+
+        def by_head(x: Tensor, norm: RMSNorm = norm) -> Tensor:
+            x = x.unflatten(-1, (heads, -1))
+            return F.rms_norm(x, x.shape[-1:], eps=norm.eps).flatten(-2) * norm.weight
+
+        patch.setattr(norm, "forward", by_head)
+
+
+@wrong("queries and keys normalised by head", "wan")
+def _(model, patch, y):
+    normalise_by_head(model, patch, r"\.attn\.[qk]_norm")
+
+
+@wrong("the caption's queries and keys normalised by head", "wan")
+def _(model, patch, y):
+    normalise_by_head(model, patch, r"\.cross_attn\.[qk]_norm")
+
+
+@wrong("queries and keys normalised across heads", "flux", "z_image")
+def _(model, patch, y):
+    for module in model.modules():
+        if isinstance(module, attention.Attention):
+            module.across = True
+            for norm in (module.q_norm, module.k_norm):
+                norm.weight = nn.Parameter(norm.weight.repeat(module.num_heads))
+
+
+@wrong("queries and keys normalised after they are rotated", "flux", "z_image")
+def _(model, patch, y):
+    rotate = attention.rotate
+
+    def prepare(self, q, k, v, grid, normalised=False):
+        q, k = (rotate(part.transpose(1, 2), grid.rotary) for part in (q, k))
+        q, k = self.q_norm(q), self.k_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v
+
+    patch.setattr(attention.Attention, "prepare", prepare)
+    patch.setattr(attention.Attention, "normalise", lambda self, q, k: (q, k))
+
+
+@wrong("channels of a patch the other way, in", "flux", "z_image", "wan")
+def _(model, patch, y):
+    model.x_embedder.channels_last = not model.x_embedder.channels_last
+
+
+@wrong("channels of a patch the other way, out", "flux", "z_image", "wan")
+def _(model, patch, y):
+    first, last = model.config.spec.channels_last
+    respecify(model, patch, channels_last=(first, not last))
+
+
+@wrong("values of the modulation in another order", "flux", "z_image", "wan")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        values = block.spec.values
+        block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
+
+
+@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan")
+def _(model, patch, y):
+    vectors = Block.vectors
+    patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
+
+
+@wrong("modulation of pictures and captions exchanged", "flux")
+def _(model, patch, y):
+    modulate = JointBlock.modulate
+    patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
+
+
+@wrong("scale without 1", "flux", "z_image", "wan")
+def _(model, patch, y):
+    patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
+
+
+@wrong("gates without tanh", "z_image")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.spec = replace(block.spec, tanh_gates=False)
+
+
+@wrong("no norms after the branches", "z_image")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.spec = replace(block.spec, norm_after=False)
+
+
+@wrong("attention and MLP one after the other", "flux")
+def _(model, patch, y):
+    for block in model.blocks[model.config.spec.stacks[0].count :]:
+
+        def one_by_one(x, m, context, grid, block=block):
+            shift, scale, gate = next(block.vectors(m))
+            x.add(gate, block.attn.output(x.norm(block.ops, shift, scale), block.ops, grid), block.attn.proj)
+            x.add(gate, block.mlp.hidden(x.norm(block.ops, shift, scale), block.ops), block.mlp.fc2)
+
+        patch.setattr(block, "add_branches", one_by_one)
+
+
+@wrong("the caption's norm before the MLP instead", "wan")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        before(block.mlp.fc1, lambda x, norm=block.cross_norm: x * norm.weight + norm.bias)
+        norm = nn.LayerNorm(block.cross_norm.weight.shape[0], 1e-6).to(block.cross_norm.weight.dtype)
+        block.cross_norm = norm
+
+
+@wrong("blocks in another order", "flux", "z_image", "wan")
+def _(model, patch, y):
+    model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
+
+
+@functools.cache
+def known(case: Case) -> tuple[Oracle, Inputs, Tensor]:
+    """Return diffusers' network, its inputs and its output, in double precision."""
+    with in_double_precision(), torch.no_grad():
+        oracle = case.oracle(torch.float64)
+        given = case.inputs(oracle, torch.float64)
+        return oracle, given, oracle.theirs(given.x, given.t, given.y)
+
+
+@pytest.mark.parametrize(("family", "what"), WRONG)
+def test_a_single_wrong_fact_moves_the_output_by_more_than_the_tolerance(family, what, monkeypatch):
+    oracle, given, expected = known((SMALL if what.startswith("epsilon") else USUAL)[family])
+    with in_double_precision(), torch.no_grad():
+        model = ours(oracle, torch.float64)
+        y = WRONG[family, what](model, monkeypatch, given.y) or given.y
+        moved = difference(model(given.x, given.t, y), expected)
+    assert moved > 2 * TOLERANCE
+
+
+# -------------------------------------------------------------------------------------------------------------- sizes
+
+# What the hub's config.json files hold, and the numbers of weights in millions.
+PUBLISHED = {
+    "FLUX.1-dev": ("flux", FLUX_1 | {"guidance_embeds": True}, 11_901),
+    "FLUX.1-schnell": ("flux", FLUX_1, 11_891),
+    "Z-Image": ("z_image", Z_IMAGE_6B, 6_155),
+    "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
+    "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_networks_of_published_sizes_have_all_weights_of_diffusers_by_their_names(name):
+    family, values, millions = PUBLISHED[name]
+    config = public_config(family, values)
+    with torch.device("meta"):
+        model = PublicDiT(config)
+        theirs = getattr(networks(), FAMILIES[family].network).from_config(values)
+    load(model, theirs.state_dict())  # compares names and shapes
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert round(count / 10**6) == millions
+    assert count == sum(parameter.numel() for parameter in model.parameters()) == config.parameters()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_survive_json(name):
+    family, values, _ = PUBLISHED[name]
+    config = public_config(family, values, max_tokens=77)
+    again = config_from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config and hash(again) == hash(config) and type(again) is PublicConfig
+    assert again.spec is config.spec and again.text.max_tokens == 77
+    assert public_config(family, json.loads(json.dumps(values)), max_tokens=77) == config  # lists for tuples
+    smaller = public_config(family, values, config.input_size[:-1] + (8,), 77)
+    assert smaller != config and PublicConfig.from_dict(smaller.to_dict()) == smaller
+
+
+def test_configurations_of_an_unknown_family_are_refused():
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan"):
+        public_config("flax", {})
+
+
+# ----------------------------------------------------------------------------------------------- configurations' keys
+
+REFUSED = None
+# Every argument of diffusers' classes with a value that is not the usual one: refused, or understood as diffusers does,
+# with these values beside it.
+UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
+    "flux": {
+        "patch_size": (2, REFUSED),
+        "in_channels": (6, REFUSED),
+        "out_channels": (8, REFUSED),
+        "num_layers": (1, {}),
+        "num_single_layers": (1, {}),
+        "attention_head_dim": (16, {"axes_dims_rope": (4, 6, 6)}),
+        "num_attention_heads": (3, {}),
+        "joint_attention_dim": (6, {}),
+        "pooled_projection_dim": (6, {}),
+        "guidance_embeds": (False, {}),
+        "axes_dims_rope": ((4, 4, 6), REFUSED),
+    },
+    "z_image": {
+        "all_patch_size": ((4,), REFUSED),
+        "all_f_patch_size": ((2,), REFUSED),
+        "in_channels": (6, {}),
+        "dim": (48, {"axes_dims": [4, 6, 6]}),
+        "n_layers": (1, {}),
+        "n_refiner_layers": (1, {}),
+        "n_heads": (2, {"axes_dims": [6, 6, 6]}),
+        "n_kv_heads": (1, {}),  # it is not read
+        "norm_eps": (1e-3, {}),
+        "qk_norm": (False, {}),
+        "cap_feat_dim": (6, {}),
+        "siglip_feat_dim": (6, REFUSED),
+        "rope_theta": (100.0, {}),
+        "t_scale": (1.0, REFUSED),
+        "axes_dims": ([4, 4, 6], REFUSED),
+        "axes_lens": ([66, 3, 5], {}),  # the least that these places need
+    },
+    "wan": {
+        "patch_size": ((3, 1, 2), {}),
+        "num_attention_heads": (3, {}),
+        "attention_head_dim": (10, {}),
+        "in_channels": (6, REFUSED),
+        "out_channels": (6, REFUSED),
+        "text_dim": (6, {}),
+        "freq_dim": (6, {}),
+        "ffn_dim": (6, {}),
+        "num_layers": (1, {}),
+        "cross_attn_norm": (False, REFUSED),
+        "qk_norm": ("rms_norm", {}),  # it is not read
+        "eps": (1e-5, REFUSED),
+        "image_dim": (6, REFUSED),
+        "added_kv_proj_dim": (28, REFUSED),
+        "rope_max_seq_len": (5, {}),
+        "pos_embed_seq_len": (6, REFUSED),
+    },
+}
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_every_argument_of_diffusers_networks_is_known(family):
+    arguments = inspect.signature(getattr(networks(), FAMILIES[family].network).__init__).parameters
+    assert UNUSUAL[family].keys() == arguments.keys() - {"self"}
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "beside"),
+    [(family, key, *found) for family, keys in UNUSUAL.items() for key, found in keys.items()],
+)
+def test_unusual_values_are_refused_or_mean_what_they_mean_to_diffusers(family, key, value, beside):
+    case = USUAL[family]
+    if beside is REFUSED:
+        with pytest.raises(ValueError, match=rf"\b{key}\b"):
+            public_config(family, TINY[family] | {key: value})
+        return
+    values = {key: value} | beside
+    shape = (values["in_channels"], *SHAPES[family][1:]) if "in_channels" in values else None
+    case = replace(case, values=values, shape=shape)
+    with in_double_precision(), torch.no_grad():
+        oracle = case.oracle(torch.float64)
+        given = case.inputs(oracle, torch.float64)
+        expected = oracle.theirs(given.x, given.t, given.y)
+        assert difference(ours(oracle, torch.float64)(given.x, given.t, given.y), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("flux", "num_layers"),
+        ("flux", "in_channels"),
+        ("z_image", "axes_dims"),
+        ("wan", "ffn_dim"),
+        ("wan", "in_channels"),
+    ],
+)
+def test_configurations_without_a_key_are_refused_by_its_name(family, key):
+    values = {name: value for name, value in TINY[family].items() if name != key}
+    with pytest.raises(ValueError, match=rf"\b{key}\b"):
+        public_config(family, values)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "key"),
+    [
+        ("z_image", {"dim": 37}, "dim"),  # heads of 12, and one left over
+        ("wan", {"attention_head_dim": 13}, "attention_head_dim"),
+        ("wan", {"patch_size": (2, 2)}, "patch_size"),
+    ],
+)
+def test_values_that_make_no_network_are_refused(family, values, key):
+    with pytest.raises(ValueError, match=rf"\b{key}\b"):
+        public_config(family, TINY[family] | values)
+
+
+def test_wan_whose_outputs_are_left_open_has_as_many_as_inputs():
+    assert public_config("wan", WAN | {"out_channels": None}).spec == public_config("wan", WAN).spec
