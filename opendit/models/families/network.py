@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, TokenGrid, local_attention
+from opendit.models.attention import Attention, CrossAttention, StreamShards, TokenGrid, local_attention
 from opendit.models.blocks import Block, BlockSpec, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition, TextConfig
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.families.base import Family
 from opendit.models.initialization import Constant, Distribution, Normal, initialize
-from opendit.models.layers import BlockOps, Mlp, RMSNorm, TimestepEmbedder
+from opendit.models.layers import BlockOps, RMSNorm, TimestepEmbedder
 from opendit.models.positions import axes_table, grid_coordinates
 from opendit.models.segments import Segments
 
@@ -314,7 +314,7 @@ class TextEmbedder(nn.Module):
     def __init__(self, text: TextEmbedding, width: int, eps: float):
         super().__init__()
         self.norm: RMSNorm | None = RMSNorm(text.width, eps) if text.layers == "norm" else None
-        self.mlp: Mlp | nn.Linear = (
+        self.mlp: nn.Linear | TextMlp = (
             nn.Linear(text.width, width) if text.layers != "mlp" else TextMlp(text.width, width, width)
         )
         # Stands in for the tokens that fill a caption.
@@ -445,7 +445,8 @@ class PublicDiT(DiT):
         place = torch.arange(length, device=tokens.device)
         if elsewhere:
             return tokens, place < filled[:, None]
-        x = torch.where((place < lengths[:, None]).unsqueeze(-1), embed(tokens), embed.filling)
+        own = (place < lengths[:, None]).unsqueeze(-1)
+        x = torch.where(own, embed(tokens), cast(Tensor, embed.filling))
         keys = place < filled[:, None]
         if spec.text_refiner is not None:
             ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
@@ -517,8 +518,9 @@ class PublicDiT(DiT):
         their places. Takes the refiner's modulations."""
         spec = self.config.spec
         grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
-        media = self.x_embedder.project(self.x_embedder.patches(x))
-        filling, count = self.x_embedder.filling, -media.shape[1] % spec.media_multiple
+        embed = cast(PatchLinear, self.x_embedder)
+        media = embed.project(embed.patches(x))
+        filling, count = embed.filling, -media.shape[1] % spec.media_multiple
         if filling is not None and count:
             media = torch.cat([media, filling.to(media.dtype).expand(len(media), count, -1)], dim=1)
         if alone.shards is not None:
@@ -531,7 +533,7 @@ class PublicDiT(DiT):
             return media, grid
         text, _ = _of_context(context)
         if grid.shards is not None:
-            text = grid.shards.take_stream(spec.order.index("text"), text)
+            text = cast(StreamShards, grid.shards).take_stream(spec.order.index("text"), text)
         parts = {"text": text, "media": media}
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
@@ -581,7 +583,8 @@ class PublicDiT(DiT):
             x = x.split(grid.streams, dim=1)[spec.order.index("media")]
         y = self.final_layer(x, cast(Tensor, m))
         if grid.shards is not None:
-            y = grid.shards.gather_stream(spec.order.index("media"), y) if spec.order else grid.shards.gather(y)
+            joint = cast(StreamShards, grid.shards)
+            y = joint.gather_stream(spec.order.index("media"), y) if spec.order else joint.gather(y)
         y = self.unpatchify(y[:, : math.prod(grid.sizes)], grid.sizes)
         return -y if spec.reversed_time else y
 
