@@ -180,12 +180,9 @@ class PublicConfig(DiTConfig):
         return "their captions are tokens of the sequence" if self.spec.order else ""
 
     @property
-    def float8(self) -> bool:
-        return False
-
-    @property
-    def recompute(self) -> bool:
-        return False
+    def in_operations(self) -> bool:
+        """True if FP8 and --recompute know every norm, projection and MLP of the blocks."""
+        return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
