@@ -124,8 +124,10 @@ class PublishedConditioner(CaptionConditioner):
         return self._told(cast(Any, self.encoder).encode(captions).to(self.device))
 
     def of_batch(self, batch: Any) -> Condition:
-        y = super().of_batch(batch)
-        return self._told(cast(TextCondition, y))
+        y = cast(TextCondition, super().of_batch(batch))
+        if batch.embedding is not None:
+            y = replace(y, shortest=int(batch.embedding[1].sum(1).min()))
+        return self._told(y)
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         return where(dropped, *same_length(self.null(), y))
