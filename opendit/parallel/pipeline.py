@@ -466,6 +466,6 @@ class PipelineForward:
             return output
 
         actions = one_by_one(self._chunks, self._mesh.pp_size, len(parts), backward=False)
-        execute(actions, self._links, self._chunks, compute, shapes.__getitem__)
+        execute(actions, self._links, self._chunks, compute, lambda number: (*shapes[number], *y.shape[1:]))
         dist.broadcast(predicted, src=self._last, group=self._group)
         return predicted

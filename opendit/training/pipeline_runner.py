@@ -102,7 +102,9 @@ class Passes:
             raise ValueError(f"a step has {self._number} micro-batches, got {number}")
 
     def key_of(self, number: int) -> tuple[int, ...]:
-        return tuple(self._micro_batch(number)[0].x0.shape)
+        """Return what decides the number of tokens: the sizes of the latents and of the captions."""
+        micro_batch = self._micro_batch(number)[0]
+        return (*micro_batch.x0.shape, *micro_batch.condition.shape[1:])
 
     def compute(self, action: Action, value: Tensor | None) -> Tensor | None:
         """Run one pass, as :func:`opendit.parallel.pipeline.executor.execute` asks for it."""

@@ -366,7 +366,8 @@ def _conditioner(
         told, published = embedded_guidance(config), None
         if needed and not isinstance(dataset, MockDataset):
             folder, family = Path(cast(str, text_encoder)).expanduser(), family_of(config.family)
-            published = load_published_text(folder, family, device=mesh.device, dtype=torch.bfloat16)
+            how: dict[str, Any] = dict(device=mesh.device, dtype=torch.bfloat16, max_tokens=config.text.max_tokens)
+            published = load_published_text(folder, family, **how)
         return PublishedConditioner(config.text, mesh.device, published, told, empty)
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32

@@ -164,9 +164,10 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
     if about.kind == "latents":
         return shape_latents(dataset, TokenSize(along, 1, (height, width)), flags.tokens, flag)
     channels = about.sample_shape[0]
-    downscale, temporal = codec_geometry(flags.vae, channels)[1], 1
     if flags.use_video:
         _, downscale, temporal = video_geometry(flags.vae, channels)
+    else:
+        downscale, temporal = codec_geometry(flags.vae, channels)[1], 1
     token = TokenSize(along, temporal, (height * downscale, width * downscale))
     try:
         table = shape_table(
