@@ -232,7 +232,6 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
             f"--pretrained {source}: is no pipeline of {', '.join(PUBLIC)}; give the folder that has its "
             "model_index.json, vae and text_encoder"
         )
-    reject_unused(given, {"max_text_tokens": f"does nothing with --pretrained {source}, which says it itself"})
     if options["use_video"] == isinstance(family.patch, int):
         fix = "leave --use_video out" if options["use_video"] else "add --use_video"
         raise ValueError(f"--pretrained {source}: takes {'pictures' if options['use_video'] else 'clips'}; {fix}")

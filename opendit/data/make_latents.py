@@ -472,7 +472,7 @@ def _load_encoder(
     """Load a text encoder, or those of a folder of the family of ``pretrained``, in the dtype that they train with."""
     if pretrained is not None:
         family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
-        return load_published_text(Path(name), family, device=device, dtype=torch.bfloat16)
+        return load_published_text(Path(name), family, device=device, dtype=torch.bfloat16, max_tokens=max_tokens)
     longest = {} if max_tokens is None else {"max_tokens": max_tokens}
     return load_text_encoder(name, device=device, dtype=dtype, **longest)
 

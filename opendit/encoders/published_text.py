@@ -101,10 +101,12 @@ class PublishedText:
     padding.
     """
 
-    def __init__(self, pipeline: Any, family: Family, *, name: str, device: torch.device | str):
+    def __init__(
+        self, pipeline: Any, family: Family, *, name: str, device: torch.device | str, max_tokens: int | None = None
+    ):
         self.pipeline, self.family, self.name, self.device = pipeline, family, name, torch.device(device)
         self.prompts = PROMPTS[family.pipelines[0]]
-        self.max_tokens = family.text.tokens
+        self.max_tokens = max_tokens or family.text.tokens
         self.width = self._component(self.prompts.encoder).config.hidden_size
         self.pooled_width = self._component(self.prompts.pooled).config.hidden_size if self.prompts.pooled else 0
 
@@ -249,12 +251,18 @@ def check_text(folder: Path, family: Family) -> None:
 
 
 def load_published_text(
-    folder: Path, family: Family, *, device: torch.device | str, dtype: torch.dtype = torch.float32
+    folder: Path,
+    family: Family,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    max_tokens: int | None = None,
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
 
-    dtype: of the weights on a GPU, where fp16 becomes bf16, in which these encoders were published (T5's activations
-    leave the range of fp16). A CPU always computes in fp32.
+    max_tokens: to which prompts are cut; the family's by default. dtype: of the weights on a GPU, where fp16 becomes
+    bf16, in which these encoders were published (T5's activations leave the range of fp16). A CPU always computes in
+    fp32.
 
     Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
     """
@@ -276,7 +284,7 @@ def load_published_text(
 
     rest = dict.fromkeys(("scheduler", "vae", "transformer"))
     pipeline = getattr(diffusers, family.pipelines[0])(**rest, **components)
-    return PublishedText(pipeline, family, name=str(folder), device=device)
+    return PublishedText(pipeline, family, name=str(folder), device=device, max_tokens=max_tokens)
 
 
 def _load(path: Path, class_name: str, dtype: torch.dtype) -> Any:

@@ -368,10 +368,15 @@ class CrossAttention(nn.Module):
         if self.attends_padding and (grid is None or grid.packed is None):
             return self.attend(q, k, v).transpose(1, 2).flatten(2)
         if grid is not None and grid.packed is not None:
-            output = segment_cross_attention(q, k, v, mask, grid.packed, masked_attention)
+            attend = self._attend_to_all if self.attends_padding else masked_attention
+            output = segment_cross_attention(q, k, v, mask, grid.packed, attend)
         else:
             output = masked_attention(q, k, v, mask)
         return output.transpose(1, 2).flatten(2)
+
+    def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Attend to all keys, as :func:`masked_attention` does to those that ``mask`` keeps."""
+        return self.attend(q, k, v)
 
     def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None) -> Tensor:
         return self.proj(self.output(x, *context, grid=grid))

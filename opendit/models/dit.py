@@ -392,7 +392,7 @@ class DiT(nn.Module):
         del tokens
         y = self.of_tokens(residual, grid, modulations, context)
         y = (y if grid.shards is None else grid.shards.gather(y)).squeeze(0)
-        y = y.view(len(y), *config.patch, config.out_channels).movedim(-1, 1)
+        y = self._output_patches(y)
         if not any(segments.repeated):
             return y
         repeated = torch.tensor(segments.repeated)
@@ -401,12 +401,25 @@ class DiT(nn.Module):
         alone = repeated[packed.sample_of_row].view(-1, *(1,) * (y.dim() - 1))
         return torch.where(alone, y.mean(dim=2, keepdim=True), y)
 
+    def _output_patches(self, y: Tensor) -> Tensor:
+        """Return the final layer's numbers (N, prod(patch) * C) as patches (N, C, *patch)."""
+        return y.view(len(y), *self.config.patch, self.config.out_channels).movedim(-1, 1)
+
+    def _input_patches(self, x: Tensor) -> Tensor:
+        """Return patches (N, C, *patch) as the numbers (N, C * prod(patch)) that the first layer takes."""
+        return x.flatten(1)
+
+    def _segment_rotations(self, packed: PlacedSegments) -> Tensor | None:
+        """Return every token's rotation in the grid of its segment, see :meth:`rotations`."""
+        if self.config.positions != "rope":
+            return None
+        return rotary_table(self._segment_coordinates(packed), self.config.head_dim)
+
     def _embed_pack(self, x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
         """Embed a pack as :meth:`embed` does samples: return this rank's tokens (1, n, D) and their places."""
-        config, shards, rotary, learned = self.config, None, None, None
-        patches = x.flatten(1).unsqueeze(0).to(self.x_embedder.proj.weight.dtype)
-        if config.positions == "rope":
-            rotary = rotary_table(self._segment_coordinates(packed), config.head_dim)
+        config, shards, learned = self.config, None, None
+        patches = self._input_patches(x).unsqueeze(0).to(self.x_embedder.proj.weight.dtype)
+        rotary = self._segment_rotations(packed)
         if self.sequence is not None:
             shards = self.sequence(len(x), (len(x),))
         if shards is not None:

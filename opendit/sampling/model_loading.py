@@ -230,8 +230,9 @@ def published_conditioner(
     widths = text_widths(folder, family)
     if widths != (config.spec.text.width, config.spec.text.pooled):
         raise ValueError(f"--text_encoder {folder}: is of width {widths}, the network takes {config.spec.text.width}")
-    encoder = load_published_text(folder, family, device=device, dtype=PRECISIONS[precision])
     assert config.text is not None
+    how: dict[str, Any] = dict(device=device, dtype=PRECISIONS[precision], max_tokens=config.text.max_tokens)
+    encoder = load_published_text(folder, family, **how)
     return PublishedConditioner(config.text, device, encoder, embedded_guidance(config))
 
 

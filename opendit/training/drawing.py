@@ -15,10 +15,12 @@ from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, PublishedConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.models import Condition, DiT, empty_model
+from opendit.models.conditioning import same_length
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine
 from opendit.parallel.pipeline import PipelineForward
 from opendit.parallel.tensor import allocate, tensor_group
+from opendit.sampling.model_loading import guidance_of
 from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
@@ -82,8 +84,11 @@ class EMASampler:
         Args:
             y: conditions of the samples.
             index: (N,) numbers of the samples, by which their noise is keyed.
+            cfg_scale: as the model's own pipeline counts it, see ``guidance_of``.
         """
-        spec, seed, null = self._spec, self._spec.flags.global_seed, self._spec.conditioner.null()
+        spec, seed = self._spec, self._spec.flags.global_seed
+        null, y = same_length(spec.conditioner.null(), y)
+        cfg_scale = guidance_of(spec.model_config, cfg_scale)
         how: dict[str, Any] = dict(steps=steps, sampler=spec.objective.preview_sampler, cfg_scale=cfg_scale)
         if self._pipeline is not None:  # what an engine precomputes for all steps needs all blocks
             objective = spec.objective.for_tokens(spec.model_config.tokens)

@@ -251,7 +251,8 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
     vae, channels, size, frames = _latent_geometry(flags, dataset)
     if family_in(flags.model):
         source = resume.model if resume else find_weights(cast(str, flags.pretrained))
-        config, objective = _public_model(flags, source, channels, size if frames is None else (frames, *size))
+        size = size if frames is None else (frames, *size)
+        config, objective = _public_model(flags, source, channels, size, dataset.describe().max_tokens)
         _check_embeddings(flags, config, dataset.describe())
     else:
         objective = objective_from_flags(flags)
@@ -278,11 +279,11 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
 
 
 def _public_model(
-    flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...]
+    flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
     """Return the configuration and the objective of a public model, of its weights at ``source``.
 
-    channels, size: of the data's latents.
+    channels, size: of the data's latents. cached_tokens: of their captions' embeddings, 0 without any.
 
     Raises:
         ValueError: the weights are others, or the data's latents or captions don't fit them.
@@ -298,7 +299,7 @@ def _public_model(
     if flags.text_encoder in (None, "bytes"):
         raise ValueError(f"--text_encoder: give the folder of the pipeline of {flags.model}, which has its encoders")
     assert found.text is not None
-    tokens = flags.max_text_tokens or found.text.max_tokens
+    tokens = flags.max_text_tokens or cached_tokens or found.text.max_tokens
     config = public_config(found.family, json.loads(found.published), size, tokens)
     config.grid_of(size)
     own = objective_from_dict(info["objective"])

@@ -368,7 +368,8 @@ def _conditioner(
         told, published, family = embedded_guidance(config), None, family_of(config.family)
         if needed and not isinstance(dataset, MockDataset):
             folder = Path(cast(str, text_encoder)).expanduser()
-            published = load_published_text(folder, family, device=mesh.device, dtype=torch.bfloat16)
+            how: dict[str, Any] = dict(device=mesh.device, dtype=torch.bfloat16, max_tokens=config.text.max_tokens)
+            published = load_published_text(folder, family, **how)
         trim = family.text.padding == "remove"
         return PublishedConditioner(config.text, mesh.device, published, told, empty, trim)
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words

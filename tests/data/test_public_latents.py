@@ -1,6 +1,7 @@
 """Latents and embeddings of public models, cached by the components of their own folders, and training from them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -153,6 +154,30 @@ def test_embeddings_of_bf16_encoders_keep_their_bits(root):
     assert tokens.abs().max() > torch.finfo(torch.float16).max
 
 
+def test_captions_are_cut_to_a_length(root, tmp_path, capsys):
+    make(root, "flux", tmp_path / "cache", "--max_text_tokens", "32")
+    assert "longer than the 32 tokens" in capsys.readouterr().out
+    data = opened(tmp_path / "cache", "flux")
+    encoder = load_published_text(root / "flux", FAMILIES["flux"], device="cpu", max_tokens=32)
+    found, direct = data.read(1).embedding, encoder.encode([WORDS[1]])
+    torch.testing.assert_close(found.tokens.float(), direct.tokens[0], rtol=1e-3, atol=1e-3)
+    argv = ["--pretrained", str(root / "flux"), "--data_path", str(tmp_path / "cache"), *flags_of("flux")]
+    argv += ["--max_steps", "1", "--mixed_precision", "fp32", "--sample_every", "0", "--outputs", str(tmp_path / "out")]
+    train.main([*argv, "--batch_size", "2"])
+    with pytest.raises(SystemExit):
+        train.main([*argv, "--max_text_tokens", "64"])
+    assert "its captions are 32 tokens" in capsys.readouterr().err
+
+
+def test_the_folder_may_lie_elsewhere(root, made, tmp_path):
+    """Embeddings and latents are read from a cache that a copy of the folder made."""
+    shutil.copytree(root / "flux", tmp_path / "copy")
+    argv = ["--pretrained", str(tmp_path / "copy"), "--data_path", str(made["flux"]), *flags_of("flux")]
+    argv += ["--max_steps", "1", "--mixed_precision", "fp32", "--batch_size", "2", "--outputs", str(tmp_path / "out")]
+    train.main([*argv, "--sample_steps", "1"])
+    assert list(tmp_path.glob("out/0*/samples/*1.png"))
+
+
 def test_a_stopped_cache_goes_on(root, made, tmp_path):
     make(root, "flux", tmp_path, "--shard_size", "3")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -169,7 +194,6 @@ def test_a_stopped_cache_goes_on(root, made, tmp_path):
     ("name", "more", "message"),
     [
         ("flux", ["--use_video"], "takes pictures; leave --use_video out"),
-        ("flux", ["--max_text_tokens", "77"], "--max_text_tokens: does nothing with --pretrained"),
         ("flux", ["--data_path", "digits"], "has no captions; give a CSV of path,text"),
         ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan"),
         ("flux", ["--pretrained", "ROOT/nothing"], "doesn't exist"),

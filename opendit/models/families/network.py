@@ -23,7 +23,7 @@ from opendit.models.families.base import Family
 from opendit.models.initialization import Constant, Distribution, Normal, initialize
 from opendit.models.layers import BlockOps, Mlp, RMSNorm, TimestepEmbedder
 from opendit.models.positions import axes_table, grid_coordinates
-from opendit.models.segments import Segments
+from opendit.models.segments import PlacedSegments, Segments
 
 # ------------------------------------------------------------------------------------------------------ specification
 
@@ -178,6 +178,10 @@ class PublicConfig(DiTConfig):
     @property
     def why_no_packs(self) -> str:  # type: ignore[override]
         return "their captions are tokens of the sequence" if self.spec.order else ""
+
+    def check_packs(self) -> None:
+        if self.why_no_packs:
+            raise ValueError(f"--pack_tokens: not {self.family} models: {self.why_no_packs}; give --bucket_tokens")
 
     @property
     def float8(self) -> bool:
@@ -484,13 +488,14 @@ class PublicDiT(DiT):
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
             t: (B,) times in [0, 1000], 1000 being noise.
             y: a TextCondition.
+            segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments. The result is patches.
 
         Raises:
-            ValueError: the patch does not divide a side.
+            ValueError: the patch does not divide a side, or the model can't take packs.
         """
-        if segments is not None:
-            self.config.check_packs()
         c, context = self.condition(t, y)
+        if segments is not None:
+            return self._predict_pack(x, self.modulations(c), context, segments)
         return self.predict(x, self.modulations(c), context)
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
@@ -594,6 +599,20 @@ class PublicDiT(DiT):
         order = [axis for i in range(axes) for axis in (1 + i, 2 + axes + i)]
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + axes, *order).reshape(x.shape[0], spec.channels, *sides)
+
+    # --------------------------------------------------------------------------------------------------------- packs
+
+    def _output_patches(self, y: Tensor) -> Tensor:
+        if self.config.spec.channels_last[1]:
+            return super()._output_patches(y)
+        return y.view(len(y), self.config.out_channels, *self.config.patch)
+
+    def _input_patches(self, x: Tensor) -> Tensor:
+        return (x.movedim(1, -1) if self.config.spec.channels_last[0] else x).flatten(1)
+
+    def _segment_rotations(self, packed: PlacedSegments) -> Tensor:
+        rotary = self.config.spec.rotary
+        return axes_table(packed.coordinates()[:, -len(rotary.channels) :], rotary.channels, rotary.base)
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:
