@@ -96,7 +96,7 @@ class TextEncoding(JsonObject):
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
-    pooled: int = Field(None, ge=0, le=1 << 16)
+    pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()
     dtype: Literal["bf16"] = absent()
 
 
