@@ -131,10 +131,12 @@ class PublishedConditioner(CaptionConditioner):
     def of_embeddings(self, embedding: Sequence[Tensor]) -> TextCondition:
         """Return the condition of cached embeddings: tokens (B, L, D), mask (B, L) and pooled (B, P), on the CPU."""
         tokens, mask, pooled = embedding
+        lengths = mask.sum(1)
         if self.trim:
-            length = max(1, int(mask.sum(1).max()))
-            tokens, mask = tokens[:, :length], mask[:, :length]
-        return self._told(TextCondition(*(part.to(self.device, non_blocking=True) for part in (tokens, mask, pooled))))
+            longest = max(1, int(lengths.max()))
+            tokens, mask = tokens[:, :longest], mask[:, :longest]
+        y = TextCondition(*(part.to(self.device, non_blocking=True) for part in (tokens, mask, pooled)))
+        return self._told(replace(y, shortest=int(lengths.min())))
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         return where(dropped, *same_length(self.null(), y))

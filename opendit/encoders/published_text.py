@@ -142,7 +142,8 @@ class PublishedText:
                 )
             tokens += list(found[0])
             pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
-        return TextCondition(*self._padded(tokens, length), torch.cat(pooled))
+        shortest = min(len(row) for row in tokens)
+        return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
 
     def _padded(self, tokens: Sequence[Tensor], length: int | None) -> tuple[Tensor, Tensor]:
         """Return captions of unequal length as tokens (B, L, D) and mask (B, L)."""

@@ -1,6 +1,6 @@
 """Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -107,6 +107,29 @@ class SequenceShards(Protocol):
         """Return the attention output (B, n, D) of this rank's tokens x (B, n, D), each of which attends to the tokens
         that differ from it in one axis alone (0: the frame, 1: the place in the frame). ``attend(tokens, qkv, grid)``
         computes it for grids that are complete along that axis. rotary: the rotations of all tokens."""
+        ...
+
+
+class StreamShards(SequenceShards, Protocol):
+    """The tokens of a sequence of several streams, captions and media, each of which ranks share out by itself."""
+
+    @property
+    def rows_of_streams(self) -> tuple[int, ...]:
+        """Numbers of tokens of every stream that a rank has."""
+        ...
+
+    def take_stream(self, number: int, x: Tensor) -> Tensor:
+        """This rank's tokens (B, n, F) of all of a stream (B, N, F)."""
+        ...
+
+    def gather_stream(self, number: int, x: Tensor) -> Tensor:
+        """All tokens (B, N, F) of a stream, on every rank, from this rank's (B, n, F)."""
+        ...
+
+    def attention_of_streams(
+        self, projected: Sequence[tuple[Tensor, ...]], attend: "GridAttention"
+    ) -> Sequence[Tensor]:
+        """The attention output (B, n, D) of every stream, of its q, k, v (B, n, H, d)."""
         ...
 
 

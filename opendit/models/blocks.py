@@ -33,6 +33,7 @@ from opendit.models.attention import (
     CrossAttention,
     FrameAttention,
     GridAttention,
+    StreamShards,
     TemporalAttention,
     TokenGrid,
     of_rows,
@@ -447,7 +448,7 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
         q, k, v = (part.transpose(1, 2) for part in layer.project(x, ops))
         projected.append((*layer.normalise(q, k), v))
     if grid.shards is not None:
-        return grid.shards.attention_of_streams(projected, attend)
+        return cast(StreamShards, grid.shards).attention_of_streams(projected, attend)
     q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
     return attend(q, k, v).transpose(1, 2).flatten(2).split(grid.streams, dim=1)
 

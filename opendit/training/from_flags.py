@@ -304,9 +304,11 @@ def _public_model(
     config.grid_of(size)
     own = objective_from_dict(info["objective"])
     assert isinstance(own, FlowObjective), "a public model's is a flow"
-    changes: dict[str, Any] = {"times_are": flags.flow_times} if "flow_times" in flags.given else {}
+    asked = objective_from_flags(flags)
+    assert isinstance(asked, FlowObjective)
+    changes: dict[str, Any] = {"times_are": asked.times_are} if "flow_times" in flags.given else {}
     if "flow_shift" in flags.given:
-        changes |= {"shift": flags.flow_shift, "shift_tokens": flags.flow_shift_tokens, "shift_growth": None}
+        changes |= {"shift": asked.shift, "shift_tokens": asked.shift_tokens, "shift_growth": None}
     return config, replace(own, **changes)
 
 
