@@ -261,8 +261,9 @@ def load_published_text(
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
 
-    max_tokens: to which prompts are cut; the family's by default. dtype: of the weights on a GPU, where fp16 becomes bf16, in which these encoders were published (T5's activations
-    leave the range of fp16). A CPU always computes in fp32.
+    max_tokens: to which prompts are cut; the family's by default. dtype: of the weights on a GPU, where fp16 becomes
+    bf16, in which these encoders were published (T5's activations leave the range of fp16). A CPU always computes in
+    fp32.
 
     Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
     """

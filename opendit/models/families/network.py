@@ -600,7 +600,6 @@ class PublicDiT(DiT):
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + axes, *order).reshape(x.shape[0], spec.channels, *sides)
 
-
     # --------------------------------------------------------------------------------------------------------- packs
 
     def _output_patches(self, y: Tensor) -> Tensor:
