@@ -5,19 +5,12 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import train
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
-from opendit.models.segments import unpack_patches
-from opendit.training.micro_batch import MicroBatch
 from tests.encoders.published_folders import write_pipeline
-from tests.numbers import off_by
-from tests.ranks import run_ranks, several_programs
-from train import EagerPasses
 
 FAMILIES = ("flux", "z_image", "wan")
 SIZES = {"z_image": {"dim": 48, "n_heads": 6, "n_kv_heads": 6}}  # an MLP that two ranks can divide
