@@ -24,6 +24,7 @@ from torch._functorch import config as functorch
 
 from benchmarks.results import append
 from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_available
+from opendit.kernels.rotate_heads import rotate_heads, rotate_heads_reference
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from tests.kernels.cases import OPERATORS, Operator, arguments_of, make_inputs, output_gradients
 
@@ -42,6 +43,7 @@ TENSORS = {
     "swiglu": (3, 5),  # x is two
 }
 HEADS = 16  # of split_heads, whose forward is a view
+HEAD = 128  # head size of rotate_heads, of public models
 CACHE = 60e6  # bytes of L2 on an H200, and a little
 
 
@@ -113,10 +115,40 @@ def split_heads_calls(args) -> dict[str, Callable[[], object]]:
     }
 
 
+def rotate_heads_calls(args) -> tuple[dict[str, Callable[[], object]], dict[str, Callable[[], object]]]:
+    """Forward and backward of rotate_heads on views of one projection, with norms and a rotation."""
+    heads = max(1, args.width // HEAD)
+    random = functools.partial(torch.randn, device="cuda", dtype=DTYPES[args.dtype])
+    qkv = random(args.batch, args.length, 3, heads, args.width // heads)
+    leaves = [*qkv.unbind(2)[:2], *(random(args.width // heads) for _ in range(2))]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    table = torch.randn(args.length, args.width // heads // 2, 2, device="cuda")
+    functions = {
+        "ours": rotate_heads,
+        "compile": torch.compile(rotate_heads_reference, dynamic=False),
+        "eager": rotate_heads_reference,
+    }
+
+    def forward(function: Callable) -> object:
+        with torch.no_grad():
+            return function(*leaves, table)
+
+    calls = {variant: functools.partial(forward, function) for variant, function in functions.items()}
+    outputs = {variant: function(*leaves, table) for variant, function in functions.items()}
+    grads = [random(args.batch, args.length, heads, args.width // heads) for _ in range(2)]
+    return calls, {
+        variant: functools.partial(torch.autograd.grad, results, leaves, grads, retain_graph=True)
+        for variant, results in outputs.items()
+    }
+
+
 def operator_calls(name: str, args) -> Iterator[tuple[str, int, dict[str, Callable[[], object]]]]:
     """(direction, tensors moved, {variant: call}) of an operator."""
     if name == "split_heads":
         yield "backward", 6, split_heads_calls(args)
+        return
+    if name == "rotate_heads":
+        yield from zip(("forward", "backward"), (4, 6), rotate_heads_calls(args), strict=True)
         return
     op = OPERATORS[name]
     inputs = Inputs.make(op, args)
@@ -219,6 +251,13 @@ SWEEP = {
         Launch(16, 1, 4), Launch(32, 1, 4), Launch(8, 1, 4), Launch(16, 2, 4), Launch(16, 1, 2), Launch(8, 1, 1),
         Launch(8, 1, 2), Launch(32, 1, 8),
     ],
+    "rotate_heads_forward": [
+        Launch(16, 1, 4), Launch(8, 1, 2), Launch(8, 1, 4), Launch(32, 1, 4), Launch(32, 1, 8), Launch(16, 2, 4),
+    ],
+    "rotate_heads_backward": [
+        Launch(16, 32, 4), Launch(16, 8, 4), Launch(16, 64, 4), Launch(8, 32, 2), Launch(8, 32, 4), Launch(32, 16, 8),
+        Launch(16, 32, 4, 2), Launch(16, 32, 8),
+    ],
     "gate_residual_layernorm_modulate_forward": row_shapes(
         (8, 16),
         (
@@ -244,9 +283,14 @@ def sweep(args) -> None:
         name, _, direction = kernel.rpartition("_")
         if name not in args.operators:
             continue
-        op = OPERATORS.get(f"{name}_with_bias", OPERATORS[name])  # as models use it
-        tensors = TENSORS[name][direction == "backward"]
-        call = getattr(Inputs.make(op, args), direction)(op.function)
+        if name == "rotate_heads":
+            tensors, call = next(
+                (moved, calls["ours"]) for way, moved, calls in operator_calls(name, args) if way == direction
+            )
+        else:
+            op = OPERATORS.get(f"{name}_with_bias", OPERATORS[name])  # as models use it
+            tensors = TENSORS[name][direction == "backward"]
+            call = getattr(Inputs.make(op, args), direction)(op.function)
         print(f"\n{kernel}: default {tensors / 2 * copy / median_ms(call, args.milliseconds):.3f} of copy", flush=True)
         results = []
         for launch in launches:
@@ -270,7 +314,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--width", type=int, default=1152)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    names = [*OPERATORS, "split_heads"]
+    names = [*OPERATORS, "split_heads", "rotate_heads"]
     parser.add_argument("--operators", nargs="+", choices=names, default=names)
     parser.add_argument("--milliseconds", type=int, default=100, help="time for each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")

@@ -10,7 +10,7 @@ the ratios of neighbouring turns, first side's time over second's: above 1 the s
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import shlex
@@ -30,10 +30,9 @@ def train_in_turns(tree: str, side: int, folder: Path, turns: int, steps: int, w
 
     import train
 
-    for package in ("opendit.checkpoint", "opendit.state", "opendit"):  # today's, and those of older trees
-        if importlib.util.find_spec(package) and importlib.util.find_spec(f"{package}.ema"):
-            EMA = importlib.import_module(f"{package}.ema").EMA
-            break
+    packages = ("opendit.checkpoint", "opendit.state", "opendit")  # today's place of EMA, and those in older trees
+    package = next(name for name in packages if Path(name.replace(".", "/"), "ema.py").is_file())
+    EMA = importlib.import_module(f"{package}.ema").EMA
 
     rank, cuda, times = int(os.environ.get("RANK", "0")), torch.cuda.is_available(), []
     turn, step, started = 0, 0, 0.0

@@ -29,7 +29,7 @@ from opendit.config.names import PARTS, WHOLE
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.published_schedules import published_schedule
 from opendit.encoders.folder import CONFIG, INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
-from opendit.encoders.published_folder import check_index
+from opendit.encoders.published_folder import check_index, names_class
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 from opendit.models.families.network import public_config
@@ -213,6 +213,8 @@ def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | 
     file_id(path, root)
     index = read_file(path, MODEL_INDEX)
     check_index(pipeline, family)
+    if not names_class(index.get(TRANSFORMER), "diffusers", family.network):
+        raise ValueError(f"{path}: {TRANSFORMER} is {shown(index.get(TRANSFORMER))}, not {family.network} of diffusers")
     others = [
         name for name, kind in index.items() if name.startswith(f"{TRANSFORMER}_") and kind not in (None, [None, None])
     ]

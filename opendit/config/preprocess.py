@@ -18,6 +18,7 @@ from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
 from opendit.config.flags import BATCH, FPS, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
+from opendit.config.public_models import PUBLIC, name_of_folder
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
@@ -124,11 +125,19 @@ def _add_latents(latents: CommandLine) -> None:
         "1GB",
     )
     latents.heading("Encoding: what is made of a picture")
+    latents.option(
+        "--pretrained",
+        FOLDER,
+        "of a public model as diffusers writes it (FLUX.1, Z-Image, Wan), whose VAE and text encoders are used",
+    )
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
     latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
     latents.switch("--flip", "the mirror images too; --no_flip: half the size", True)
     latents.option(
-        "--mixed_precision", one_of(("auto", "fp16", "bf16", "fp32")), "auto: fp16 on a GPU, else fp32", "auto"
+        "--mixed_precision",
+        one_of(("auto", "fp16", "bf16", "fp32")),
+        "auto: fp16 on a GPU, fp32 on a CPU and with --pretrained, whose text encoders are always in bf16 on a GPU",
+        "auto",
     )
     latents.option("--batch_size", Value(int, **BATCH), "pictures at once", 64)
     latents.heading("Loader: how files are read")
@@ -212,7 +221,29 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
         check_output_file(options["output"], "--output", makes_folder=True)
 
 
+def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
+    """Set the options that a public model's folder decides: its VAE, text encoders and size, unless they are given."""
+    source = options["pretrained"]
+    check_exists(source, "--pretrained", "a folder of a public model, as diffusers writes it")
+    folder, name = Path(source).expanduser(), name_of_folder(source)
+    family = PUBLIC.get((name or "").partition("/")[0])
+    if family is None or not (folder / "model_index.json").is_file():
+        raise ValueError(
+            f"--pretrained {source}: is no pipeline of {', '.join(PUBLIC)}; give the folder that has its "
+            "model_index.json, vae and text_encoder"
+        )
+    if options["use_video"] == isinstance(family.patch, int):
+        fix = "leave --use_video out" if options["use_video"] else "add --use_video"
+        raise ValueError(f"--pretrained {source}: takes {'pictures' if options['use_video'] else 'clips'}; {fix}")
+    options |= {"pretrained": str(folder), "vae": options["vae"] if "vae" in given else str(folder / "vae")}
+    options["text_encoder"] = options["text_encoder"] or str(folder)
+    if "image_size" not in given:
+        options["image_size"] = family.image_size
+
+
 def _check_latents(options: dict[str, Any], given: set[str]) -> None:
+    if options["pretrained"] is not None:
+        _resolve_public(options, given)
     unused = {}
     if not options["use_video"]:
         unused |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")

@@ -173,11 +173,14 @@ class TrainConfig(
         folder = Path(source).expanduser()
         if "image_size" not in self.given:
             settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
+        named = set()  # by --pretrained: as good as by their own flags
         if (folder / "vae").is_dir() and "vae" not in self.given:
             settings["vae"] = str(folder / "vae")
+            named.add("vae")
         if (folder / "text_encoder").is_dir() and self.text_encoder is None:
             settings["text_encoder"] = str(folder)
-        return replace(self, **settings)
+            named.add("text_encoder")
+        return replace(self, **settings, given=self.given | named)
 
     def evaluating(self) -> EvaluateConfig:
         """Return the configuration with which ``opendit evaluate`` measures the samples of --evaluate_every."""

@@ -116,7 +116,7 @@ class LatentDataset(CachedLatents):
         if self.conditioning == "text":
             self.captions = CaptionTable([(shard["captions"], shard["caption_ends"]) for shard in arrays])
         self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
-        self.empty_caption = read_empty_caption(self.folder, self.max_tokens) if self.text_encoder else None
+        self.empty_caption = read_empty_caption(self.folder, index["text"]) if self.text_encoder else None
         self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read
 
     def __len__(self) -> int:
@@ -216,7 +216,7 @@ def open_source(asked: Request) -> LatentDataset | TarLatents | None:
     else:
         index = choose_index(indexes, asked.shown, asked.image_size)
         text, tars = index.get("text"), open_tars(asked.located, index)
-        empty = read_empty_caption(asked.located, text["max_tokens"]) if text else None
+        empty = read_empty_caption(asked.located, text) if text else None
         latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
     if next(files_below(str(asked.located), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"

@@ -92,10 +92,12 @@ class ShardEntry(JsonObject):
 
 
 class TextEncoding(JsonObject):
-    """The encoder of the embeddings beside the latents."""
+    """The encoder of the embeddings beside the latents. pooled, dtype: if they are not the tokens' width and fp16."""
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
+    pooled: Annotated[int, Interval(ge=0, le=1 << 16)] = absent()
+    dtype: Literal["bf16"] = absent()
 
 
 class CaptionCounts(JsonObject):
@@ -164,12 +166,14 @@ REPAIR = "copy it again or run the preprocess.py command that made it"
 class ShardLayout(NamedTuple):
     """The contents that every shard of an index must have: latents of ``shape`` (2C, [t,] h, w), ``views`` of each
     picture, labels below ``classes``, captions if there are no classes (0), and embeddings of up to ``max_tokens``
-    (0: none)."""
+    (0: none), of this dtype and with pooled vectors of this width (None: the tokens')."""
 
     shape: tuple[int, ...]
     views: int
     classes: int
     max_tokens: int
+    pooled: int | None = None
+    dtype: str = "F16"
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
@@ -198,8 +202,9 @@ def layout_of(index: dict[str, Any]) -> ShardLayout:
     channels, *sides = index["latent_shape"]
     text = index.get("conditioning", "label") == "text"
     classes = 0 if text else len(index["class_names"])
-    max_tokens = index["text"]["max_tokens"] if "text" in index else 0
-    return ShardLayout((2 * channels, *sides), 2 if index["flips"] else 1, classes, max_tokens)
+    encoded = index.get("text", {"max_tokens": 0})
+    embeddings = encoded["max_tokens"], encoded.get("pooled"), encoded.get("dtype", "fp16").upper().replace("P", "")
+    return ShardLayout((2 * channels, *sides), 2 if index["flips"] else 1, classes, *embeddings)
 
 
 def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict[str, np.ndarray]:
@@ -232,7 +237,8 @@ def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
     if not layout.classes:
         wanted |= {"captions": ("U8", (None,)), "caption_ends": ("I64", (rows,))}
     if layout.max_tokens:
-        wanted |= {"tokens": ("F16", (None, None)), "token_ends": ("I64", (rows,)), "pooled": ("F16", (rows, None))}
+        wanted |= {"tokens": (layout.dtype, (None, None)), "token_ends": ("I64", (rows,))}
+        wanted |= {"pooled": (layout.dtype, (rows, layout.pooled))}
     names = set(file.keys())
     for name in sorted(names ^ wanted.keys()):
         raise ValueError(f"tensor {name[:100]!r} is {'not expected' if name in names else 'missing'}")
@@ -273,7 +279,7 @@ def _check_values(small: dict[str, np.ndarray], file: safe_open, layout: ShardLa
         _check_ends("token_ends", ends, rows)
         if len(ends) and np.diff(ends, prepend=0).max() > layout.max_tokens:
             raise ValueError(f"token_ends give a caption more than {layout.max_tokens} tokens")
-        if file.get_slice("pooled").get_shape()[1] != width:
+        if layout.pooled is None and file.get_slice("pooled").get_shape()[1] != width:
             raise ValueError("tokens and pooled are not of one width")
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from opendit.common.safe_files import make_folder, refuse_links
 from opendit.common.utils import sha256_of
 from opendit.config.parallel_sizes import find_place
+from opendit.config.public_models import family_in, name_of_folder
 from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
 from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.latents import FILES
@@ -29,10 +30,20 @@ from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
 from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.sources import build_dataset
-from opendit.data.text_cache import EMPTY, embed, pack_captions, pack_embeddings, write_empty_caption
-from opendit.encoders.text import TextEncoder
+from opendit.data.text_cache import (
+    EMPTY,
+    AnyEncoder,
+    embed,
+    form_of,
+    pack_captions,
+    pack_embeddings,
+    write_empty_caption,
+)
+from opendit.encoders.published_text import load_published_text
+from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import HUB, Codec, load_codec
 from opendit.encoders.video_vae import load_video_codec
+from opendit.models.families import FAMILIES
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.supervisor import Supervisor
 
@@ -75,7 +86,7 @@ def make_latents(
     *,
     image_size: int,
     flips: bool,
-    encoder: TextEncoder | None = None,
+    encoder: AnyEncoder | None = None,
     counted: CaptionCount | None = None,
     batch_size: int = 64,
     num_workers: int = 4,
@@ -92,8 +103,8 @@ def make_latents(
     files of ``shard_size`` samples (``opendit.data.latents``).
 
     codec: of pictures, or of clips if the data set's items are clips. flips: also encode every picture's mirror image.
-    patience, on_hang: for a file that takes for ever, see ``ReadAhead``. encoder: a frozen text encoder
-    (opendit.encoders.text) for the captions, which are kept as words without one. counted: rank 0's count of the
+    patience, on_hang: for a file that takes for ever, see ``ReadAhead``. encoder: a frozen text encoder, or those of a
+    public model, for the captions, which are kept as words without one. counted: rank 0's count of the
     captions by the encoder's tokens, which the index keeps. With several ranks the default process group must exist.
 
     Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
@@ -183,7 +194,7 @@ def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict[str, A
     longest length."""
     numbers = int(np.prod(_shard_shape(dataset, codec, settings, rows)))
     if encoder:
-        numbers += (encoder.max_tokens + 1) * encoder.width
+        numbers += form_of(encoder).numbers(encoder.max_tokens)
     return max(1, settings["shard_size"] // (2 * numbers + HEADERS))
 
 
@@ -289,7 +300,7 @@ def _join(parts: list[Part], dataset: MediaDataset, shape: tuple[int, ...], enco
         tensors |= pack_captions([caption for part in parts for caption in part[3]])
     if encoder:
         embedded = [caption for part in parts for caption in part[4]]
-        tensors |= pack_embeddings(embedded, encoder.width)
+        tensors |= pack_embeddings(embedded, form_of(encoder))
     return tensors
 
 
@@ -338,7 +349,10 @@ def _finish(
     if dataset.describe().conditioning == "text":
         index["conditioning"] = "text"
     if encoder:
+        width, pooled, dtype = form_of(encoder)
         index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
+        index["text"] |= {"pooled": pooled} if pooled != width else {}
+        index["text"] |= {"dtype": dtype} if dtype != "fp16" else {}
         if counted is not None:
             names = {"rows": counted.rows, "counted": counted.counted, "longest": counted.longest}
             index["captions"] = {**names, "cut": counted.over(encoder.max_tokens)}
@@ -365,6 +379,7 @@ def run(
     short_clips: str = "skip",
     video_reader: str = "auto",
     energon_cooker: str | None = None,
+    pretrained: str | None = None,
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
     max_bad: float = 0.05,
@@ -386,7 +401,7 @@ def run(
         if torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        dtype = pick_dtype(mixed_precision, device)
+        dtype = pick_dtype(mixed_precision, device, "fp16" if pretrained is None else "fp32")
         dataset = build_dataset(
             data_path,
             image_size,
@@ -408,17 +423,14 @@ def run(
             vae, channels=about.sample_shape[0], device=device, dtype=dtype
         )
         latent_shape(codec, dataset, image_size)
-        encoder = None
+        encoder: AnyEncoder | None = None
         if text_encoder:
             if about.conditioning != "text":
-                raise ValueError(
-                    f"--text_encoder {text_encoder}: --data_path {data_path} has no captions; leave it out"
-                )
-            from opendit.encoders.text import load_text_encoder  # seconds to import
-
+                what = f"--text_encoder {text_encoder}" if pretrained is None else f"--pretrained {pretrained}"
+                fix = "leave it out" if pretrained is None else "give a CSV of path,text"
+                raise ValueError(f"{what}: --data_path {data_path} has no captions; {fix}")
             text_encoder = str(Path(text_encoder).resolve()) if Path(text_encoder).is_dir() else text_encoder
-            longest = {} if max_text_tokens is None else {"max_tokens": max_text_tokens}
-            encoder = load_text_encoder(text_encoder, device=device, dtype=dtype, **longest)
+            encoder = _load_encoder(text_encoder, pretrained, max_text_tokens, device, dtype)
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
@@ -454,7 +466,18 @@ def run(
         return index
 
 
-def _count_captions(dataset: MediaDataset, encoder: TextEncoder | None) -> CaptionCount:
+def _load_encoder(
+    name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype
+) -> AnyEncoder:
+    """Load a text encoder, or those of a folder of the family of ``pretrained``, in the dtype that they train with."""
+    if pretrained is not None:
+        family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
+        return load_published_text(Path(name), family, device=device, dtype=torch.bfloat16, max_tokens=max_tokens)
+    longest = {} if max_tokens is None else {"max_tokens": max_tokens}
+    return load_text_encoder(name, device=device, dtype=dtype, **longest)
+
+
+def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> CaptionCount:
     """Count the captions, and print lines about those that are cut and those that say nothing."""
     if encoder is None:
         found = count_captions(dataset)
@@ -467,11 +490,12 @@ def _count_captions(dataset: MediaDataset, encoder: TextEncoder | None) -> Capti
     return found
 
 
-def pick_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
-    """Return the precision of the networks. auto is fp16 on a GPU, whose ten bits of mantissa are what the latents are
-    stored with, else fp32."""
+def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
+    """Return the precision of the networks. auto: by default on a GPU; fp16 has the ten bits of mantissa that latents
+    are stored with. A CPU computes in fp32."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")
         return torch.float32
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(mixed_precision, torch.float16)
+    name = auto if mixed_precision == "auto" else mixed_precision
+    return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[name]

@@ -6,16 +6,18 @@ A shard of n rows with captions has, besides its latents, the tensors
     caption_ends (n,) int64             where each one ends
     tokens      (sum of L_i, D) float16  every caption's tokens, without padding, one caption after the other
     token_ends  (n,) int64
-    pooled      (n, D) float16
+    pooled      (n, P) float16
 
-the last three only with an encoder. ``empty-caption.safetensors`` holds tokens (L, D) and pooled (D,) of the empty
-string, once a folder: a dropped caption becomes this.
+the last three only with an encoder. ``empty-caption.safetensors`` holds tokens (L, D) and pooled (P,) of the empty
+string, once a folder: a dropped caption becomes this. P is D, unless the index has another width: a public model's
+pooled vector comes from an encoder of its own, or there is none (P = 0). What encoders of public models compute in
+bfloat16 is stored so, and the index says it: it keeps all of their bits and their range.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,9 +28,32 @@ from torch import Tensor
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import open_safetensors, shapes_in, write_tensors
 from opendit.data.base import DataError, Embedding
+from opendit.encoders.published_text import PublishedText
 from opendit.encoders.text import TextEncoder
 
 EMPTY = "empty-caption.safetensors"
+AnyEncoder = TextEncoder | PublishedText
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class EmbeddingForm(NamedTuple):
+    """The form of an encoder's embeddings in a cache: widths of tokens and pooled vectors, and a key of ``DTYPES``."""
+
+    width: int
+    pooled: int
+    dtype: str = "fp16"
+
+    def numbers(self, max_tokens: int) -> int:
+        """Return the numbers of a caption of ``max_tokens`` tokens."""
+        return max_tokens * self.width + self.pooled
+
+
+def form_of(encoder: AnyEncoder) -> EmbeddingForm:
+    """Return the form in which an encoder's embeddings are stored."""
+    if isinstance(encoder, PublishedText):
+        half = "bf16" if encoder.dtype == torch.bfloat16 else "fp16"
+        return EmbeddingForm(encoder.width, encoder.pooled_width, half)
+    return EmbeddingForm(encoder.width, encoder.width)
 
 
 def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
@@ -41,67 +66,75 @@ def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
     }
 
 
-def embed(encoder: TextEncoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
-    """Return every caption's tokens (L_i, D) without padding and its pooled vector (D,), float16 on the CPU.
+def embed(encoder: AnyEncoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
+    """Return every caption's tokens (L_i, D) without padding and its pooled vector (P,), on the CPU, in the dtype of
+    :func:`form_of`.
 
-    encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, D). Raises DataError if a
-    number doesn't fit float16.
+    encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, P). Raises DataError if a
+    number doesn't fit the dtype.
     """
-    made = encoder.encode(captions)
-    tokens, mask, pooled = made.tokens.half().cpu(), made.mask.cpu(), made.pooled.half().cpu()
+    made, dtype = encoder.encode(captions), DTYPES[form_of(encoder).dtype]
+    tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
     for caption, (row, vector) in zip(captions, parts, strict=True):
         if not (row.isfinite().all() and vector.isfinite().all()):
-            raise DataError(f"the embedding of the caption {caption!r} overflows float16; take another --text_encoder")
+            name = str(dtype).removeprefix("torch.")
+            raise DataError(f"the embedding of the caption {caption!r} overflows {name}; take another --text_encoder")
     return parts
 
 
-def pack_embeddings(parts: list[tuple[Tensor, Tensor]], width: int) -> dict[str, Tensor]:
-    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. width: D, for a shard without rows."""
+def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> dict[str, Tensor]:
+    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. form: for a shard without rows."""
     tokens, pooled = [row for row, _ in parts], [vector for _, vector in parts]
     return {
-        "tokens": torch.cat(tokens) if parts else torch.empty(0, width, dtype=torch.half),
+        "tokens": torch.cat(tokens) if parts else torch.empty(0, form.width, dtype=DTYPES[form.dtype]),
         "token_ends": torch.tensor(list(accumulate(map(len, tokens))), dtype=torch.int64),
-        "pooled": torch.stack(pooled) if parts else torch.empty(0, width, dtype=torch.half),
+        "pooled": torch.stack(pooled) if parts else torch.empty(0, form.pooled, dtype=DTYPES[form.dtype]),
     }
 
 
-def write_empty_caption(folder: Path, encoder: TextEncoder) -> str:
+def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
     """Write ``EMPTY``, completely or not at all. Return its SHA-256."""
     tokens, pooled = embed(encoder, [""])[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
         return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
 
 
-def read_empty_caption(folder: Path, max_tokens: int) -> Embedding:
-    """Read the empty string's embedding, padded to ``max_tokens``. Raises ValueError if its file is missing, incomplete
-    or has other shapes."""
+def read_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
+    """Read the empty string's embedding, padded to the length of the others.
+
+    text: of the cache's index, a ``TextEncoding``. Raises ValueError if its file is missing, incomplete or has other
+    shapes.
+    """
     try:
         with open_safetensors(folder / EMPTY) as file:
-            shapes = shapes_in(file, folder / EMPTY)
-            tokens, pooled = shapes.get("tokens", ()), shapes.get("pooled", ())
-            if len(tokens) != 2 or tokens[0] > max_tokens or pooled != tokens[1:] or len(shapes) != 2:
-                raise ValueError(f"it holds {shapes}, not tokens (up to {max_tokens}, D) and pooled (D,)")
-            return padded(file.get_tensor("tokens").half(), file.get_tensor("pooled").half(), max_tokens)
+            names = shapes_in(file, folder / EMPTY)
+            if names.keys() != {"tokens", "pooled"}:
+                raise ValueError(f"it holds {names}, not tokens and pooled")
+            return _empty_caption(file.get_tensor("tokens"), file.get_tensor("pooled"), text)
     except ValueError as error:
         raise ValueError(
             f"--data_path {folder}: {EMPTY} can't be read ({error}); copy it or run preprocess.py again"
         ) from error
 
 
-def load_empty_caption(content: bytes, max_tokens: int, name: str) -> Embedding:
+def load_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
     """Read an empty caption's embedding from a file's bytes; see :func:`read_empty_caption`. Raises ValueError that
     names the file."""
     try:
         found = load(content)
-        tokens, pooled = found["tokens"], found["pooled"]
-        if tokens.dim() != 2 or len(tokens) > max_tokens or pooled.shape != tokens.shape[1:]:
-            raise ValueError(
-                f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not (up to {max_tokens}, D), (D,)"
-            )
+        return _empty_caption(found["tokens"], found["pooled"], text)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{name} can't be read ({error}); copy it again") from error
-    return padded(tokens.half(), pooled.half(), max_tokens)
+
+
+def _empty_caption(tokens: Tensor, pooled: Tensor, text: dict[str, Any]) -> Embedding:
+    most, dtype = text["max_tokens"], DTYPES[text.get("dtype", "fp16")]
+    width = text.get("pooled", tokens.shape[-1] if tokens.dim() else 0)
+    if tokens.dim() != 2 or len(tokens) > most or pooled.shape != (width,):
+        of = f"tokens (up to {most}, D) and pooled ({text.get('pooled', 'D')},)"
+        raise ValueError(f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not {of}")
+    return padded(tokens.to(dtype), pooled.to(dtype), most)
 
 
 def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:

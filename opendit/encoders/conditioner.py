@@ -104,7 +104,8 @@ class CaptionConditioner(Conditioner):
 class PublishedConditioner(CaptionConditioner):
     """Captions through the text encoders of a public model (opendit.encoders.published_text).
 
-    guidance: the scale that a model of embedded guidance is told; None for other models.
+    guidance: the scale that a model of embedded guidance is told; None for other models. trim: remove the padding that
+    all captions of a batch of cached embeddings have, as the encoders do.
     """
 
     def __init__(
@@ -114,18 +115,28 @@ class PublishedConditioner(CaptionConditioner):
         encoder: Any,
         guidance: float | None = None,
         empty: Sequence[Tensor] | None = None,
+        trim: bool = False,
     ):
         super().__init__(text, device, encoder)
-        self.guidance = guidance
-        self._null = None if empty is None else self._told(TextCondition(*empty).to(device))
+        self.guidance, self.trim = guidance, trim
+        self._null = None if empty is None else self.of_embeddings(empty)
 
     def encode(self, captions: list[str]) -> TextCondition:
         assert self.encoder is not None, "the data set has embeddings, and the text encoders are not loaded"
         return self._told(cast(Any, self.encoder).encode(captions).to(self.device))
 
     def of_batch(self, batch: Any) -> Condition:
-        y = super().of_batch(batch)
-        return self._told(cast(TextCondition, y))
+        return super().of_batch(batch) if batch.embedding is None else self.of_embeddings(batch.embedding)
+
+    def of_embeddings(self, embedding: Sequence[Tensor]) -> TextCondition:
+        """Return the condition of cached embeddings: tokens (B, L, D), mask (B, L) and pooled (B, P), on the CPU."""
+        tokens, mask, pooled = embedding
+        lengths = mask.sum(1)
+        if self.trim:
+            longest = max(1, int(lengths.max()))
+            tokens, mask = tokens[:, :longest], mask[:, :longest]
+        y = TextCondition(*(part.to(self.device, non_blocking=True) for part in (tokens, mask, pooled)))
+        return self._told(replace(y, shortest=int(lengths.min())))
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         return where(dropped, *same_length(self.null(), y))

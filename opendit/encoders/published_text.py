@@ -142,7 +142,8 @@ class PublishedText:
                 )
             tokens += list(found[0])
             pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
-        return TextCondition(*self._padded(tokens, length), torch.cat(pooled))
+        shortest = min(len(row) for row in tokens)
+        return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
 
     def _padded(self, tokens: Sequence[Tensor], length: int | None) -> tuple[Tensor, Tensor]:
         """Return captions of unequal length as tokens (B, L, D) and mask (B, L)."""
@@ -260,8 +261,9 @@ def load_published_text(
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
 
-    max_tokens: to which prompts are cut; the family's by default. dtype: of the weights on a GPU, where fp16 becomes bf16, in which these encoders were published (T5's activations
-    leave the range of fp16). A CPU always computes in fp32.
+    max_tokens: to which prompts are cut; the family's by default. dtype: of the weights on a GPU, where fp16 becomes
+    bf16, in which these encoders were published (T5's activations leave the range of fp16). A CPU always computes in
+    fp32.
 
     Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
     """

@@ -26,6 +26,7 @@ from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layer
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
+from opendit.kernels.rotate_heads import fits_across, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
@@ -118,6 +119,23 @@ def _modulate_after_rmsnorm(
     return x, adaln.modulate(norm(x), shift, scale, sample_of_row)
 
 
+def _normalise_rotate(
+    q: Tensor,
+    k: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    table: Tensor | None,
+    across: bool = False,
+) -> tuple[Tensor, Tensor]:
+    if q_norm is None or k_norm is None:
+        return rotate_heads(q, k, table=table)
+    # Ranks that each have some of a norm's channels add up their squares in between.
+    divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
+    if divided or (across and not fits_across(q.shape[2], q.shape[3])):
+        return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)
+    return rotate_heads(q, k, q_norm.weight, k_norm.weight, table, q_norm.eps, across)
+
+
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
 
 # The last row of an operation that the switches allow is used. ``keeps``: activations for the backward pass, by the
@@ -153,6 +171,7 @@ KERNELS = (
     ),
     Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),
     Kernel("add_table", add_table, {MODULATE}),
+    Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
     # In float8 every input of a projection is saved in one byte per value, and so is its weight.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("linear_heads", fp8_linear.linear_heads, {FLOAT8}, keeps=("x",), float8=True, takes_projection=True),
@@ -174,6 +193,7 @@ KERNELS = (
         takes_projection=True,
     ),
     Kernel("add_table", add_table, {FLOAT8}),
+    Kernel("normalise_rotate", _normalise_rotate, {FLOAT8}, keeps=("q", "k")),
     *(
         Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True, takes_projection=True)
         for name in ("linear_heads", "linear_gelu", "linear_gate_residual", "linear_gate_residual_layernorm_modulate")

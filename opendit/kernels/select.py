@@ -121,9 +121,9 @@ def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
         apex = () if norm is None else (Kernel("layernorm_modulate", _after(norm, modulate)),)
         return set(), apex, norm_note + reason
     if flags.enable_layernorm_kernel:
-        fused = f"LayerNorm or RMSNorm + modulate, gated residual, GELU or SwiGLU and biases fused ({why})"
+        fused = f"LayerNorm or RMSNorm + modulate, gated residual, rotations, GELU or SwiGLU and biases fused ({why})"
         return {MODULATE, NORM}, (), fused
-    return {MODULATE}, (), f"modulate, gated residual, GELU or SwiGLU and biases fused, {norm_note} ({why})"
+    return {MODULATE}, (), f"modulate, gated residual, rotations, GELU or SwiGLU and biases fused, {norm_note} ({why})"
 
 
 def _after(norm, modulation):

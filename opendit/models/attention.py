@@ -1,6 +1,6 @@
 """Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
-from opendit.models.positions import rotate
 from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
@@ -110,6 +109,29 @@ class SequenceShards(Protocol):
         ...
 
 
+class StreamShards(SequenceShards, Protocol):
+    """The tokens of a sequence of several streams, captions and media, each of which ranks share out by itself."""
+
+    @property
+    def rows_of_streams(self) -> tuple[int, ...]:
+        """Numbers of tokens of every stream that a rank has."""
+        ...
+
+    def take_stream(self, number: int, x: Tensor) -> Tensor:
+        """This rank's tokens (B, n, F) of all of a stream (B, N, F)."""
+        ...
+
+    def gather_stream(self, number: int, x: Tensor) -> Tensor:
+        """All tokens (B, N, F) of a stream, on every rank, from this rank's (B, n, F)."""
+        ...
+
+    def attention_of_streams(
+        self, projected: Sequence[tuple[Tensor, ...]], attend: "GridAttention"
+    ) -> Sequence[Tensor]:
+        """The attention output (B, n, D) of every stream, of its q, k, v (B, n, H, d)."""
+        ...
+
+
 class Attention(nn.Module):
     """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
 
@@ -139,13 +161,16 @@ class Attention(nn.Module):
 
         With ``grid.shards`` x holds this rank's tokens only, and these know how to attend to those of the other ranks.
         """
-        attend, shards = GridAttention(self, grid), None if grid is None else grid.shards
+        attend, shards = GridAttention(self, grid, ops), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
             # Heads that share keys are projected by torch, in one process as well.
             float8 = self.kv_heads == self.num_heads and ops.in_float8("linear_heads")
             return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend, float8)
         q, k, v = self.project(x, ops)
         if shards is not None:
+            if self.across:  # now, while a rank has all heads of its tokens
+                q, k, v = self.prepare(q, k, v, None, ops)
+                attend = replace(attend, normalised=True)
             return shards.attention(q, k, v, attend)
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
@@ -153,11 +178,7 @@ class Attention(nn.Module):
         """q (B, H, N, d), k and v (B, kv_heads, N, d), by the layer's projection or by one in its place."""
         qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
-            q, k, v = ops.linear_heads(x, qkv, self.num_heads)
-            if self.across and self.q_norm is not None and self.k_norm is not None:
-                # Now, while a rank has all heads of its tokens.
-                q, k = _across_heads(self.q_norm, q), _across_heads(self.k_norm, k)
-            return q, k, v
+            return ops.linear_heads(x, qkv, self.num_heads)
         heads = qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.num_heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
@@ -172,10 +193,16 @@ class Attention(nn.Module):
         return MadeProjection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None = None, normalised: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid | None = None,
+        ops: BlockOps = TORCH_OPS,
+        normalised: bool = False,
     ) -> Tensor:
         """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens. normalised: q and k are already."""
-        q, k, v = self.prepare(q, k, v, grid, normalised)
+        q, k, v = self.prepare(q, k, v, grid, ops, normalised)
         k, v = for_every_head(q, k, v)
         if grid is not None and grid.packed is not None:
             return segment_attention(q, k, v, grid.packed, self.attend, self.varlen)
@@ -183,22 +210,22 @@ class Attention(nn.Module):
             return masked_attention(q, k, v, grid.keys)
         return self.attend(q, k, v)
 
-    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """RMSNorm of every query and key (B, N, H, d), unless their projection has normalised them across heads."""
-        if self.across or self.q_norm is None or self.k_norm is None:
-            return q, k
-        return self.q_norm(q), self.k_norm(k)
-
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid | None, normalised: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid | None,
+        ops: BlockOps = TORCH_OPS,
+        normalised: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys normalised and rotated."""
+        norms = (None, None) if normalised else (self.q_norm, self.k_norm)
         rotary = grid and grid.rotary
+        if rotary is None and norms[0] is None:
+            return q, k, v
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
-        if not normalised:
-            q, k = self.normalise(q, k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k = ops.normalise_rotate(q, k, *norms, rotary, self.across)
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,19 +241,18 @@ class GridAttention:
 
     layer: Attention
     grid: TokenGrid | None
+    ops: BlockOps = TORCH_OPS
     normalised: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.normalised:
-            return self.layer.attention(q, k, v, self.grid, normalised=True)
-        return self.layer.attention(q, k, v, self.grid)
+        return self.layer.attention(q, k, v, self.grid, self.ops, self.normalised)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys normalised and rotated of the tokens from ``first`` on; heads may share keys and values."""
         grid = self.grid
         if grid is not None and grid.rotary is not None:
-            grid = replace(grid, rotary=grid.rotary[first : first + q.shape[2]])
-        return self.layer.prepare(q, k, v, grid, self.normalised)
+            grid = replace(grid, rotary=grid.rotary[..., first : first + q.shape[2], :, :])
+        return self.layer.prepare(q, k, v, grid, self.ops, self.normalised)
 
 
 @dataclass(frozen=True)
@@ -245,11 +271,6 @@ class MadeProjection:
 
 
 AnyProjection = Projection | MadeProjection  # what makes q, k, v
-
-
-def _across_heads(norm: RMSNorm, x: Tensor) -> Tensor:
-    """Normalise x (B, H, N, d) over all channels of a token's heads (B, N, H d), as Wan and LTX-Video do."""
-    return norm(x.transpose(1, 2).flatten(2)).unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,7 +300,7 @@ class AxialAttention(Attention):
             return super().output(x, ops, grid)
 
         def attend(x: Tensor, qkv: "AnyProjection", part: TokenGrid) -> Tensor:
-            return self.attention(*self.project(x, ops, qkv), part).transpose(1, 2).flatten(2)
+            return self.attention(*self.project(x, ops, qkv), part, ops).transpose(1, 2).flatten(2)
 
         return grid.shards.attend_along(self.axis, x, self.qkv, attend, grid.rotary)
 
@@ -289,9 +310,19 @@ class FrameAttention(AxialAttention):
 
     axis = 1
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        ops: BlockOps = TORCH_OPS,
+        normalised: bool = False,
+    ) -> Tensor:
         frames = grid.sizes[0]
-        parts = self.prepare(q, k, v, grid)  # a rotation by the frame's number is the same for all of a frame
+        parts = self.prepare(
+            q, k, v, grid, ops, normalised
+        )  # a rotation by the frame's number is the same for all of a frame
         frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
 
@@ -301,9 +332,17 @@ class TemporalAttention(AxialAttention):
 
     axis = 0
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, grid: TokenGrid) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: TokenGrid,
+        ops: BlockOps = TORCH_OPS,
+        normalised: bool = False,
+    ) -> Tensor:
         frames, places = grid.sizes[0], q.shape[2] // grid.sizes[0]
-        parts = self.prepare(q, k, v, grid)
+        parts = self.prepare(q, k, v, grid, ops, normalised)
         place = (x.unflatten(2, (frames, places)).permute(0, 3, 1, 2, 4).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *place).unflatten(0, (-1, places)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 

@@ -33,6 +33,7 @@ from opendit.models.attention import (
     CrossAttention,
     FrameAttention,
     GridAttention,
+    StreamShards,
     TemporalAttention,
     TokenGrid,
     of_rows,
@@ -441,13 +442,17 @@ class JointBlock(nn.Module):
 
 def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: BlockOps, grid: TokenGrid) -> Any:
     """Attend from the tokens of every stream to those of all: inputs (B, n_i, D), one for each layer, to attention
-    outputs of their shapes. Queries and keys are normalised by each layer's own norm."""
-    attend, projected = GridAttention(layers[0], grid, normalised=True), []
-    for layer, x in zip(layers, inputs, strict=True):
-        q, k, v = (part.transpose(1, 2) for part in layer.project(x, ops))
-        projected.append((*layer.normalise(q, k), v))
+    outputs of their shapes. Queries and keys are normalised by each layer's own norm. Ranks that share the tokens
+    rotate them where they have them in the order of the sequence."""
+    tables, rotated = [None] * len(layers), grid
+    if grid.rotary is not None and grid.shards is None:
+        tables, rotated = grid.rotary.split(grid.streams, dim=-3), replace(grid, rotary=None)
+    attend, projected = GridAttention(layers[0], rotated, ops, normalised=True), []
+    for layer, x, table in zip(layers, inputs, tables, strict=True):
+        prepared = layer.prepare(*layer.project(x, ops), TokenGrid(grid.sizes, table), ops)
+        projected.append([part.transpose(1, 2) for part in prepared])
     if grid.shards is not None:
-        return grid.shards.attention_of_streams(projected, attend)
+        return cast(StreamShards, grid.shards).attention_of_streams(projected, attend)
     q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
     return attend(q, k, v).transpose(1, 2).flatten(2).split(grid.streams, dim=1)
 

@@ -36,6 +36,8 @@ class TextCondition:
     """Encoded captions: tokens (B, L, Dt), mask (B, L) bool (True: a token, False: padding), pooled (B, Dt); and for
     models to which the scale of guidance is an input, that scale (B,).
 
+    shortest: a number of tokens that every caption has, as far as the host knows.
+
     Not a tuple: the training plugins rebuild tuples, and not every one can rebuild a named one; an object goes
     through them as it is.
     """
@@ -44,6 +46,7 @@ class TextCondition:
     mask: Tensor
     pooled: Tensor
     guidance: Tensor | None = None
+    shortest: int = 0
 
     def __len__(self) -> int:
         return len(self.pooled)
@@ -68,7 +71,8 @@ class TextCondition:
     def expand_as(self, other: "TextCondition") -> "TextCondition":
         """One caption for every one of ``other``, without a copy. Raises RuntimeError for another L or Dt."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
-        return TextCondition(*(own.expand_as(theirs) for own, theirs in pairs))
+        expanded = TextCondition(*(own.expand_as(theirs) for own, theirs in pairs))
+        return replace(expanded, shortest=self.shortest)
 
     def padded(self, length: int) -> "TextCondition":
         """Captions with zeros after their tokens, which the mask leaves out, up to ``length``."""
@@ -80,10 +84,11 @@ class TextCondition:
     @staticmethod
     def cat(conditions: Sequence["TextCondition"]) -> "TextCondition":
         """Several batches of captions as one, as torch.cat does for tensors."""
-        return TextCondition(*map(torch.cat, zip(*(c.tensors() for c in conditions), strict=True)))
+        joined = TextCondition(*map(torch.cat, zip(*(c.tensors() for c in conditions), strict=True)))
+        return replace(joined, shortest=min(c.shortest for c in conditions))
 
     def _each(self, function) -> "TextCondition":
-        return TextCondition(*map(function, self.tensors()))
+        return replace(TextCondition(*map(function, self.tensors())), shortest=self.shortest)
 
 
 Condition = Tensor | TextCondition
@@ -111,7 +116,8 @@ def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
     if isinstance(y, TextCondition):
         assert isinstance(null, TextCondition), "null is of y's kind"
         fields = zip(null.tensors(), y.tensors(), strict=True)
-        return TextCondition(*(_where(dropped, n, field) for n, field in fields))
+        chosen = TextCondition(*(_where(dropped, n, field) for n, field in fields))
+        return replace(chosen, shortest=min(null.shortest, y.shortest))
     assert isinstance(null, Tensor), "null is of y's kind"
     return _where(dropped, null, y)
 

@@ -114,6 +114,11 @@ class DiTConfig:
         return self.adaln_lora is not None
 
     @property
+    def joint_sequence(self) -> bool:
+        """True if captions' tokens are in the sequence of the blocks."""
+        return False
+
+    @property
     def is_video(self) -> bool:
         return len(self.patch) == 3
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.models.given_frames import without_any
-from opendit.models.positions import add_table
+from opendit.models.positions import add_table, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (B, H, N, d)
 TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
@@ -88,6 +88,26 @@ def linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor,
     return linear(x).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
+def normalise_rotate(
+    q: Tensor,
+    k: Tensor,
+    q_norm: RMSNorm | None,
+    k_norm: RMSNorm | None,
+    table: Tensor | None,
+    across: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """q (B, N, H, d) and k (B, N, K, d), normalised and then rotated by the table (N, d / 2, 2) or (B, N, d / 2, 2),
+    see :func:`rotate`. Either may be missing. across: the norms are over all channels of a token (H d,), as in Wan and
+    LTX-Video."""
+    if q_norm is not None and k_norm is not None:
+        q, k = _normalise_heads(q_norm, q, across), _normalise_heads(k_norm, k, across)
+    return (q, k) if table is None else (rotate(q, table), rotate(k, table))
+
+
+def _normalise_heads(norm: RMSNorm, x: Tensor, across: bool) -> Tensor:
+    return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if across else norm(x)
+
+
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
     """GELU(linear(x)), tanh form."""
     return F.gelu(linear(x), approximate="tanh")
@@ -159,6 +179,7 @@ class BlockOps:
     linear_gate_residual_rmsnorm_modulate: Callable[..., tuple[Tensor, Tensor]] | None = _of_projection(None)
     swiglu: Callable[[Tensor], Tensor] = swiglu
     add_table: Callable[[Tensor, Tensor], Tensor] = add_table
+    normalise_rotate: Callable[..., tuple[Tensor, Tensor]] = normalise_rotate
     kernels: tuple[Kernel, ...] = ()  # the kernels that replace references
 
     @classmethod

@@ -364,7 +364,9 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
     units = 3 + (3 if copied else 1 + 2 * keys + 2) + (execution.fp8 and execution.recompute == "none") / 2
-    if config.qk_norm:  # both products of an RMSNorm, of queries and of keys; of shared keys a copy is there anyway
+    if config.qk_norm and execution.fused:  # queries and keys, normalised; of shared keys a copy is there anyway
+        units += 1 + (keys == 1)
+    elif config.qk_norm:  # both products of an RMSNorm
         units += 2 + (2 if keys == 1 else keys)
     elif config.positions == "rope":
         units += 2 if keys == 1 else -2 * keys
@@ -374,11 +376,12 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
     """Return what self-attention keeps, plus its result in the order that the projection reads, which differs from the
-    order of writing. Rotated queries and keys are copies in that order; normalised ones are kept beside them."""
+    order of writing. Rotated queries and keys are copies in that order; normalised ones are kept beside them, unless
+    one kernel does both, which keeps its input alone."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
-    units = 7 + (execution.fp8 and execution.recompute == "none") / 2 + 5 * config.qk_norm
+    units = 7 + (execution.fp8 and execution.recompute == "none") / 2 + (3 if execution.fused else 5) * config.qk_norm
     if execution.sequence_parallel > 1 and execution.recompute != "none":
         units += 1  # its input has come from other ranks, and is not recomputed
     return Kept(units=units, weights=weights)

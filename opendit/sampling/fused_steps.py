@@ -44,11 +44,12 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 
 
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if the kernels support a model: no other rank shares its samples, it has no conditioning frames, and
-    its patches don't repeat frames."""
+    """Return True if the kernels support a model: no other rank shares its samples, it has no conditioning frames, its
+    patches don't repeat frames, and its sequence has no captions."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
-    return model.sequence is None and not repeated and model.config.given_frames is None
+    config = model.config
+    return model.sequence is None and not repeated and config.given_frames is None and not config.joint_sequence
 
 
 class FusedSteps:

@@ -64,8 +64,8 @@ def vae_of(vae: str | None, weights: Weights) -> str:
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
-    if vae is None and weights.path.is_dir():  # a diffusers pipeline, whose folder holds its VAE
-        return stored
+    if vae is None and stored is not None and weights.path.is_dir():  # a diffusers pipeline, whose folder holds its VAE
+        return str(stored)
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
 

@@ -12,7 +12,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from opendit.checkpoint.ema import EMA
+from opendit.checkpoint.fill import DeviceReader
 from opendit.checkpoint.load import load_checkpoint
+from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.pretrained import FirstWeights
 from opendit.checkpoint.run_folders import folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
@@ -136,6 +138,8 @@ def _first_values(spec: RunSpecification, model: DiT) -> Values:
     if spec.lora is not None:
         add_lora(model, spec.lora, start.untrained, seed)
         initial = InitialValues(model, seed)
+    if isinstance(spec.initial.state, MatchedTensors) and not start.made and spec.flags.offload == "none":
+        return DeviceReader(spec.initial.state, spec.mesh.device, otherwise=initial)
     return FirstWeights(start, spec.initial.state, initial)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opendit.checkpoint.ema import EMA
 from opendit.diffusion.sampling import sample_in_batches
-from opendit.encoders.conditioner import CaptionConditioner, preview_labels
+from opendit.encoders.conditioner import CaptionConditioner, PublishedConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
 from opendit.models import Condition, DiT, empty_model
 from opendit.models.conditioning import TextCondition, same_length
@@ -25,7 +25,7 @@ from opendit.sampling.model_loading import guidance_of, usual_settings
 from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
 from opendit.training.monitor import Monitor
-from opendit.training.specification import RunSpecification, example_captions
+from opendit.training.specification import RunSpecification, example_captions, example_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,11 @@ class SampleGrids:
         """Return the conditions of a sample grid, and the captions above its pictures."""
         spec = self._spec
         if spec.model_config.text is not None:
-            captions = example_captions(spec.dataset, count=8 if spec.flags.use_video else 16)
+            count, conditioner = 8 if spec.flags.use_video else 16, spec.conditioner
+            if isinstance(conditioner, PublishedConditioner) and conditioner.encoder is None:
+                captions, embeddings = example_embeddings(spec.dataset, count)
+                return conditioner.of_embeddings(embeddings), captions
+            captions = example_captions(spec.dataset, count)
             return cast(CaptionConditioner, spec.conditioner).encode(captions), captions
         names = spec.dataset.describe().class_names
         labels = preview_labels(len(names), 4 * len(names) if len(names) <= 10 else 32)

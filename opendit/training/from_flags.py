@@ -143,7 +143,8 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
         if flags.num_classes is not None:
             raise ValueError(f"--num_classes: --data_path {path} has captions, not classes; leave it out")
         cached, given = about.text_encoder, flags.text_encoder
-        if cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached:
+        other = cached and given not in (None, "bytes", cached) and str(Path(given).expanduser().resolve()) != cached
+        if other and not family_in(flags.model):  # a public model's folder may lie elsewhere; see _public_model
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
@@ -250,7 +251,9 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
     vae, channels, size, frames = _latent_geometry(flags, dataset)
     if family_in(flags.model):
         source = resume.model if resume else find_weights(cast(str, flags.pretrained))
-        config, objective = _public_model(flags, source, channels, size if frames is None else (frames, *size))
+        size = size if frames is None else (frames, *size)
+        config, objective = _public_model(flags, source, channels, size, dataset.describe().max_tokens)
+        _check_embeddings(flags, config, dataset.describe())
     else:
         objective = objective_from_flags(flags)
         config = model_config(
@@ -276,11 +279,11 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
 
 
 def _public_model(
-    flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...]
+    flags: TrainConfig, source: Path, channels: int, size: tuple[int, ...], cached_tokens: int
 ) -> tuple[PublicConfig, FlowObjective]:
     """Return the configuration and the objective of a public model, of its weights at ``source``.
 
-    channels, size: of the data's latents.
+    channels, size: of the data's latents. cached_tokens: of their captions' embeddings, 0 without any.
 
     Raises:
         ValueError: the weights are others, or the data's latents or captions don't fit them.
@@ -296,17 +299,35 @@ def _public_model(
     if flags.text_encoder in (None, "bytes"):
         raise ValueError(f"--text_encoder: give the folder of the pipeline of {flags.model}, which has its encoders")
     assert found.text is not None
-    tokens, most = flags.max_text_tokens or found.text.max_tokens, family_of(found.family).text.tokens
+    most = family_of(found.family).text.tokens
+    tokens = flags.max_text_tokens or cached_tokens or found.text.max_tokens
     if tokens > most:
         raise ValueError(f"--max_text_tokens {tokens}: {flags.model} takes {most} at most")
     config = public_config(found.family, json.loads(found.published), size, tokens)
     config.grid_of(size)
     own = objective_from_dict(info["objective"])
     assert isinstance(own, FlowObjective), "a public model's is a flow"
-    changes: dict[str, Any] = {"times_are": flags.flow_times} if "flow_times" in flags.given else {}
+    asked = objective_from_flags(flags)
+    assert isinstance(asked, FlowObjective)
+    changes: dict[str, Any] = {"times_are": asked.times_are} if "flow_times" in flags.given else {}
     if "flow_shift" in flags.given:
-        changes |= {"shift": flags.flow_shift, "shift_tokens": flags.flow_shift_tokens, "shift_growth": None}
+        changes |= {"shift": asked.shift, "shift_tokens": asked.shift_tokens, "shift_growth": None}
     return config, replace(own, **changes)
+
+
+def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:
+    """Check that cached embeddings, if there are any, have a public model's shapes. Raises ValueError."""
+    if about.empty_caption is None:
+        return
+    assert config.text is not None
+    text, (tokens, _, pooled) = config.spec.text, about.empty_caption
+    found, taken = (*tokens.shape, *pooled.shape), (config.text.max_tokens, text.width, text.pooled)
+    if found != taken:
+        shown = ["{} tokens of {} numbers and a vector of {}".format(*each) for each in (found, taken)]
+        raise ValueError(
+            f"--data_path {flags.data_path}: its captions are {shown[0]}, {flags.model} takes {shown[1]}; make it with "
+            "preprocess.py latents --pretrained"
+        )
 
 
 def _given_frames(asked: str | None, num_frames: int, latent: int | None) -> str | None:

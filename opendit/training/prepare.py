@@ -132,7 +132,9 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         notes.append(saved_by_adaln_lora(config))
     lora = _lora(flags, initial, resume, notes) if flags.lora else None
     codec = _codec(flags, dataset, vae, mesh, notes)
-    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, for_grids=codec is not None)
+    # Grids of a public model are drawn with the embeddings of the cache; its encoders may be larger than the model.
+    drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
+    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn)
     if mesh.is_main:
         encoder = getattr(conditioner, "encoder", None)
         if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
@@ -354,21 +356,22 @@ def _named_by_the_cache_alone(flags: TrainConfig, dataset: MediaDataset, vae: st
 
 
 def _conditioner(
-    text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, for_grids: bool
+    text_encoder: str | None, config: DiTConfig, dataset: MediaDataset, mesh: Mesh, drawn: bool
 ) -> Conditioner:
-    """Make the conditioner. Cached embeddings need an encoder only ``for_grids``."""
+    """Make the conditioner. Beside cached embeddings an encoder is needed only if other captions are ``drawn``."""
     if config.text is None:
         return LabelConditioner(cast(int, config.num_classes), mesh.device)
     encoder, empty = None, None if config.text.inside else dataset.describe().empty_caption
     empty = empty and [part.unsqueeze(0) for part in empty]
-    needed = for_grids or empty is None
+    needed = drawn or empty is None
     if isinstance(config, PublicConfig):
-        told, published = embedded_guidance(config), None
+        told, published, family = embedded_guidance(config), None, family_of(config.family)
         if needed and not isinstance(dataset, MockDataset):
-            folder, family = Path(cast(str, text_encoder)).expanduser(), family_of(config.family)
+            folder = Path(cast(str, text_encoder)).expanduser()
             how: dict[str, Any] = dict(device=mesh.device, dtype=torch.bfloat16, max_tokens=config.text.max_tokens)
             published = load_published_text(folder, family, **how)
-        return PublishedConditioner(config.text, mesh.device, published, told, empty)
+        trim = family.text.padding == "remove"
+        return PublishedConditioner(config.text, mesh.device, published, told, empty, trim)
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         name, longest = cast(str, text_encoder), config.text.max_tokens

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import read_info, table_notes
 from opendit.checkpoint.tensor_set import compare
 from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
-from opendit.data.base import BadSample
+from opendit.data.base import BadSample, Embedding
 from opendit.data.order.buckets import TokenSize, shape_table
 from opendit.data.shaped import shape_latents, shape_media
 from opendit.diffusion import Objective, objective_from_dict
@@ -111,13 +113,27 @@ class RunSpecification:
 def example_captions(dataset: MediaDataset, count: int = 16) -> list[str]:
     """Return captions to draw if nobody names one: distinct ones, spread evenly over the data set. Rows that can't be
     read are left out; the loader replaces and counts them."""
+    return list(_example_rows(dataset, count))
+
+
+def _example_rows(dataset: MediaDataset, count: int) -> dict[str, int]:
+    """Map the captions of :func:`example_captions` to rows that have them."""
     if dataset.describe().conditioning != "text":
-        return []
-    found: dict[str, None] = {}
+        return {}
+    found: dict[str, int] = {}
     for row in range(0, len(dataset), max(1, len(dataset) // (4 * count))):
         with suppress(BadSample):
-            found[cast(str, dataset.caption(row))] = None
-    return list(found)[:count]
+            found.setdefault(cast(str, dataset.caption(row)), row)
+    return dict(list(found.items())[:count])
+
+
+def example_embeddings(dataset: MediaDataset, count: int = 16) -> tuple[list[str], Embedding]:
+    """Return the captions of :func:`example_captions`, of a data set that has their embeddings, with these."""
+    found: dict[str, Embedding] = {}
+    for caption, row in _example_rows(dataset, count).items():
+        with suppress(BadSample):
+            found[caption] = cast(Embedding, dataset.read(row).embedding)
+    return list(found), Embedding(*map(torch.stack, zip(*found.values(), strict=True)))
 
 
 def _path_or_name(value: str | None) -> str | None:

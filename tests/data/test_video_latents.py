@@ -24,7 +24,7 @@ from opendit.data import (
     build_schedule,
 )
 from opendit.data.make_latents import make_latents
-from opendit.data.text_cache import CaptionTable, pack_captions, pack_embeddings, padded
+from opendit.data.text_cache import CaptionTable, EmbeddingForm, pack_captions, pack_embeddings, padded
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
@@ -267,7 +267,7 @@ def test_captions_come_back(shards):
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_embeddings_come_back(lengths):
     parts = [(torch.randn(n, 2).half(), torch.randn(2).half()) for n in lengths]
-    packed = pack_embeddings(parts, 2)
+    packed = pack_embeddings(parts, EmbeddingForm(2, 2))
     for row, (tokens, pooled) in enumerate(parts):
         start = int(packed["token_ends"][row - 1]) if row else 0
         whole = padded(packed["tokens"][start : int(packed["token_ends"][row])], packed["pooled"][row], 5)

@@ -87,7 +87,8 @@ def test_a_run_is_exported_by_the_command_in_the_published_dtype(base, tmp_path,
     out = capsys.readouterr().out
     assert f"wrote {tmp_path / 'tuned'}" in out and f"note: {base}/vae/code.py holds code, or may" in out
     after = all_weights(tmp_path / "tuned")
-    assert all(torch.equal(after[name], 2 * tensor) for name, tensor in published.weights().items())
+    for name, tensor in published.weights().items():
+        assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], 2 * tensor), name
     assert (tmp_path / "tuned" / "vae" / "model.safetensors").stat().st_nlink == 2
     main(argv)  # in the place of the first
     assert "is there already and will be replaced" in capsys.readouterr().out
@@ -126,6 +127,11 @@ def test_nothing_is_written_through_a_link_nor_over_something_else(base, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "away")
     with pytest.raises(LinkRefused):
         untouched(base, tmp_path / "link")
+    untouched(base, tmp_path / "other")
+    (tmp_path / "to_pipeline").symlink_to(tmp_path / "other")
+    with pytest.raises(LinkRefused):
+        untouched(base, tmp_path / "to_pipeline")
+    assert (tmp_path / "to_pipeline").is_symlink()
     (tmp_path / "away" / "letter.txt").write_text("mine")
     with pytest.raises(ValueError, match="away holds something else than a pipeline"):
         untouched(base, tmp_path / "away")
@@ -137,7 +143,7 @@ def test_nothing_is_written_through_a_link_nor_over_something_else(base, tmp_pat
     (base / "vae" / "secret.json").symlink_to(tmp_path / "away" / "letter.txt")
     with pytest.raises(ValueError, match="secret.json is a symbolic link out of"):
         untouched(base, tmp_path / "out")
-    assert sorted(os.listdir(tmp_path)) == ["away", "link", "model_index.json", "small"]
+    assert sorted(os.listdir(tmp_path)) == ["away", "link", "model_index.json", "other", "small", "to_pipeline"]
     assert os.listdir(tmp_path / "away") == ["letter.txt"]
 
 

@@ -24,6 +24,7 @@ from tests.kernels.cases import (
     WIDTHS,
     arguments_of,
     check,
+    check_rotate_heads,
     check_split_heads,
     make_inputs,
     output_gradients,
@@ -312,6 +313,19 @@ def test_forced_attention_never_builds_the_scores(requested):
     torch.cuda.reset_peak_memory_stats()
     LocalAttention(backend)(q, k, v).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4 * 8192 * 8192 * 2 / 4  # a quarter of the scores in bf16
+
+
+@dtypes
+@pytest.mark.parametrize("norm", (None, "head", "across"))
+@pytest.mark.parametrize("head_dim", (64, 72, 80, 96, 128, 256))
+def test_rotate_heads(dtype, norm, head_dim):
+    for table in (None, "shared", "of samples"):
+        if norm is None and table is None:
+            continue
+        for batch, length, heads in ((1, 1, (1, 1)), (3, 257, (16, 16)), (1, 4608, (24, 24)), (2, 255, (5, 5))):
+            for layout in ("projection", "heads first"):
+                check_rotate_heads(batch, length, heads, head_dim, dtype, norm, table, layout, "cuda")
+        check_rotate_heads(2, 1000, (12, 3), head_dim, dtype, norm, table, "inside out", "cuda", FLOAT32)
 
 
 @dtypes

@@ -34,6 +34,7 @@ from opendit.kernels.rmsnorm_modulate import (
     rmsnorm_modulate,
     rmsnorm_modulate_reference,
 )
+from opendit.kernels.rotate_heads import rotate_heads
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.swiglu import swiglu, swiglu_reference
 
@@ -252,6 +253,72 @@ def check_split_heads(
     if bias is not None:
         assert got[1].dtype == bias_dtype
         assert ((got[1].double() - want[1]).norm() / want[1].norm()).item() <= BOUNDS[bias_dtype]
+
+
+def rotate_heads_inputs(
+    batch: int, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: str | None, device="cpu",
+    layout: str = "projection", weight_dtype: torch.dtype | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """q and k, and the norms' weights if there are norms. layout: views of one projection (B, N, (H + 2 K) d); with the
+    heads before the tokens; or with strided channels."""
+    generator = torch.Generator(device).manual_seed(length * 1009 + head_dim)
+    random = functools.partial(torch.randn, generator=generator, device=device)
+    if layout == "projection":
+        total = random(batch, length, (heads[0] + 2 * heads[1]) * head_dim).to(dtype).unflatten(-1, (-1, head_dim))
+        found = list(total.split((*heads, heads[1]), dim=2)[:2])
+    elif layout == "heads first":
+        found = [random(batch, count, length, head_dim).to(dtype).transpose(1, 2) for count in heads]
+    else:
+        found = [random(head_dim, length, count, batch).to(dtype).permute(3, 1, 2, 0) for count in heads]
+    if norm is not None:
+        widths = [head_dim * (count if norm == "across" else 1) for count in heads]
+        found += [random(width).to(weight_dtype or dtype) for width in widths]
+    return found
+
+
+def exact_rotated_heads(x: Tensor, weight: Tensor | None, table: Tensor | None, eps: float, across: bool) -> Tensor:
+    """x (B, N, H, d) normalised and rotated in float64, by products of complex numbers."""
+    if weight is not None:
+        over = (2, 3) if across else (3,)
+        x = x / (x.square().mean(over, keepdim=True) + eps).sqrt() * (weight.view(x.shape[2:]) if across else weight)
+    if table is not None:
+        turns = torch.view_as_complex(table.double()).unsqueeze(-2)
+        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns).flatten(-2)
+    return x
+
+
+def check_rotate_heads(
+    batch: int, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: str | None,
+    table: str | None, layout: str = "projection", device="cpu", weight_dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Asserts the bounds of rotate_heads for its results and every gradient. norm: None, "head" or "across"; table:
+    None, "shared", or "of samples"."""
+    leaves = rotate_heads_inputs(batch, length, heads, head_dim, dtype, norm, device, layout, weight_dtype)
+    turns, eps, across = None, 1e-5, norm == "across"
+    if table is not None:
+        angles = torch.randn(*((batch,) if table == "of samples" else ()), length, head_dim // 2, device=device) * 3
+        turns = torch.stack([angles.cos(), angles.sin()], dim=-1)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    names = ("q", "k", "q_weight", "k_weight")[: len(leaves)]
+    weights = leaves[2:] or (None, None)
+    grads = [torch.randn(batch, count, length, head_dim, device=device).to(dtype).transpose(1, 2) for count in heads]
+    with poisoned_memory():
+        outputs = rotate_heads(*leaves[:2], *weights, turns, eps, across)
+        got = torch.autograd.grad(outputs, leaves, grads)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    pairs = zip(exact[:2], exact[2:] or (None, None), strict=True)
+    wanted = [exact_rotated_heads(x, weight, turns, eps, across) for x, weight in pairs]
+    want = torch.autograd.grad(wanted, exact, [grad.double() for grad in grads])
+    named = zip(("y of q", "y of k", *(f"d{name}" for name in names)), (*outputs, *got), (*wanted, *want), strict=True)
+    for (name, value, reference), leaf in zip(named, (*leaves[:2], *leaves), strict=True):
+        assert value.dtype == leaf.dtype and value.is_contiguous() and value.shape == leaf.shape, name
+        difference = value.double() - reference
+        error, largest = difference.norm() / reference.norm(), difference.abs().max() / reference.abs().max()
+        bounds = max(dtype, leaf.dtype, key=lambda t: BOUNDS[t])
+        assert error <= BOUNDS[bounds] and largest <= max(LARGEST[bounds], BOUNDS[bounds]), (
+            f"{name}: {error}, {largest}"
+        )
 
 
 def check(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None = None) -> None:

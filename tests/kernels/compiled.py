@@ -36,6 +36,7 @@ from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layer
 from opendit.kernels.guided_update import guided_update
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
+from opendit.kernels.rotate_heads import rotate_heads
 from opendit.kernels.short_attention import short_attention
 from opendit.kernels.split_heads import gather_heads_float8, split_heads
 from opendit.kernels.step_rows import gather_rows, take_step
@@ -134,6 +135,15 @@ def heads(width: int) -> None:
     torch.autograd.grad(outputs, leaves, [torch.randn_like(part) for part in outputs])
 
 
+def rotated(heads: int, size: int, dtype: torch.dtype, norm: bool, turn: bool, across: bool) -> None:
+    qkv = torch.randn(2, 256, 3 * heads * size, dtype=dtype).requires_grad_()
+    q, k, _ = qkv.unflatten(-1, (3, heads, size)).unbind(2)
+    width = heads * size if across else size
+    weights = [torch.randn(width, dtype=dtype).requires_grad_() for _ in range(2)] if norm else [None, None]
+    outputs = rotate_heads(q, k, *weights, torch.zeros(256, size // 2, 2) if turn else None, 1e-6, across)
+    torch.autograd.grad(outputs, [qkv, *weights] if norm else qkv, [torch.randn_like(part) for part in outputs])
+
+
 def short(batch: int, tokens: int, heads: int, size: int) -> None:
     qkv = torch.empty(batch, tokens, 3, heads, size, dtype=BFLOAT16)
     short_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
@@ -172,6 +182,11 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         if op.modulated:
             yield f"{name} packed", lambda n=name: forward_and_backward(n, 1152, BFLOAT16, (100, 156))
     yield "split_heads", lambda: heads(1152)
+    for heads_of in ((24, 128, BFLOAT16), (16, 72, BFLOAT16), (24, 128, torch.float32)):
+        for what in ((True, True, False), (True, False, False), (False, True, False)):
+            yield f"rotate_heads {heads_of} {what}", lambda h=heads_of, w=what: rotated(*h, *w)
+    for heads_of in ((12, 128), (40, 128)):
+        yield f"rotate_heads across {heads_of}", lambda h=heads_of: rotated(*h, BFLOAT16, True, True, True)
     for shape in ((2, 256, 16, 72), (64, 256, 16, 72), (64, 130, 6, 64), (64, 256, 8, 96)):
         yield f"short_attention {shape}", lambda s=shape: short(*s)
     for size in (72, 96):

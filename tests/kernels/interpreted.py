@@ -17,6 +17,7 @@ INTERPRETED = (
         "test_filled_heads.py",
         "test_first_row.py",
         "test_philox.py",
+        "test_rotate_heads.py",
         "test_sampling_step.py",
         "test_short_attention.py",
         "test_split_heads.py",

@@ -57,6 +57,7 @@ def test_flags_choose_the_operations():
             "residual_rmsnorm_modulate",
             "swiglu",
             "add_table",
+            "normalise_rotate",
         },
         (False, False, True): {"linear_heads"},
         (True, True, True): set(BlockOps.names()),

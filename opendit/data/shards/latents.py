@@ -10,7 +10,7 @@ The safetensors file has the tensors
 
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
-    pooled   (D,) float16                 and its pooled vector
+    pooled   (P,) float16                 and its pooled vector; or both in bfloat16, see ``text_cache``
 
 Pictures of several sizes lie side by side, each in its own tars. ``empty-caption.safetensors``: see ``text_cache``.
 

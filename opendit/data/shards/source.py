@@ -94,7 +94,7 @@ def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatent
     store, empty = RemoteTars([tar.path for tar in kept], contents, sizes, remote, cache), None
     if text := index.get("text"):
         name = f"{folder}/{EMPTY}"
-        empty = load_empty_caption(remote.read_all(name, MOST_EMPTY), text["max_tokens"], name)
+        empty = load_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
     options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
     return TarLatents(asked.shown, index, tars, store=store, **options)
 

@@ -14,14 +14,14 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, TokenGrid, local_attention
+from opendit.models.attention import Attention, CrossAttention, StreamShards, TokenGrid, local_attention
 from opendit.models.blocks import Block, BlockSpec, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition, TextConfig
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
 from opendit.models.families.base import Family
 from opendit.models.initialization import Constant, Distribution, Normal, initialize
-from opendit.models.layers import BlockOps, Mlp, RMSNorm, TimestepEmbedder
+from opendit.models.layers import BlockOps, RMSNorm, TimestepEmbedder
 from opendit.models.positions import axes_table, grid_coordinates
 from opendit.models.segments import PlacedSegments, Segments
 
@@ -184,12 +184,13 @@ class PublicConfig(DiTConfig):
             raise ValueError(f"--pack_tokens: not {self.family} models: {self.why_no_packs}; give --bucket_tokens")
 
     @property
-    def float8(self) -> bool:
-        return False
+    def joint_sequence(self) -> bool:
+        return bool(self.spec.order)
 
     @property
-    def recompute(self) -> bool:
-        return False
+    def in_operations(self) -> bool:
+        """True if FP8 and --recompute know every norm, projection and MLP of the blocks."""
+        return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -318,7 +319,7 @@ class TextEmbedder(nn.Module):
     def __init__(self, text: TextEmbedding, width: int, eps: float):
         super().__init__()
         self.norm: RMSNorm | None = RMSNorm(text.width, eps) if text.layers == "norm" else None
-        self.mlp: Mlp | nn.Linear = (
+        self.mlp: nn.Linear | TextMlp = (
             nn.Linear(text.width, width) if text.layers != "mlp" else TextMlp(text.width, width, width)
         )
         # Stands in for the tokens that fill a caption.
@@ -431,13 +432,13 @@ class PublicDiT(DiT):
         if spec.guidance:
             scale = y.guidance if y.guidance is not None else self._usual_guidance(len(y.pooled), y.tokens.device)
             vector = vector + self.guidance_embedder(scale * 1000)
-        return vector, self._text(y.tokens.to(dtype), y.mask)
+        return vector, self._text(y.tokens.to(dtype), y.mask, y.shortest)
 
     def _usual_guidance(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
 
-    def _text(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool."""
+    def _text(self, tokens: Tensor, mask: Tensor, shortest: int) -> tuple[Tensor, Tensor]:
+        """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool; (B, 0) for all."""
         spec, embed = self.config.spec, self.text_embedder
         elsewhere = not hasattr(embed, "mlp")  # on a pipeline's first stage
         if spec.text.multiple == 1:
@@ -445,26 +446,23 @@ class PublicDiT(DiT):
         tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))
         length = tokens.shape[1]
         lengths = mask.sum(1)
-        filled = _round_up(lengths, spec.text.multiple)
         place = torch.arange(length, device=tokens.device)
+        keys = place < _round_up(lengths, spec.text.multiple)[:, None]
+        if length <= spec.text.multiple or _round_up(shortest, spec.text.multiple) >= length:
+            keys = keys[:, :0]
         if elsewhere:
-            return tokens, place < filled[:, None]
-        x = torch.where((place < lengths[:, None]).unsqueeze(-1), embed(tokens), embed.filling)
-        keys = place < filled[:, None]
+            return tokens, keys
+        own = (place < lengths[:, None]).unsqueeze(-1)
+        x = torch.where(own, embed(tokens), cast(Tensor, embed.filling))
         if spec.text_refiner is not None:
             ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
             ids[..., 0] = place + 1
-            alone = None if self._all_tokens(mask) else keys
+            alone = keys if keys.shape[1] else None
             grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
             checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
             nothing = [x.new_zeros(len(x), 0)] * spec.text_refiner.count
             x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=checkpointed)
         return x, keys
-
-    def _all_tokens(self, mask: Tensor) -> bool:
-        """Return True if no caption of a batch has padding that must not be attended to, as far as its shape tells."""
-        multiple = self.config.spec.text.multiple
-        return multiple == 1 or mask.shape[1] <= multiple
 
     def contexts(self, context: Context | None) -> list[Context] | None:
         if self.config.spec.order:
@@ -522,8 +520,9 @@ class PublicDiT(DiT):
         their places. Takes the refiner's modulations."""
         spec = self.config.spec
         grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
-        media = self.x_embedder.project(self.x_embedder.patches(x))
-        filling, count = self.x_embedder.filling, -media.shape[1] % spec.media_multiple
+        embed = cast(PatchLinear, self.x_embedder)
+        media = embed.project(embed.patches(x))
+        filling, count = embed.filling, -media.shape[1] % spec.media_multiple
         if filling is not None and count:
             media = torch.cat([media, filling.to(media.dtype).expand(len(media), count, -1)], dim=1)
         if alone.shards is not None:
@@ -536,7 +535,7 @@ class PublicDiT(DiT):
             return media, grid
         text, _ = _of_context(context)
         if grid.shards is not None:
-            text = grid.shards.take_stream(spec.order.index("text"), text)
+            text = cast(StreamShards, grid.shards).take_stream(spec.order.index("text"), text)
         parts = {"text": text, "media": media}
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
@@ -544,25 +543,25 @@ class PublicDiT(DiT):
         """Describe the places of all tokens of a batch of latents of this size, and those of the media alone."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
-        keys = _of_context(context)[1] if spec.order else None
+        text, keys = _of_context(context) if spec.order else (None, None)
         rotary, order = spec.rotary, spec.order
         axes = len(rotary.channels)
         at = torch.zeros(media, axes, dtype=torch.float64, device=device)
         places = grid_coordinates(*sizes, device=device).double()
         at[: len(places), axes - places.shape[1] :] = places
-        if keys is None:
+        if text is None or keys is None:
             shards = None if self.sequence is None else self.sequence(media, sizes)
             grid = TokenGrid(sizes, axes_table(at, rotary.channels, rotary.base), shards=shards)
             return grid, grid
-        length = keys.shape[1]
+        length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         mask = None
         text_at = torch.zeros(length, axes, dtype=torch.float64, device=device)
         if rotary.text == "count":
             text_at[:, 0] = torch.arange(1, length + 1, device=device)
             at = at.expand(batch, -1, -1).clone()
-            at[:, : len(places), 0] += keys.sum(1, keepdim=True) + 1
+            at[:, : len(places), 0] += lengths + 1
             text_at = text_at.expand(batch, -1, -1)
-            if not (length <= spec.text.multiple):
+            if keys.shape[1]:
                 mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
         parts = {"text": text_at, "media": at}
         table = axes_table(torch.cat([parts[name] for name in order], dim=-2), rotary.channels, rotary.base)
@@ -586,7 +585,8 @@ class PublicDiT(DiT):
             x = x.split(grid.streams, dim=1)[spec.order.index("media")]
         y = self.final_layer(x, cast(Tensor, m))
         if grid.shards is not None:
-            y = grid.shards.gather_stream(spec.order.index("media"), y) if spec.order else grid.shards.gather(y)
+            joint = cast(StreamShards, grid.shards)
+            y = joint.gather_stream(spec.order.index("media"), y) if spec.order else joint.gather(y)
         y = self.unpatchify(y[:, : math.prod(grid.sizes)], grid.sizes)
         return -y if spec.reversed_time else y
 
@@ -599,7 +599,6 @@ class PublicDiT(DiT):
         order = [axis for i in range(axes) for axis in (1 + i, 2 + axes + i)]
         sides = (g * p for g, p in zip(grid, patch, strict=True))
         return x.permute(0, 1 + axes, *order).reshape(x.shape[0], spec.channels, *sides)
-
 
     # --------------------------------------------------------------------------------------------------------- packs
 
@@ -628,7 +627,8 @@ def _parts_of(modules: Any) -> Iterable[Any]:
     return modules if isinstance(modules, nn.ModuleList) else ()
 
 
-def _round_up(numbers: Tensor, multiple: int) -> Tensor:
+def _round_up(numbers: Any, multiple: int) -> Any:
+    """Return numbers, a tensor or an integer, rounded up to multiples."""
     return (numbers + multiple - 1) // multiple * multiple
 
 

@@ -471,13 +471,13 @@ def _(model, patch, y):
         cos, sin = table.unsqueeze(-3).unbind(-1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
 
-    patch.setattr(attention, "rotate", halves)
+    patch.setattr(layers, "rotate", halves)
 
 
 @wrong("rotations the other way", "flux", "z_image")
 def _(model, patch, y):
-    rotate = attention.rotate
-    patch.setattr(attention, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
+    rotate = layers.rotate
+    patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
 
 
 def normalise_by_head(model: PublicDiT, patch: pytest.MonkeyPatch, pattern: str) -> None:
@@ -512,15 +512,10 @@ def _(model, patch, y):
 
 @wrong("queries and keys normalised after they are rotated", "flux", "z_image")
 def _(model, patch, y):
-    rotate = attention.rotate
+    def rotate_normalise(q, k, q_norm, k_norm, table, across):
+        return q_norm(layers.rotate(q, table)), k_norm(layers.rotate(k, table))
 
-    def prepare(self, q, k, v, grid, normalised=False):
-        q, k = (rotate(part.transpose(1, 2), grid.rotary) for part in (q, k))
-        q, k = self.q_norm(q), self.k_norm(k)
-        return q.transpose(1, 2), k.transpose(1, 2), v
-
-    patch.setattr(attention.Attention, "prepare", prepare)
-    patch.setattr(attention.Attention, "normalise", lambda self, q, k: (q, k))
+    model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 
 
 @wrong("channels of a patch the other way, in", "flux", "z_image", "wan")

@@ -1,0 +1,820 @@
+"""Public models against diffusers' own networks with the same random weights: forward, latents, a training step.
+
+    python benchmarks/bench_public.py [--models flux wan-1.3b z-image] [--train] [--results FILE]
+    python benchmarks/bench_public.py --tiny
+
+The sizes are the published ones, the weights are drawn on the device and rounded to bf16, and our network gets them by
+the family's table of names. diffusers' network has the types that ``from_pretrained(torch_dtype=torch.bfloat16)`` gives
+it. It runs kernel by kernel, and with its repeated blocks compiled, as ``compile_repeated_blocks()`` does it; attention
+is cuDNN's, which is its fastest one here (in training torch's flash attention, for cuDNN's gradients are wrong under
+torch.compile). Ours runs kernel by kernel, and recorded as a CUDA graph.
+
+Forward passes take turns for --rounds rounds in one process; the median counts. The floor is the time of a forward
+pass's matrix products and attention alone, measured one by one. Differences of outputs and latents are relative to the
+RMS of diffusers' eager ones. What rounding alone does is the difference between its two ways to run, and to a
+reference: diffusers' network in fp32 with TF32 products. Latents are drawn without a second pass for guidance and stay
+fp32, in our sampler as in the loop around diffusers' scheduler. In bf16 its FLUX.1 also rounds the time; "rounded
+times" are latents of ours with the same rounding.
+
+Each part prints its line, and appends its rows, as soon as it is done; one that fails says so in one line, and the
+others run. After --seconds nothing new is begun.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import re
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.results import add_flags, record
+from opendit.checkpoint.matched import check_matched
+from opendit.diffusion.published_schedules import published_schedule
+from opendit.diffusion.random import initial_noise
+from opendit.diffusion.sampling import sample_latents
+from opendit.kernels.recording import GraphRecorder
+from opendit.kernels.select import KernelSwitches, select_kernels
+from opendit.models.blocks import MLPS, BlockSpec
+from opendit.models.conditioning import TextCondition
+from opendit.models.families import FAMILIES
+from opendit.models.families.network import PublicDiT, public_config
+
+SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # bf16 holds this time, and this scale times 1000
+COMPILE_SECONDS = 45  # that must be left to begin compiling
+OURS, RECORDED, PLAIN = "ours", "ours recorded", "ours without kernels"
+EAGER, COMPILED = "diffusers eager", "diffusers compiled"
+INFERENCE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+TRAINING = INFERENCE[1:]
+Network = Callable[[Tensor, Tensor], Tensor]  # latents (B, C, ...) and times in [0, 1000] to noise - data
+
+# ------------------------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A public model, and the sizes that it is measured at.
+
+    Attributes:
+        values: of its config.json.
+        size: sides of the latents.
+        tokens: of the caption.
+        scheduler: of diffusers: class and settings; None: no latents are drawn.
+        rounds_times: in bf16 diffusers' network rounds times.
+        trains: it is measured by --train.
+    """
+
+    title: str
+    family: str
+    values: dict[str, Any]
+    size: tuple[int, ...]
+    tokens: int
+    scheduler: tuple[str, dict[str, Any]] | None = None
+    steps: int = 0
+    rounds_times: bool = False
+    trains: bool = False
+
+    @property
+    def where(self) -> str:
+        sides = "x".join(str(8 * side) for side in self.size[-2:])
+        return f"{4 * (self.size[0] - 1) + 1} frames {sides}" if len(self.size) == 3 else sides
+
+
+EULER = (
+    "FlowMatchEulerDiscreteScheduler",
+    dict(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256,
+         max_image_seq_len=4096),
+)  # fmt: skip
+UNIPC = ("UniPCMultistepScheduler", dict(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0))
+SUBJECTS = {
+    "flux": Subject(
+        "FLUX.1", "flux",
+        dict(in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
+             joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=True, axes_dims_rope=(16, 56, 56)),
+        (128, 128), 512, EULER, 28, rounds_times=True,
+    ),
+    "wan-1.3b": Subject(
+        "Wan-1.3B", "wan",
+        dict(patch_size=(1, 2, 2), num_attention_heads=12, attention_head_dim=128, in_channels=16, out_channels=16,
+             text_dim=4096, freq_dim=256, ffn_dim=8960, num_layers=30, rope_max_seq_len=1024),
+        (21, 60, 104), 512, UNIPC, 10, trains=True,
+    ),
+    "z-image": Subject(
+        "Z-Image", "z_image",
+        dict(in_channels=16, dim=3840, n_layers=30, n_refiner_layers=2, n_heads=30, n_kv_heads=30, cap_feat_dim=2560,
+             axes_dims=[32, 48, 48], axes_lens=[1024, 512, 512]),
+        (128, 128), 200,
+    ),
+}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "flux": dict(
+        values=dict(in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+                    joint_attention_dim=14, pooled_projection_dim=10, axes_dims_rope=(4, 6, 6)),
+        size=(8, 12), tokens=7, steps=6,
+    ),
+    "wan-1.3b": dict(
+        values=dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=10,
+                    freq_dim=16, ffn_dim=36, num_layers=2, rope_max_seq_len=16),
+        size=(3, 6, 10), tokens=8, steps=4,
+    ),
+    "z-image": dict(
+        values=dict(in_channels=4, dim=48, n_layers=2, n_refiner_layers=2, n_heads=3, n_kv_heads=3, cap_feat_dim=14,
+                    axes_dims=[4, 6, 6], axes_lens=[128, 16, 16]),
+        size=(6, 10), tokens=40,
+    ),
+}  # fmt: skip
+
+
+def tiny(name: str) -> Subject:
+    """Return a subject with the same layout and small sizes."""
+    sizes = dict(TINY[name])
+    values = SUBJECTS[name].values | sizes.pop("values")
+    return replace(SUBJECTS[name], title=f"tiny {SUBJECTS[name].title}", values=values, **sizes)
+
+
+def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build diffusers' network with random weights that bf16 holds if ``dtype`` is bf16."""
+    transformers = importlib.import_module(f"diffusers.models.transformers.transformer_{subject.family}")
+    with torch.device("meta"):
+        module = getattr(transformers, FAMILIES[subject.family].network)(**subject.values).eval()
+    if subject.family == "wan":  # its tables are buffers
+        values = subject.values
+        table = values["attention_head_dim"], values["patch_size"], values["rope_max_seq_len"]
+        with device:
+            module.rope = type(module.rope)(*table)
+    wide = tuple(module._keep_in_fp32_modules or ()) if dtype != torch.float32 else ()
+    generator = torch.Generator(device).manual_seed(SEED)
+    for path, part in list(module.named_modules()):
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            full = f"{path}.{name}" if path else name
+            kept = torch.float32 if set(wide) & set(full.split(".")) else dtype
+            values = draw(full, part, torch.empty(parameter.shape, dtype=dtype, device=device), generator)
+            setattr(part, name, nn.Parameter(values.to(kept), requires_grad=False))
+    left = [name for name, tensor in module.state_dict(keep_vars=True).items() if tensor.is_meta]
+    left += [name for name, tensor in module.named_buffers() if tensor.is_meta]
+    assert not left, f"without values: {left[:3]}"
+    return module
+
+
+MODULATION = re.compile(r"norm\w*\.linear\.bias|adaLN_modulation\.\d\.bias|time_proj\.bias|scale_shift_table")
+QK_NORM = re.compile(r"norm_(added_)?[qk]\.weight")
+
+
+@torch.no_grad()
+def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator) -> Tensor:
+    """Fill a parameter with random values.
+
+    Every branch must count in the result: gates are not near 0, and queries and keys are long enough for attention to
+    be more than a mean over all tokens.
+    """
+    if QK_NORM.search(name):
+        return values.normal_(1.5, 0.1, generator=generator)
+    if "Norm" in type(part).__name__ and name.endswith("weight"):
+        return values.normal_(1.0, 0.05, generator=generator)
+    return values.normal_(0.0, 0.3 if MODULATION.search(name) else 0.02, generator=generator)
+
+
+def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return published weights, or their gradients, by our names, as copies. Raises ValueError unless each of both
+    names is matched once."""
+    table = FAMILIES[model.config.family].names(model.config.spec)
+    matches = [(*names, match.dim) for match in table for names in match.names()]
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    check_matched([name for ours, _, _ in matches for name in ours], shapes, "of our weights")
+    check_matched([name for _, theirs, _ in matches for name in theirs], theirs, "of diffusers' weights")
+    found: dict[str, Tensor] = {}
+    for ours, published, dim in matches:
+        joined = torch.cat([theirs[name] for name in published], dim=dim)
+        if len(ours) == 1:
+            found[ours[0]] = joined
+            continue
+        parts = joined.split([shapes[name][dim] for name in ours], dim=dim)
+        found |= {name: part.contiguous() for name, part in zip(ours, parts, strict=True)}
+    return found
+
+
+def with_weights(config: Any, weights: Mapping[str, Tensor]) -> PublicDiT:
+    """Build our network around these tensors, which it shares."""
+    with torch.device("meta"):
+        model = PublicDiT(config)
+    model.load_state_dict(dict(weights), assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def caption_of(subject: Subject, config: Any, device: torch.device, dtype: torch.dtype) -> TextCondition:
+    """Return a random caption that fills its tokens."""
+    generator = torch.Generator(device).manual_seed(SEED + 1)
+    text = config.spec.text
+    tokens, pooled = (
+        torch.randn(1, *shape, device=device, generator=generator).to(dtype)
+        for shape in ((subject.tokens, text.width), (text.pooled,))
+    )
+    mask = torch.ones(1, subject.tokens, dtype=torch.bool, device=device)
+    return TextCondition(
+        tokens, mask, pooled, torch.full((1,), GUIDANCE, device=device) if config.spec.guidance else None
+    )
+
+
+# ------------------------------------------------------------------- how diffusers' networks are called, as ours are
+
+
+def call_flux(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+    (B, C, H, W), (h, w) = x.shape, (x.shape[2] // 2, x.shape[3] // 2)
+    packed = x.view(B, C, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, 4 * C)
+    ids = torch.zeros(h, w, 3, device=x.device)
+    ids[..., 1], ids[..., 2] = torch.arange(h, device=x.device)[:, None], torch.arange(w, device=x.device)[None]
+    out = module(
+        hidden_states=packed, encoder_hidden_states=y.tokens, pooled_projections=y.pooled, timestep=t / 1000,
+        guidance=y.guidance, img_ids=ids.view(-1, 3), txt_ids=ids.new_zeros(y.tokens.shape[1], 3), return_dict=False,
+    )[0]  # fmt: skip
+    return out.view(B, h, w, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+
+
+def call_wan(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+    return module(hidden_states=x, timestep=t, encoder_hidden_states=y.tokens, return_dict=False)[0]
+
+
+def call_z_image(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+    out = module(x=list(x.unsqueeze(2)), t=1 - t / 1000, cap_feats=list(y.tokens), return_dict=False)[0]
+    return -torch.stack(list(out)).squeeze(2)
+
+
+CALLS = {"flux": call_flux, "wan": call_wan, "z_image": call_z_image}
+
+# -------------------------------------------------------------------------------------------------------------- floor
+
+
+def products_of(config: Any, captions: int) -> tuple[Counter, Counter]:
+    """Count a forward pass's matrix products (rows, in, out), and its attentions (queries, keys, heads, head size)."""
+    spec, products, attentions = config.spec, Counter(), Counter()
+    media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
+    text = -(-captions // spec.text.multiple) * spec.text.multiple
+    lengths = {"media": media, "text": text}
+
+    def add(block: BlockSpec, count: int, tokens: int) -> None:
+        d, hidden = block.width, block.mlp_hidden
+        wide = MLPS[block.mlp].branches * hidden
+        for rows in [lengths[name] for name in block.streams] or [tokens]:
+            if block.parallel:
+                found = [(rows, d, 3 * d + wide), (rows, d + hidden, d)]
+            else:
+                found = [(rows, d, 3 * d), (rows, d, d), (rows, d, wide), (rows, hidden, d)]
+            products.update({product: count for product in found})
+        attentions[tokens, tokens, block.heads, d // block.heads] += count
+        if any(branch.sees == "caption" for branch in block.branches):
+            for product in ((tokens, d, d), (tokens, d, d), (text, d, 2 * d)):
+                products[product] += count
+            attentions[tokens, text, block.heads, d // block.heads] += count
+
+    for stack in spec.stacks:
+        add(stack.block, stack.count, sum(lengths[name] for name in spec.order) or media)
+    for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
+        if refiner is not None:
+            add(refiner.block, refiner.count, tokens)
+    return products, attentions
+
+
+@torch.inference_mode()
+def floor(config: Any, captions: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the milliseconds of a forward pass's products and attention, and of attention alone."""
+    products, attentions = products_of(config, captions)
+    total = attention = 0.0
+    for (rows, inner, outer), count in products.items():
+        x, w = (
+            torch.randn(rows, inner, device=device, dtype=dtype),
+            torch.randn(outer, inner, device=device, dtype=dtype),
+        )
+        total += count * least(lambda x=x, w=w: F.linear(x, w), device)
+    for (queries, keys, heads, size), count in attentions.items():
+        q, k, v = (torch.randn(1, heads, n, size, device=device, dtype=dtype) for n in (queries, keys, keys))
+        found = []
+        for backend in INFERENCE[:2] if device.type == "cuda" else INFERENCE[3:]:
+            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+                found.append(least(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v), device))
+        attention += count * min(found)
+    return total + attention, attention
+
+
+def least(work: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of a call: the least of three means over several."""
+    calls = 6 if device.type == "cuda" else 1
+    return min(milliseconds(lambda: [work() for _ in range(calls)], device) for _ in range(4)) / calls
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return 1000 * (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def free() -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# -------------------------------------------------------------------------------------------------------- differences
+
+
+def difference(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Return the largest and the RMS difference, relative to the RMS of ``wanted``."""
+    found, wanted = found.double(), wanted.double()
+    scale, error = wanted.square().mean().sqrt(), (found - wanted).abs()
+    return float(error.max() / scale), float(error.square().mean().sqrt() / scale)
+
+
+def shown(pair: tuple[float, float]) -> str:
+    return f"max {pair[0]:.2e}, RMS {pair[1]:.2e}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the bench
+
+
+@dataclass
+class Bench:
+    """The settings of a run, its clock, and the lines of the table at its end."""
+
+    args: argparse.Namespace
+    device: torch.device
+    dtype: torch.dtype
+    start: float = field(default_factory=time.perf_counter)
+    table: list[tuple[str, str, str, str, str]] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.args.seconds - (time.perf_counter() - self.start)
+
+    def wants(self, part: str, seconds: float = 0.0) -> bool:
+        """Return True to begin a part, which needs ``seconds``; print why not if there is no time for it."""
+        if part in self.args.without:
+            return False
+        if self.left <= seconds:
+            self.say(f"no time left for {part}")
+            return False
+        return True
+
+    def say(self, line: str) -> None:
+        print(f"[{time.perf_counter() - self.start:5.0f} s] {line}", flush=True)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Print an exception of this part in one line, and go on."""
+        try:
+            yield
+        except Exception as error:  # of a compiler, of memory, of a kernel
+            lines = str(error).splitlines() or [""]
+            self.say(f"{name} failed: {type(error).__name__}: {lines[0][:300]}")
+
+    def rows(self, *rows: dict[str, Any]) -> None:
+        found = []
+        for row in rows:
+            if not float(row.get("baseline_value") or 0):  # no ratio to what is 0
+                row = {key: value for key, value in row.items() if not key.startswith("baseline")}
+            found.append({"bench": "public", **row})
+        record(found, self.args)
+
+
+class Pair:
+    """Both networks of a subject with the same weights, and the ways to run them."""
+
+    def __init__(self, bench: Bench, subject: Subject):
+        self.bench, self.subject = bench, subject
+        device, dtype = bench.device, bench.dtype
+        self.theirs = network_of(subject, device, dtype)
+        self.config = public_config(subject.family, subject.values, subject.size, subject.tokens)
+        with torch.device("meta"):
+            names = PublicDiT(self.config)
+        weights = {k: v.to(dtype) for k, v in by_our_names(names, dict(self.theirs.named_parameters())).items()}
+        self.y = caption_of(subject, self.config, device, dtype)
+        on = device.type == "cuda"
+        self.switches = KernelSwitches(on, on, on)
+        self.kernels = self.select(inference=True)
+        self.model = with_weights(self.config, weights).use(ops=self.kernels.ops, attend=self.kernels.attend)
+        self.plain = with_weights(self.config, weights).use()
+        self.noise = initial_noise(SEED, torch.arange(1, device=device), (self.config.in_channels, *subject.size))
+        self.time = torch.full((1,), TIME, device=device)
+        self.compiled = False
+
+    def select(self, inference: bool) -> Any:
+        config, bench = self.config, self.bench
+        choose = self.switches, bench.device, bench.dtype, config.head_dim, config.tokens
+        return select_kernels(*choose, inference=inference)
+
+    # ------------------------------------------------------------------------------------------------- ways to run
+
+    def ours(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.model(x, t, self.y)
+
+    def ours_plain(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.plain(x, t, self.y)
+
+    def diffusers(self, x: Tensor, t: Tensor) -> Tensor:
+        with self.attention(TRAINING if torch.is_grad_enabled() else INFERENCE):
+            return CALLS[self.subject.family](self.theirs, x.to(self.y.tokens.dtype), t, self.y)
+
+    def attention(self, backends: list[SDPBackend]) -> contextlib.AbstractContextManager[None]:
+        on = self.bench.device.type == "cuda"
+        return sdpa_kernel(backends, set_priority=True) if on else contextlib.nullcontext()
+
+    def eager(self, x: Tensor, t: Tensor) -> Tensor:
+        with torch.compiler.set_stance("force_eager"):
+            return self.diffusers(x, t)
+
+    def compile(self) -> Network:
+        if not self.compiled:
+            self.theirs.compile_repeated_blocks(dynamic=False)
+            self.compiled = True
+        return self.diffusers
+
+    def recorded(self) -> Network:
+        """Record our forward pass; its result lies in memory that the next call overwrites."""
+        x, t = self.noise.clone(), self.time.clone()
+        out, replay = GraphRecorder().record(lambda: self.ours(x, t))
+
+        def call(new_x: Tensor, new_t: Tensor) -> Tensor:
+            x.copy_(new_x)
+            t.copy_(new_t)
+            replay()
+            return out
+
+        return call
+
+    def ways(self) -> dict[str, Callable[[], Network]]:
+        found: dict[str, Callable[[], Network]] = {OURS: lambda: self.ours}
+        if self.bench.device.type == "cuda":
+            found |= {RECORDED: self.recorded, PLAIN: lambda: self.ours_plain}
+        return found | {EAGER: lambda: self.eager, COMPILED: self.compile}
+
+    def close(self) -> None:
+        """Let go of both networks."""
+        self.__dict__.clear()
+        free()
+
+
+class Measurement:
+    """What is measured of a pair, part by part; later parts use the ways to run that the first one has found."""
+
+    def __init__(self, bench: Bench, subject: Subject):
+        self.bench, self.subject = bench, subject
+        self.case = f"{subject.title} {subject.where} {'fp32' if bench.dtype == torch.float32 else 'bf16'}"
+        self.pair = Pair(bench, subject)
+        self.networks: dict[str, Network] = {}
+        self.outputs: dict[str, Tensor] = {}
+        self.latents: dict[str, Tensor] = {}
+        self.floor: float | None = None
+        parameters = sum(p.numel() for p in self.pair.theirs.parameters()) / 1e9
+        kernels, config = self.pair.kernels, self.pair.config
+        bench.say(f"{self.case}: {parameters:.3f} B weights, {config.tokens:,} + {subject.tokens} tokens")
+        bench.say(f"kernels: {kernels.ops_note}; attention: {kernels.attention_note}")
+
+    def run(self) -> None:
+        """Run all parts, each for itself."""
+        bench = self.bench
+        for name, part, seconds in (
+            ("floor", self.measure_floor, 0.0),
+            ("forward", self.measure_forward, 0.0),
+            ("latents", self.draw_latents, 15.0),
+            ("train", self.measure_training, COMPILE_SECONDS),
+            ("reference", self.compare_with_reference, 10.0),
+        ):
+            if (name == "train" and not (bench.args.train and self.subject.trains)) or not bench.wants(name, seconds):
+                continue
+            with bench.part(f"{self.subject.title} {name}"):
+                part()
+
+    # ----------------------------------------------------------------------------------------------------- forward
+
+    def measure_floor(self) -> None:
+        pair, bench = self.pair, self.bench
+        self.floor, attention = floor(pair.config, self.subject.tokens, bench.device, bench.dtype)
+        bench.say(f"floor of a forward pass {self.floor:.1f} ms, of which attention {attention:.1f}")
+        bench.rows({"case": f"{self.case} floor", "metric": "forward ms", "value": f"{self.floor:.2f}"})
+
+    @torch.inference_mode()
+    def measure_forward(self) -> None:
+        bench, pair, peaks = self.bench, self.pair, {}
+        x, t = pair.noise, pair.time
+        for name, build in pair.ways().items():
+            if not bench.wants(name, COMPILE_SECONDS if name == COMPILED else 0.0):
+                continue
+            with bench.part(name):
+                start = time.perf_counter()
+                network = build()
+                self.outputs[name] = network(x, t).clone()
+                synchronize(bench.device)
+                first = time.perf_counter() - start
+                peak = self.peak(name, lambda network=network: network(x, t))
+                if name != RECORDED:  # whose memory is set aside before
+                    peaks[name] = peak
+                self.networks[name] = network
+                finite = "" if self.outputs[name].isfinite().all() else "; THE OUTPUT IS NOT FINITE"
+                bench.say(f"{name}: first call {first:.1f} s{finite}")
+        self.compare_outputs()
+        times: dict[str, list[float]] = {name: [] for name in self.networks}
+        for _ in range(bench.args.rounds):
+            for name, network in self.networks.items():
+                if bench.left > 0 or not times[name]:
+                    times[name].append(milliseconds(lambda network=network: network(x, t), bench.device))
+        self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "forward", self.floor)
+
+    def peak(self, name: str, work: Callable[[], object]) -> float:
+        """Return the peak memory of a call in GiB, without the other network's weights."""
+        if self.bench.device.type != "cuda":
+            work()
+            return 0.0
+        other = self.pair.theirs if name.startswith("ours") else self.pair.model
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        synchronize(self.bench.device)
+        return torch.cuda.max_memory_allocated() / 2**30 - sum(p.nbytes for p in other.parameters()) / 2**30
+
+    def report(self, times: dict[str, float], peaks: dict[str, float], what: str, least: float | None = None) -> None:
+        """Print and append times in ms, with their ratios to diffusers compiled, or else eager."""
+        base = next((name for name in (COMPILED, EAGER) if name in times), None)
+        for name, value in times.items():
+            line = f"{self.case} {what} {name}: {value:.2f} ms"
+            row = {"case": f"{self.case} {name}", "metric": f"{what} ms", "value": f"{value:.2f}"}
+            ratio = f"{value / times[base]:.3f}" if base else ""
+            if base and name != base:
+                line += f", {ratio} of {base}"
+                row |= {"baseline": base, "baseline_value": f"{times[base]:.2f}"}
+            if least:
+                line += f", floor {least / value:.3f} of it"
+            rows = [row]
+            if name in peaks:
+                line += f", peak {peaks[name]:.1f} GiB"
+                rows.append({"case": row["case"], "metric": f"{what} peak GiB", "value": f"{peaks[name]:.2f}"})
+            self.bench.say(line)
+            self.bench.table.append((self.case, what, name, f"{value:.1f} ms", ratio))
+            self.bench.rows(*rows)
+
+    def compare_outputs(self) -> None:
+        """Print and append the differences of outputs, those of the weights' mapping among them."""
+        if EAGER not in self.outputs:
+            return
+        found = {name: difference(y, self.outputs[EAGER]) for name, y in self.outputs.items() if name != EAGER}
+        self.differences("output", found)
+
+    def differences(self, what: str, found: dict[str, tuple[float, float]], of: str = EAGER) -> None:
+        """Print and append differences from ``of``; the one of diffusers' other way to run is the baseline."""
+        yard = COMPILED if of == EAGER else EAGER
+        usual = found.get(yard)
+        for name, pair in found.items():
+            line = f"{self.case} {what}, {name} against {of}: {shown(pair)}"
+            row = {"case": f"{self.case} {name} against {of}", "metric": f"{what} RMS difference"}
+            row["value"] = f"{pair[1]:.3e}"
+            if usual and name != yard:
+                row |= {"baseline": yard, "baseline_value": f"{usual[1]:.3e}"}
+            rounding = max(usual[1] if usual else 0.0, 4 * torch.finfo(self.bench.dtype).eps)
+            if not pair[1] < 4 * rounding:
+                line += " <- MORE THAN ROUNDING"
+            self.bench.say(line)
+            self.bench.table.append((self.case, what, f"{name} - {of}", f"{pair[1]:.2e}", ""))
+            self.bench.rows(row)
+
+    # ----------------------------------------------------------------------------------------------------- latents
+
+    @torch.inference_mode()
+    def draw_latents(self) -> None:
+        """Draw latents from the same noise with our sampler and network, and with diffusers' scheduler and network."""
+        if self.subject.scheduler is None:
+            return
+        bench, seconds = self.bench, {}
+        best = RECORDED if RECORDED in self.networks else OURS
+        draws: dict[str, Callable[[], Tensor]] = {}
+        if best in self.networks:
+            draws[OURS] = lambda: self.our_latents(self.networks[best])
+            if self.subject.rounds_times and bench.dtype != torch.float32:
+                draws[f"{OURS}, rounded times"] = lambda: self.our_latents(self.networks[best], rounded=True)
+        for name in (EAGER, COMPILED):
+            if name in self.networks:
+                draws[name] = lambda name=name: self.their_latents(self.networks[name])
+        for name in sorted(draws, key=lambda name: name != EAGER):
+            if not bench.wants("latents", 3.0):
+                break
+            with bench.part(f"latents, {name}"):
+                seconds[name] = milliseconds(lambda name=name: self.keep(name, draws[name]()), bench.device) / 1000
+                ending = "" if self.latents[name].isfinite().all() else "; THEY ARE NOT FINITE"
+                bench.say(f"{self.subject.steps} steps, {name}: {seconds[name]:.2f} s{ending}")
+        if EAGER in self.latents:
+            found = {name: difference(x, self.latents[EAGER]) for name, x in self.latents.items() if name != EAGER}
+            self.differences(f"latents of {self.subject.steps} steps", found)
+        for name in [name for name in seconds if name in (OURS, EAGER, COMPILED)]:
+            row = {"case": f"{self.case} {name}", "metric": f"{self.subject.steps} steps s"}
+            row["value"] = f"{seconds[name]:.3f}"
+            if COMPILED in seconds and name != COMPILED:
+                row |= {"baseline": COMPILED, "baseline_value": f"{seconds[COMPILED]:.3f}"}
+            bench.rows(row)
+
+    def keep(self, name: str, latents: Tensor) -> None:
+        self.latents[name] = latents
+
+    def scheduler(self) -> Any:
+        """Return diffusers' scheduler with its times set as pipelines do, and its configuration."""
+        name, settings = self.subject.scheduler
+        module = {
+            "FlowMatchEulerDiscreteScheduler": "flow_match_euler_discrete",
+            "UniPCMultistepScheduler": "unipc_multistep",
+        }
+        scheduler = getattr(importlib.import_module(f"diffusers.schedulers.scheduling_{module[name]}"), name)(
+            **settings
+        )
+        config, steps = json.loads(scheduler.to_json_string()), self.subject.steps
+        if name == UNIPC[0]:
+            scheduler.set_timesteps(steps, device=self.bench.device)
+            return scheduler, config
+        slope = (config["max_shift"] - config["base_shift"]) / (
+            config["max_image_seq_len"] - config["base_image_seq_len"]
+        )
+        mu = self.pair.config.tokens * slope + config["base_shift"] - slope * config["base_image_seq_len"]
+        sigmas = [1 - i / steps for i in range(steps)]
+        scheduler.set_timesteps(sigmas=sigmas, mu=mu, device=self.bench.device)
+        return scheduler, config
+
+    def our_latents(self, network: Network, rounded: bool = False) -> Tensor:
+        schedule = published_schedule(self.scheduler()[1])
+        dtype = self.bench.dtype
+
+        def forward(x: Tensor, t: Tensor, y: Any) -> Tensor:
+            return network(x, ((t / 1000).to(dtype) * 1000).float() if rounded else t)
+
+        return sample_latents(
+            self.pair.model,
+            self.pair.y,
+            self.pair.y,
+            torch.arange(1, device=self.bench.device),
+            objective=schedule.objective.for_tokens(self.pair.config.tokens),
+            seed=SEED,
+            steps=self.subject.steps,
+            sampler=schedule.sampler,
+            cfg_scale=1.0,
+            forward=forward,
+        )
+
+    def their_latents(self, network: Network) -> Tensor:
+        scheduler, x = self.scheduler()[0], self.pair.noise
+        for t in scheduler.timesteps:
+            output = network(x, t.float().expand(1)).float()
+            x = scheduler.step(output, t, x, return_dict=False)[0]
+        return x
+
+    # --------------------------------------------------------------------------------------------------- reference
+
+    @torch.inference_mode()
+    def compare_with_reference(self) -> None:
+        """Compare outputs and latents with those of diffusers' network in fp32. Lets go of ours, for its memory."""
+        bench, pair = self.bench, self.pair
+        if bench.dtype == torch.float32 or not self.outputs:
+            return
+        self.networks.clear()
+        del pair.model, pair.plain
+        free()
+        pair.theirs.float()
+        pair.y = pair.y.to(torch.float32)
+        torch.set_float32_matmul_precision("high")
+        try:
+            start = time.perf_counter()
+            wanted = pair.eager(pair.noise, pair.time)
+            synchronize(bench.device)
+            first = time.perf_counter() - start
+            found = {name: difference(y, wanted) for name, y in self.outputs.items()}
+            self.differences("output", found, of="fp32")
+            seconds = first
+            if first < 4:  # much of which may be the start of libraries
+                seconds = milliseconds(lambda: pair.eager(pair.noise, pair.time), bench.device) / 1000
+            bench.say(f"fp32: first call {first:.1f} s, later ones {seconds:.2f} s")
+            total = seconds * self.subject.steps
+            if self.latents and total < min(bench.args.reference_seconds, bench.left):
+                wanted = self.their_latents(pair.eager)
+                found = {name: difference(x, wanted) for name, x in self.latents.items()}
+                self.differences(f"latents of {self.subject.steps} steps", found, of="fp32")
+            elif self.latents:
+                bench.say(f"latents in fp32 would take {total:.0f} s: left out")
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def measure_training(self) -> None:
+        """Time forward and backward passes of one sample, blocks recomputed, weights and gradients in bf16."""
+        bench, pair, device = self.bench, self.pair, self.bench.device
+        kernels = pair.select(inference=False)
+        bench.say(f"training kernels: {kernels.ops_note}; attention: {kernels.attention_note}")
+        model = with_weights(pair.config, dict(pair.model.named_parameters())).requires_grad_(True).train()
+        model.use(ops=kernels.ops, attend=kernels.attend)
+        model.grad_checkpoint = True
+        pair.theirs.requires_grad_(True).train()
+        pair.theirs.enable_gradient_checkpointing()
+        target = torch.randn(pair.noise.shape, device=device, generator=torch.Generator(device).manual_seed(SEED + 2))
+        ways: dict[str, tuple[nn.Module, Network]] = {OURS: (model, lambda x, t: model(x, t, pair.y))}
+        ways[EAGER] = pair.theirs, pair.eager
+        if EAGER in bench.args.without or COMPILED not in bench.args.without:
+            ways[COMPILED] = pair.theirs, pair.compile()
+        gradients, times, peaks = {}, {}, {}
+
+        def step(name: str) -> None:
+            module, network = ways[name]
+            with contextlib.ExitStack() as settings:  # of the blocks that are recomputed, too
+                if name != OURS:
+                    settings.enter_context(pair.attention(TRAINING))
+                if name == EAGER:
+                    settings.enter_context(torch.compiler.set_stance("force_eager"))
+                F.mse_loss(network(pair.noise, pair.time).float(), target).backward()
+            found = {key: p.grad for key, p in module.named_parameters()}
+            module.zero_grad(set_to_none=True)
+            gradients[name] = found if name == OURS else by_our_names(model, found)
+
+        try:
+            for name in ways:
+                if not bench.wants(f"training, {name}", COMPILE_SECONDS if name == COMPILED else 5.0):
+                    continue
+                with bench.part(f"training, {name}"):
+                    bench.say(
+                        f"training, {name}: first call {milliseconds(lambda n=name: step(n), device) / 1000:.1f} s"
+                    )
+                    times[name] = []
+            if EAGER in gradients:
+                self.compare_gradients(gradients)
+            for _ in range(3):
+                for name in list(times):
+                    gradients.clear()
+                    if bench.left > 0 or not times[name]:
+                        work = lambda n=name: times[n].append(milliseconds(lambda: step(n), device))  # noqa: E731
+                        peaks[name] = self.peak(name, work)
+            self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "training step")
+        finally:
+            pair.theirs.requires_grad_(False).eval()
+            pair.theirs.disable_gradient_checkpointing()
+            pair.theirs.zero_grad(set_to_none=True)
+
+    def compare_gradients(self, gradients: dict[str, dict[str, Tensor]]) -> None:
+        """Print and append the median over parameters of the RMS difference of gradients."""
+        found = {}
+        for name in [name for name in gradients if name != EAGER]:
+            each = [difference(gradients[name][key], wanted)[1] for key, wanted in gradients[EAGER].items()]
+            found[name] = max(each), statistics.median(each)
+        self.differences("median parameter's gradient", found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=SUBJECTS)
+    parser.add_argument("--tiny", action="store_true", help="small networks of the same layouts, to try this file")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="by default bf16 on a GPU, else fp32")
+    parser.add_argument("--train", action="store_true", help="also a training step of Wan-1.3B")
+    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each way to run")
+    parser.add_argument(
+        "--without", nargs="*", default=[],
+        help=f"leave out: floor, forward, latents, train, reference, {EAGER!r}, {COMPILED!r}, {RECORDED!r}, {PLAIN!r}",
+    )  # fmt: skip
+    parser.add_argument("--seconds", type=float, default=330, help="after which nothing new is begun")
+    parser.add_argument("--reference_seconds", type=float, default=40, help="that latents in fp32 may take")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    torch.set_float32_matmul_precision("highest")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision = args.precision or ("bf16" if device.type == "cuda" else "fp32")
+    bench = Bench(args, device, {"bf16": torch.bfloat16, "fp32": torch.float32}[precision])
+    for name in args.models:
+        subject = tiny(name) if args.tiny else SUBJECTS[name]
+        if not bench.wants(subject.title):
+            continue
+        measurement = None
+        with bench.part(subject.title):
+            measurement = Measurement(bench, subject)
+            measurement.run()
+        if measurement is not None:
+            measurement.pair.close()
+            measurement.__dict__.clear()
+        free()
+    print(f"\n{torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'}, torch {torch.__version__}")
+    widths = [max((len(line[i]) for line in bench.table), default=0) for i in range(5)]
+    for line in [("case", "what", "way to run", "value", "ratio"), *bench.table]:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+if __name__ == "__main__":
+    main()

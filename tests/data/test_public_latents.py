@@ -1,0 +1,213 @@
+"""Latents and embeddings of public models, cached by the components of their own folders, and training from them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import preprocess
+import train
+from opendit.data import build_dataset
+from opendit.data.text_cache import EMPTY, embed, form_of
+from opendit.data.video_file import write_mp4
+from opendit.encoders.conditioner import PublishedConditioner
+from opendit.encoders.published_folder import load_published_codec
+from opendit.encoders.published_text import load_published_text
+from opendit.models import TextConfig
+from opendit.models.families import FAMILIES
+from tests.encoders.published_folders import CLIP_WIDTH, QWEN_WIDTH, T5_WIDTH, write_pipeline
+from tests.numbers import off_by
+
+WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
+ROWS = 8
+SIZE = {"flux": 64, "z_image": 64, "wan": 32}
+# Tokens of the cached captions, and widths of tokens and pooled vectors.
+FORMS = {"flux": (512, T5_WIDTH, CLIP_WIDTH), "z_image": (None, QWEN_WIDTH, 0), "wan": (None, T5_WIDTH, 0)}
+SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with the pipeline of every family, and captioned pictures and clips."""
+    root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
+    rows = {"png": ["path,text"], "mp4": ["path,text"]}
+    for number in range(ROWS):
+        Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"{number}.png")
+        write_mp4(root / f"{number}.mp4", random.integers(0, 256, (5, 32, 32, 3), np.uint8), 8)
+        for suffix, lines in rows.items():
+            lines.append(f'{number}.{suffix},"{WORDS[number % 4]}"')
+    for suffix, lines in rows.items():
+        (root / f"{suffix}.csv").write_text("\n".join(lines) + "\n")
+    for name in FAMILIES:
+        write_pipeline(root / name, name)
+    return root
+
+
+def flags_of(name):
+    clips = ["--use_video", "--num_frames", "5"] if name == "wan" else []
+    return [*clips, "--image_size", str(SIZE[name])]
+
+
+def raw(root, name):
+    return f"{root}/{'mp4' if name == 'wan' else 'png'}.csv"
+
+
+def make(root, name, output, *more):
+    argv = ["latents", "--data_path", raw(root, name), "--output", str(output), "--pretrained", str(root / name)]
+    return preprocess.main([*argv, *flags_of(name), "--num_workers", "0", *more])
+
+
+def opened(path, name):
+    clips = {"use_video": True, "num_frames": 5} if name == "wan" else {}
+    return build_dataset(str(path), SIZE[name], seed=0, **clips)
+
+
+@pytest.fixture(scope="module", params=SHARDS)
+def made(request, root, tmp_path_factory):
+    """Return the caches of all families, in tars or files."""
+    caches = {name: tmp_path_factory.mktemp(request.param) / name for name in FAMILIES}
+    for name, output in caches.items():
+        assert make(root, name, output, *SHARDS[request.param]) == 0
+    return caches
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_holds_what_the_folder_encodes(root, made, name):
+    family, data, source = FAMILIES[name], opened(made[name], name), opened(raw(root, name), name)
+    encoder = load_published_text(root / name, family, device="cpu")
+    codec = load_published_codec(root / name, family, device="cpu")
+    about = data.describe()
+    assert about.text_encoder == str(root / name) and about.vae == str(root / name / "vae")
+    for ours, theirs in ((about.scaling_factor, codec.scaling_factor), (about.shift_factor, codec.shift_factor)):
+        assert np.array_equal(ours, theirs)
+    length, width, pooled = FORMS[name]
+    index = json.loads((made[name] / "index.json").read_text())
+    assert (index["sizes"][0] if "sizes" in index else index)["text"] == {
+        "encoder": str(root / name),
+        "max_tokens": 512,
+        "pooled": pooled,
+    }
+    assert len(data) == ROWS
+    captions = [source.caption(row) for row in range(ROWS)]
+    for row, caption in enumerate(captions):
+        item, direct = data.read(row), encoder.encode([caption])
+        assert item.text == caption
+        torch.testing.assert_close(item.x, codec.moments(source.read(row).x[None])[0], rtol=1e-3, atol=1e-3)
+        tokens, mask, vector = item.embedding
+        assert tokens.shape == (512, width) and tokens.dtype == torch.float16 and vector.shape == (pooled,)
+        used = direct.tokens.shape[1]
+        assert torch.equal(mask[:used], direct.mask[0]) and not mask[used:].any() and not tokens[used:].any()
+        assert length is None or used == mask.sum() == length
+        torch.testing.assert_close(tokens[:used].float(), direct.tokens[0], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(vector.float(), direct.pooled[0], rtol=1e-3, atol=1e-3)
+    empty, (tokens, mask, _) = encoder.encode([""]), about.empty_caption
+    assert (made[name] / EMPTY).is_file()
+    used = empty.tokens.shape[1]
+    assert torch.equal(mask[:used], empty.mask[0]) and not mask[used:].any()
+    torch.testing.assert_close(tokens[:used].float(), empty.tokens[0], atol=1e-3, rtol=1e-3)
+
+
+def losses(folder):
+    run = sorted(folder.glob("0*"))[-1]
+    return [json.loads(line)["loss"] for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_from_a_cache_is_training_from_the_files(root, made, name, tmp_path, monkeypatch):
+    """The same curve, to the precision that embeddings are stored in, without the text encoders; grids are drawn."""
+    how = "--batch_size 2 --max_steps 4 --log_every 1 --ckpt_every 0 --warmup_steps 0 --lr 1e-3 --label_drop 0.3"
+    argv = [*how.split(), *flags_of(name), "--mixed_precision", "fp32", "--num_workers", "1"]
+    argv += ["--pretrained", str(root / name), "--sample_steps", "1"]
+    train.main([*argv, "--data_path", raw(root, name), "--outputs", str(tmp_path / "raw"), "--sample_every", "0"])
+    monkeypatch.setattr("opendit.training.prepare.load_published_text", None)
+    train.main([*argv, "--data_path", str(made[name]), "--outputs", str(tmp_path / "cached"), "--sample_every", "4"])
+    found, expected = losses(tmp_path / "cached"), losses(tmp_path / "raw")
+    assert len(found) == 4 and len(set(expected)) == 4 and off_by(found, expected) < 2e-3
+    assert list(tmp_path.glob("cached/0*/samples/*4.png"))
+
+
+def test_padding_of_a_batch_is_removed_where_the_family_removes_it(root, made):
+    data, family = opened(made["z_image"], "z_image"), FAMILIES["z_image"]
+    encoder = load_published_text(root / "z_image", family, device="cpu")
+    parts = zip(*(data.read(row).embedding for row in range(2)), strict=True)
+    batch = type("Batch", (), {"embedding": [torch.stack(part) for part in parts]})
+    text = TextConfig("z_image", QWEN_WIDTH, 512)
+    empty = [part.unsqueeze(0) for part in data.describe().empty_caption]
+    conditioner = PublishedConditioner(text, torch.device("cpu"), None, None, empty, trim=True)
+    found, direct = conditioner.of_batch(batch), encoder.encode([data.caption(row) for row in range(2)])
+    assert torch.equal(found.mask, direct.mask)
+    torch.testing.assert_close(found.tokens.float(), direct.tokens, rtol=1e-3, atol=1e-3)
+    assert conditioner.null().tokens.shape == encoder.encode([""]).tokens.shape
+
+
+def test_embeddings_of_bf16_encoders_keep_their_bits(root):
+    encoder = load_published_text(root / "z_image", FAMILIES["z_image"], device="cpu")
+    encoder.pipeline.text_encoder.bfloat16()
+    with torch.no_grad():  # so that the embeddings leave the range of float16
+        encoder.pipeline.text_encoder.embed_tokens.weight.mul_(2.0**20)
+    assert form_of(encoder) == (QWEN_WIDTH, 0, "bf16")
+    (tokens, pooled), made = embed(encoder, ["seven"])[0], encoder.encode(["seven"])
+    assert tokens.dtype == pooled.dtype == torch.bfloat16 and torch.equal(tokens, made.tokens[0])
+    assert tokens.abs().max() > torch.finfo(torch.float16).max
+
+
+def test_captions_are_cut_to_a_length(root, tmp_path, capsys):
+    make(root, "flux", tmp_path / "cache", "--max_text_tokens", "32")
+    assert "longer than the 32 tokens" in capsys.readouterr().out
+    data = opened(tmp_path / "cache", "flux")
+    encoder = load_published_text(root / "flux", FAMILIES["flux"], device="cpu", max_tokens=32)
+    found, direct = data.read(1).embedding, encoder.encode([WORDS[1]])
+    torch.testing.assert_close(found.tokens.float(), direct.tokens[0], rtol=1e-3, atol=1e-3)
+    argv = ["--pretrained", str(root / "flux"), "--data_path", str(tmp_path / "cache"), *flags_of("flux")]
+    argv += ["--max_steps", "1", "--mixed_precision", "fp32", "--sample_every", "0", "--outputs", str(tmp_path / "out")]
+    train.main([*argv, "--batch_size", "2"])
+    with pytest.raises(SystemExit):
+        train.main([*argv, "--max_text_tokens", "64"])
+    assert "its captions are 32 tokens" in capsys.readouterr().err
+
+
+def test_the_folder_may_lie_elsewhere(root, made, tmp_path):
+    """Embeddings and latents are read from a cache that a copy of the folder made."""
+    shutil.copytree(root / "flux", tmp_path / "copy")
+    argv = ["--pretrained", str(tmp_path / "copy"), "--data_path", str(made["flux"]), *flags_of("flux")]
+    argv += ["--max_steps", "1", "--mixed_precision", "fp32", "--batch_size", "2", "--outputs", str(tmp_path / "out")]
+    train.main([*argv, "--sample_steps", "1"])
+    assert list(tmp_path.glob("out/0*/samples/*1.png"))
+
+
+def test_a_stopped_cache_goes_on(root, made, tmp_path):
+    make(root, "flux", tmp_path, "--shard_size", "3")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "index.json").unlink()
+    (tmp_path / "latents-00001-of-00003.safetensors").unlink()
+    kept = tmp_path / "latents-00000-of-00003.safetensors"
+    time = kept.stat().st_mtime_ns
+    make(root, "flux", tmp_path, "--shard_size", "3")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert kept.stat().st_mtime_ns == time
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("flux", ["--use_video"], "takes pictures; leave --use_video out"),
+        ("flux", ["--data_path", "digits"], "has no captions; give a CSV of path,text"),
+        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan"),
+        ("flux", ["--pretrained", "ROOT/nothing"], "doesn't exist"),
+        ("flux", ["--text_encoder", "ROOT/wan"], "_class_name is"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(root, tmp_path, capsys, name, more, message):
+    assert make(root, name, tmp_path, *(part.replace("ROOT", str(root)) for part in more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_embeddings_of_another_model_are_refused(root, made, tmp_path, capsys):
+    argv = ["--pretrained", str(root / "z_image"), "--data_path", str(made["flux"]), "--outputs", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        train.main([*argv, "--image_size", "64", "--mixed_precision", "fp32"])
+    found = "its captions are 512 tokens of 20 numbers and a vector of 24, z_image/z_image takes"
+    assert found in capsys.readouterr().err

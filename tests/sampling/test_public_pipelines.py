@@ -1,0 +1,118 @@
+"""Public models drawn whole, from a folder of diffusers, against diffusers' own pipelines: the same noise, the same
+steps, the same latents and pictures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import opendit
+import sample
+from opendit.diffusion.random import initial_noise
+from opendit.sampling.pipeline import DrawSettings, Pipeline
+from tests.encoders.published_folders import write_pipeline
+from tests.models.families.oracles import networks
+
+PROMPTS = ["a sign that says open", "fog", "a lighthouse above the fog, seen from the sea in the evening"]
+SIZES: dict[str, dict[str, Any]] = {
+    "flux": {"size": (64, 48)},
+    "z_image": {"size": (48, 64)},
+    "wan": {"size": (32, 48), "frames": 5},
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("public")
+    return {name: write_pipeline(root / f"tiny-{name}", name) for name in SIZES}
+
+
+def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, output: str, prompts: list[str]) -> Any:
+    """Draw with diffusers' pipeline from this noise (B, C, ...)."""
+    pipeline = networks().DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    height, width = SIZES[name]["size"]
+    more: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
+    if name == "wan":
+        more["num_frames"] = SIZES[name]["frames"]
+    latents = pipeline._pack_latents(noise, *noise.shape) if name == "flux" else noise
+    drawn = pipeline(
+        prompt=prompts, height=height, width=width, num_inference_steps=STEPS, latents=latents, output_type=output,
+        **more,
+    )[0]  # fmt: skip
+    if name == "flux" and output == "latent":
+        drawn = pipeline._unpack_latents(drawn, height, width, pipeline.vae_scale_factor)
+    return drawn
+
+
+def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tuple[Tensor, Tensor]:
+    """Return the noise and the latents of seed 3, as a call of the pipeline draws them."""
+    settings = DrawSettings(steps=STEPS, guidance=guidance, **SIZES[name])
+    y, null, plan = pipe._resolve(prompts, settings)
+    index = torch.arange(len(prompts))
+    latents = pipe._engine(plan).sample(y, null, index, 3)
+    return initial_noise(3, index, tuple(latents.shape[1:])), latents
+
+
+@pytest.mark.parametrize("guidance", [None, 0.0, 2.5])
+@pytest.mark.parametrize("name", SIZES)
+def test_latents_are_those_of_diffusers(name, guidance, folders):
+    if (name, guidance) == ("flux", 0.0):
+        guidance = 1.0
+    pipe = opendit.load(folders[name])
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0}[name]
+    noise, latents = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
+    reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
+    assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_pictures_are_those_of_diffusers(name, folders):
+    pipe = opendit.load(folders[name])
+    noise, _ = ours(pipe, name, 5.0, PROMPTS[:2])
+    drawn = pipe(PROMPTS[:2], steps=STEPS, guidance=5.0, seed=3, progress=False, **SIZES[name])
+    reference = theirs(folders[name], name, noise, 5.0, "np", PROMPTS[:2])
+    found = np.stack([np.asarray(getattr(picture, "frames", picture)) for picture in drawn])
+    assert found.shape == reference.shape
+    assert np.abs(found.astype(float) - np.clip(reference, 0, 1) * 255).max() <= 1.01
+
+
+def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path):
+    output = tmp_path / "drawn"
+    flags = ["--ckpt", str(folders["flux"]), "--prompt", *PROMPTS, "--image_size", "64"]
+    sample.main([*flags, "--num_sampling_steps", "2", "--output", str(output), "--seed", "5"])
+    assert len(list(output.glob("*.png"))) == len(PROMPTS) + 1  # and the grid
+    pipe = opendit.load(folders["flux"])
+    expected = pipe(PROMPTS, steps=2, size=64, seed=5, progress=False)
+    from PIL import Image
+
+    for number, picture in enumerate(expected):
+        assert np.array_equal(np.asarray(Image.open(output / f"{number:06d}.png")), np.asarray(picture))
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (lambda f: (f / "transformer" / "config.json").write_text("{}"), "no checkpoint"),
+        (lambda f: (f / "vae" / "config.json").unlink(), "config.json"),
+        (lambda f: next((f / "transformer").glob("*.safetensors")).unlink(), "safetensors"),
+        (lambda f: next((f / "text_encoder").glob("*.safetensors")).unlink(), "safetensors"),
+        (
+            lambda f: (f / "scheduler" / "scheduler_config.json").write_text(
+                json.dumps({"_class_name": "DDIMScheduler"})
+            ),
+            "DDIMScheduler",
+        ),
+    ],
+)
+def test_a_damaged_folder_is_named_in_one_line(change, message, tmp_path):
+    folder = write_pipeline(tmp_path / "tiny", "z_image")
+    change(folder)
+    with pytest.raises((ValueError, FileNotFoundError)) as found:
+        opendit.load(folder)
+    assert message in str(found.value) and "\n" not in str(found.value)
