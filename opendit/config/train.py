@@ -153,7 +153,7 @@ class TrainConfig(
         and its folder's VAE and text encoders, unless they are given."""
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
-        if name is None:
+        if source is None or name is None:
             if family_in(self.model):
                 raise ValueError(
                     f"--model {self.model}: is read from a folder; give that to --pretrained, or a run to --load"

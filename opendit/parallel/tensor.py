@@ -256,7 +256,8 @@ def divide(
             if isinstance(module.qkv, Part):
                 module.num_heads, module.kv_heads = module.num_heads // group.size, module.kv_heads // group.size
         elif isinstance(module, CrossAttention):
-            module.num_heads //= group.size
+            if isinstance(module.q, Part):
+                module.num_heads //= group.size
         elif isinstance(module, RMSNorm) and isinstance(rule_of(rules, f"{path}.weight"), Heads):
             _divide_norm(module, rule_of(rules, f"{path}.weight"), group)
         elif isinstance(module, ExpertMlp):
