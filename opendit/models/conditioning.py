@@ -6,7 +6,7 @@ replaces a dropped caption by the encoder's own embedding of the empty string: s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,7 @@ class TextCondition:
     mask: Tensor
     pooled: Tensor
     guidance: Tensor | None = None
-    shortest: int = 0
+    shortest: int = field(default=0, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.pooled)
