@@ -51,6 +51,18 @@ def test_default_launch(norm):
     check_rotate_heads(2, 23, (5, 5), 72, BFLOAT16, norm, "shared", weight_dtype=FLOAT32)
 
 
+def test_tables_that_are_parts_of_longer_ones():
+    """As those of the streams of a joint block."""
+    (qkv, q_weight, k_weight), _ = arguments(requires_grad=False)
+    q, k, _ = qkv.unflatten(-1, (3, 3, 8)).unbind(2)
+    of_samples = torch.randn(2, 9, 4, 2)
+    for table in (of_samples, of_samples[0], of_samples[:1].expand(2, -1, -1, -1), of_samples.mT.contiguous().mT):
+        part = table[..., 3:8, :, :]
+        want = rotate_heads_reference(q, k, q_weight, k_weight, part)
+        for a, b in zip(rotate_heads(q, k, q_weight, k_weight, part), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_norms_of_heads_of_an_odd_size():
     check_rotate_heads(2, 3, (2, 2), 27, FLOAT32, "head", None)
 
