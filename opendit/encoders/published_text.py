@@ -114,6 +114,12 @@ class PublishedText:
     def dtype(self) -> torch.dtype:
         return self._component(self.prompts.encoder).dtype
 
+    @property
+    def model(self) -> torch.nn.ModuleDict:
+        """All text encoders, by their components' names."""
+        names = sorted(name for name in self.family.components if name.startswith("text_encoder"))
+        return torch.nn.ModuleDict({name: self._component(name) for name in names})
+
     @torch.no_grad()
     def encode(self, captions: list[str], length: int | None = None) -> TextCondition:
         """Encode captions, on the encoders' device and in their dtype.

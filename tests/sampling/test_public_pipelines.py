@@ -98,8 +98,8 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
 @pytest.mark.parametrize(
     "change,message",
     [
-        (lambda f: (f / "transformer" / "config.json").write_text("{}"), "no checkpoint"),
-        (lambda f: (f / "vae" / "config.json").unlink(), "config.json"),
+        (lambda f: (f / "transformer" / "config.json").write_text("{}"), "_class_name is missing"),
+        (lambda f: (f / "vae" / "config.json").unlink(), "vae"),
         (lambda f: next((f / "transformer").glob("*.safetensors")).unlink(), "safetensors"),
         (lambda f: next((f / "text_encoder").glob("*.safetensors")).unlink(), "safetensors"),
         (
