@@ -10,8 +10,6 @@ from torch import Tensor
 from opendit.common.utils import hash_parts
 from opendit.config.approximations import parse_cache
 from opendit.encoders.conditioner import CaptionConditioner
-from opendit.encoders.published_text import PublishedText
-from opendit.encoders.text import TextEncoder
 from opendit.encoders.vae import FrozenVAE
 from opendit.encoders.video_vae import FrameCodec, VideoCodec
 from opendit.models import DiT
@@ -84,7 +82,7 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
         if sampling.conditioning_frames is None
         else tensors_digest({"given": sampling.conditioning_frames})[:16],
         "--negative_prompt": json.dumps(flags.negative_prompt) if flags.negative_prompt is not None else None,
-        "text encoder": encoder and _digest_of_encoder(encoder),
+        "text encoder": encoder and tensors_digest(encoder.model.state_dict())[:16],
         "size of latents": " x ".join(map(str, sampling.size)),
         "--mixed_precision": flags.mixed_precision,
         "kernels": sampling.kernels.ops_note,
@@ -97,12 +95,6 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
         "--npz": "given" if flags.npz else "not given",
     }
     return {name: str(value)[:4096] for name, value in settings.items() if value is not None}
-
-
-def _digest_of_encoder(encoder: TextEncoder | PublishedText) -> str:
-    return (
-        encoder.fingerprint() if isinstance(encoder, PublishedText) else tensors_digest(encoder.model.state_dict())
-    )[:16]
 
 
 def digest_of_weights(sampling: SamplingRun) -> str:
