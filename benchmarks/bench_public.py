@@ -225,7 +225,11 @@ def caption_of(subject: Subject, config: Any, device: torch.device, dtype: torch
     )
     mask = torch.ones(1, subject.tokens, dtype=torch.bool, device=device)
     return TextCondition(
-        tokens, mask, pooled, torch.full((1,), GUIDANCE, device=device) if config.spec.guidance else None
+        tokens,
+        mask,
+        pooled,
+        torch.full((1,), GUIDANCE, device=device) if config.spec.guidance else None,
+        shortest=tokens.shape[1],
     )
 
 

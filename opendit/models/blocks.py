@@ -22,9 +22,10 @@ Norm and MLP may be exchanged in the first four rows (``--norm``, ``--mlp``); th
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -50,7 +51,6 @@ from opendit.models.layers import (
     TableModulation,
     layer_norm,
     modulation,
-    over_rows,
 )
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
@@ -285,14 +285,14 @@ class Block(nn.Module):
             elif spec.source == "none":
                 stream = x.take(self.ops)
                 z, last, _ = self._but_last(branch, (norm or layer_norm)(stream), context, grid)
-                x.put(stream + self._after(branch, last(z)))
+                x.put(stream + last(z))
             else:
                 if y is None or not spec.parallel:
                     shift, scale, gate = next(vectors)
                     y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
                 else:
                     x.put(x.take(self.ops))  # the gate of attention, before the MLP's
-                self.add(x, branch, gate, *self._but_last(branch, y, context, grid), grid=grid)
+                x.add(gate, *self._but_last(branch, y, context, grid))
 
     def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield shift, scale and gate (B, D) of each modulated branch, of the result of :meth:`modulate`."""
@@ -303,25 +303,6 @@ class Block(nn.Module):
             gate = found["gate"].tanh() if spec.tanh_gates else found["gate"]
             yield found["shift"] if "shift" in found else torch.zeros_like(gate), found["scale"], gate
 
-    def add(
-        self,
-        x: ResidualStream,
-        branch: Branch,
-        gate: Tensor,
-        z: Tensor,
-        last: Projection,
-        routing: Routing | None = None,
-        grid: TokenGrid | None = None,
-    ) -> None:
-        """Add gate * last(z) to the stream, normalised first where the specification says so."""
-        if self.spec.norm_after:
-            x.put(x.take(self.ops) + over_rows(gate, *of_rows(grid) or (None,)) * self._after(branch, last(z)))
-        else:
-            x.add(gate, z, last, routing)
-
-    def _after(self, branch: Branch, y: Tensor) -> Tensor:
-        return getattr(self, f"{branch.norm}_after")(y) if self.spec.norm_after else y
-
     def _but_last(
         self, branch: Branch, y: Tensor, context: Context | None, grid: TokenGrid | None
     ) -> tuple[Tensor, Projection, Routing | None]:
@@ -330,14 +311,20 @@ class Block(nn.Module):
         layer: Any = getattr(self, branch.name)
         if branch.sees == "caption":
             assert context is not None, "cross-attention is of models with a text"
-            return layer.output(y, *context, grid=grid), layer.proj, None
+            return layer.output(y, *context, grid=grid), self._last(branch, layer.proj), None
         if branch.sees is not None:
-            return layer.output(y, self.ops, grid), layer.proj, None
+            return layer.output(y, self.ops, grid), self._last(branch, layer.proj), None
         routing = layer.start(y, grid and grid.shards) if self.spec.experts else None
         z = layer.hidden(y, self.ops)  # while tokens travel to their experts
         if routing is not None:
             routing.compute()
-        return z, layer.fc2, routing
+        return z, self._last(branch, layer.fc2), routing
+
+    def _last(self, branch: Branch, layer: Projection) -> Projection:
+        """Return a branch's last layer, with the norm after it, if there is one."""
+        if not self.spec.norm_after:
+            return layer
+        return cast(Projection, NormalisedProjection(layer, getattr(self, f"{branch.norm}_after")))
 
     def _add_caption(
         self, x: Tensor, norm: Callable[[Tensor], Tensor], context: Context | None, grid: TokenGrid | None
@@ -364,6 +351,24 @@ def _norm_of(spec: BlockSpec, branch: Branch) -> str | None:
     if spec.norm != "rms":
         return None
     return spec.branches[0].norm if spec.parallel else branch.norm
+
+
+@dataclass(frozen=True)
+class NormalisedProjection:
+    """A branch's last layer and the norm after it, in the form of a :class:`Projection` without a bias: operations add
+    its output to the stream as they do a linear layer's."""
+
+    layer: Projection
+    norm: RMSNorm
+
+    bias: ClassVar[None] = None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.norm(self.layer(z))
+
+    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+        """Return norm(layer(z)); see :meth:`Projection.product`."""
+        return self.norm(self.layer.product(z, self.layer.bias, multiply))
 
 
 class NoModulation(nn.Module):
@@ -426,9 +431,12 @@ class JointBlock(nn.Module):
                 found = [stream._but_last(branch, y, None, None) for stream, y in zip(streams, outputs, strict=True)]
             else:
                 attended = joint_attention([stream.attn for stream in streams], outputs, self._ops, grid)
-                found = [(z, stream.attn.proj, None) for stream, z in zip(streams, attended, strict=True)]
-            for stream, residual, gate, more in zip(streams, residuals, gates, found, strict=True):
-                stream.add(residual, branch, gate, *more)
+                found = [
+                    (z, stream._last(branch, stream.attn.proj), None)
+                    for stream, z in zip(streams, attended, strict=True)
+                ]
+            for residual, gate, more in zip(residuals, gates, found, strict=True):
+                residual.add(gate, *more)
         return torch.cat([residual.take(self._ops) for residual in residuals], dim=1)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:

@@ -21,7 +21,6 @@ from tests.encoders.published_folders import (
     COMPONENTS,
     PIPELINES,
     QWEN_WIDTH,
-    SCHEDULERS,
     T5_WIDTH,
     TRANSFORMERS,
     write_pipeline,
@@ -157,7 +156,7 @@ def test_a_language_model_with_its_head(copy, encoders):
 def test_the_folders_are_as_the_family_says(name, folders):
     """The table of the tests is that of the published folders, and was not derived from the family's."""
     family = FAMILIES[name]
-    assert family.components == COMPONENTS[name] | {"scheduler": ("diffusers", SCHEDULERS[name]["_class_name"])}
+    assert family.components == COMPONENTS[name]
     assert (family.pipelines, family.network) == ((PIPELINES[name],), TRANSFORMERS[name][0])
     check_index(folders[name], family)
 

@@ -175,7 +175,10 @@ def test_both_ends_of_a_step(dtype, monkeypatch):
         ends.test_every_sample_takes_its_own_step(halves)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
+# (UniPC's steps have three tensors of state, more than the kernel writes.)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[1] != "unipc"], ids=lambda case: f"{case[0].name}, {case[1]}"
+)
 def test_steps_in_few_kernels(case, monkeypatch):
     """They are taken, and draw what the sampler's own steps draw, up to the rounding of fp32."""
     torch.set_float32_matmul_precision("highest")

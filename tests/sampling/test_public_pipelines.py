@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 import opendit
 import sample
 from opendit.diffusion.random import initial_noise
-from opendit.sampling.pipeline import DrawSettings, Pipeline
+from opendit.sampling.pipeline import Pipeline
 from tests.encoders.published_folders import write_pipeline
 from tests.models.families.oracles import networks
 
@@ -40,23 +41,35 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     more: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
     if name == "wan":
         more["num_frames"] = SIZES[name]["frames"]
-    latents = pipeline._pack_latents(noise, *noise.shape) if name == "flux" else noise
+    latents = packed(noise) if name == "flux" else noise
     drawn = pipeline(
         prompt=prompts, height=height, width=width, num_inference_steps=STEPS, latents=latents, output_type=output,
         **more,
     )[0]  # fmt: skip
     if name == "flux" and output == "latent":
-        drawn = pipeline._unpack_latents(drawn, height, width, pipeline.vae_scale_factor)
+        drawn = unpacked(drawn, noise.shape)
     return drawn
 
 
-def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """Return the noise and the latents of seed 3, as a call of the pipeline draws them."""
-    settings = DrawSettings(steps=STEPS, guidance=guidance, **SIZES[name])
-    y, null, plan = pipe._resolve(prompts, settings)
-    index = torch.arange(len(prompts))
-    latents = pipe._engine(plan).sample(y, null, index, 3)
-    return initial_noise(3, index, tuple(latents.shape[1:])), latents
+def packed(x: Tensor) -> Tensor:
+    """Patches of 2 x 2 of x (B, C, H, W) as FLUX's tokens (B, N, 4 C)."""
+    B, C, H, W = x.shape
+    return x.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, -1, 4 * C)
+
+
+def unpacked(tokens: Tensor, shape: torch.Size) -> Tensor:
+    B, C, H, W = shape
+    return tokens.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(shape)
+
+
+def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tuple[Tensor, Tensor, list[Any]]:
+    """Return the noise of seed 3, and the latents and pictures that the pipeline draws of it."""
+    seen: list[Tensor] = []
+    drawn = pipe(
+        prompts, steps=STEPS, guidance=guidance, seed=3, progress=False, callback=lambda _, x: seen.append(x.clone()),
+        **SIZES[name],
+    )  # fmt: skip
+    return initial_noise(3, torch.arange(len(prompts)), tuple(seen[-1].shape[1:])), seen[-1], drawn
 
 
 @pytest.mark.parametrize("guidance", [None, 0.0, 2.5])
@@ -66,7 +79,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
         guidance = 1.0
     pipe = opendit.load(folders[name])
     usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0}[name]
-    noise, latents = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
+    noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()
 
@@ -74,8 +87,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
 @pytest.mark.parametrize("name", SIZES)
 def test_pictures_are_those_of_diffusers(name, folders):
     pipe = opendit.load(folders[name])
-    noise, _ = ours(pipe, name, 5.0, PROMPTS[:2])
-    drawn = pipe(PROMPTS[:2], steps=STEPS, guidance=5.0, seed=3, progress=False, **SIZES[name])
+    noise, _, drawn = ours(pipe, name, 5.0, PROMPTS[:2])
     reference = theirs(folders[name], name, noise, 5.0, "np", PROMPTS[:2])
     found = np.stack([np.asarray(getattr(picture, "frames", picture)) for picture in drawn])
     assert found.shape == reference.shape
@@ -89,10 +101,9 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
     assert len(list(output.glob("*.png"))) == len(PROMPTS) + 1  # and the grid
     pipe = opendit.load(folders["flux"])
     expected = pipe(PROMPTS, steps=2, size=64, seed=5, progress=False)
-    from PIL import Image
-
     for number, picture in enumerate(expected):
-        assert np.array_equal(np.asarray(Image.open(output / f"{number:06d}.png")), np.asarray(picture))
+        (file,) = output.glob(f"{number:06d}*.png")
+        assert np.array_equal(np.asarray(Image.open(file)), np.asarray(picture))
 
 
 @pytest.mark.parametrize(
