@@ -155,7 +155,7 @@ def sequence_parallel(
     group = Group.of(mesh.sp_group)
     memory, why = connect(group, mesh.device) if direct and shape.plain else (None, "not asked for")
     if not shape.plain:
-        why = "q, k and v are made by more than one product"
+        why = "q, k and v take more than one product, as with --lora or captions in the sequence"
     plan = make_plan(kind, mesh.sp_size, shape, groups, replace(H200, direct=memory is not None))
     if plan.kind == AXIAL:
         strategy = None
