@@ -188,6 +188,10 @@ class PublicConfig(DiTConfig):
         return bool(self.spec.order)
 
     @property
+    def float8(self) -> bool:
+        return False  # not measured yet
+
+    @property
     def in_operations(self) -> bool:
         """True if FP8 and --recompute know every norm, projection and MLP of the blocks."""
         return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
