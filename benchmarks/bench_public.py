@@ -52,7 +52,8 @@ from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.blocks import MLPS, BlockSpec
 from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
-from opendit.models.families.network import PublicDiT, public_config
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import public_config
 
 SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # bf16 holds this time, and this scale times 1000
 COMPILE_SECONDS = 45  # that must be left to begin compiling

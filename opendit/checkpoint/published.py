@@ -32,7 +32,7 @@ from opendit.encoders.folder import CONFIG, INDEX, PRETRAINED, PretrainedConfig,
 from opendit.encoders.published_folder import check_index, names_class
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
-from opendit.models.families.network import public_config
+from opendit.models.families.public_config import public_config
 from opendit.models.weights import Weights
 from opendit.models.zoo import Shapes, model_shapes
 

@@ -36,7 +36,7 @@ from opendit.common.json_models import (
 from opendit.common.tensor_files import ITEM_BYTES
 from opendit.diffusion.objectives import OBJECTIVES, objective_from_dict
 from opendit.models.configuration import DiTConfig
-from opendit.models.families.network import PublicConfig
+from opendit.models.families.public_config import PublicConfig
 from opendit.models.zoo import CLASSES, config_from_dict
 
 # Bounds of a configuration's fields, far above every model there is. What a model really takes is compared with the

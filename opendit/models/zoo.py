@@ -11,8 +11,9 @@ from opendit.common.torch_utils import on_meta
 from opendit.config.architectures import KINDS, module_of, parse_name
 from opendit.models.conditioning import TextConfig
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.families.network import PublicConfig, PublicDiT
+from opendit.models.families.network import PublicDiT
 from opendit.models.families.plan import plan_of_spec
+from opendit.models.families.public_config import PublicConfig
 from opendit.models.initialization import initialize
 from opendit.models.plan import PLAN, Plan
 

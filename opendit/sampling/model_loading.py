@@ -28,7 +28,7 @@ from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_cod
 from opendit.models.conditioning import Condition
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
-from opendit.models.families.network import PublicConfig, embedded_guidance, family_of
+from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh

@@ -30,7 +30,7 @@ from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.conditioning import Condition, same_length
 from opendit.models.configuration import DiTConfig
 from opendit.models.dit import DiT
-from opendit.models.families.network import embedded_guidance
+from opendit.models.families.public_config import embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.sampling.conditioning_frames import encode_frames, frames_of_samples

@@ -25,7 +25,7 @@ from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
 from opendit.models.conditioning import same_length
-from opendit.models.families.network import embedded_guidance
+from opendit.models.families.public_config import embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas

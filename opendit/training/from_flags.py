@@ -29,7 +29,7 @@ from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
-from opendit.models.families.network import PublicConfig, family_of, public_config
+from opendit.models.families.public_config import PublicConfig, family_of, public_config
 from opendit.models.lora import lora_parameters
 from opendit.models.weights import Weights
 from opendit.models.zoo import config_from_dict, of_revision

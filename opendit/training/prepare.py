@@ -30,7 +30,7 @@ from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
-from opendit.models.families.network import PublicConfig, embedded_guidance, family_of
+from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.lora import Lora, check_peft
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision

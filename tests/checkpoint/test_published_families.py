@@ -9,7 +9,7 @@ from opendit.checkpoint.fill import fill
 from opendit.checkpoint.published import is_published, open_published
 from opendit.export.__main__ import main
 from opendit.models.families import FAMILIES
-from opendit.models.families.network import public_config
+from opendit.models.families.public_config import public_config
 from opendit.models.zoo import empty_model
 from tests.models.families.oracles import ORACLES, ours
 

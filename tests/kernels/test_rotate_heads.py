@@ -13,7 +13,8 @@ from opendit.kernels.rotate_heads import fits_across, rotate_heads, rotate_heads
 from opendit.kernels.select import select_kernels
 from opendit.models import DiTConfig, build_model
 from opendit.models.conditioning import TextCondition
-from opendit.models.families.network import PublicDiT, public_config
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import public_config
 from opendit.models.layers import TORCH_OPS, RMSNorm
 from opendit.models.positions import grid_coordinates, rotary_table
 from tests.kernels.cases import DTYPES, check_rotate_heads, pairwise, rotate_heads_inputs

@@ -14,7 +14,7 @@ from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiTConfig, TextCondition, build_model, empty_model, plan_of
-from opendit.models.families.network import public_config
+from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.experts import expert_group

@@ -23,7 +23,7 @@ from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_text import load_published_text
 from opendit.export.__main__ import main as export
 from opendit.models import TextConfig
-from opendit.models.families.network import family_of
+from opendit.models.families.public_config import family_of
 from opendit.models.segments import unpack_patches
 from opendit.training.micro_batch import MicroBatch
 from tests.encoders.published_folders import write_pipeline

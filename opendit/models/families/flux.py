@@ -7,7 +7,7 @@ from typing import Any
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
 from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
-from opendit.models.families.network import NetworkSpec, Rotary, Stack, TextEmbedding
+from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
 STREAMS = ("text", "media")

@@ -4,7 +4,8 @@ import functools
 import math
 
 from opendit.models.blocks import MLPS, BlockSpec
-from opendit.models.families.network import NetworkSpec, PublicConfig
+from opendit.models.families.network_spec import NetworkSpec
+from opendit.models.families.public_config import PublicConfig
 from opendit.models.plan import (
     Column,
     Execution,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
-from opendit.models.families.network import PublicDiT, public_config
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import public_config
 
 FLUX = dict(
     in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=12, num_attention_heads=2,

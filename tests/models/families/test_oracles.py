@@ -17,7 +17,8 @@ from opendit.models import attention, layers
 from opendit.models.blocks import Block, JointBlock
 from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES, network
-from opendit.models.families.network import PublicConfig, PublicDiT, public_config
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import PublicConfig, public_config
 from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (

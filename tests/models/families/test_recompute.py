@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from opendit.models.families.network import PublicDiT, public_config
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import apply_parallel
 from tests.models.families.oracles import FLUX, WAN, captions, randomise
 

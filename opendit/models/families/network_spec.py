@@ -1,0 +1,101 @@
+"""The specification of a public model's network: its blocks, and what is around them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from opendit.models.blocks import BlockSpec
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
+
+    Attributes:
+        channels: of a head, for each axis.
+        base: of the frequencies.
+        text: coordinates of a caption's tokens: all 0 ("zero"), or 1, 2, ... along the first axis ("count"), on which
+            the media follow, at the place after the caption's last.
+    """
+
+    channels: tuple[int, ...]
+    base: float = 10000.0
+    text: Literal["zero", "count"] = "zero"
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """How a caption's tokens become the network's.
+
+    Attributes:
+        width: of the encoder's tokens.
+        layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU.
+        multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
+        pooled: width of a vector that is embedded beside the time; 0 for none.
+    """
+
+    width: int
+    layers: Literal["linear", "norm", "mlp"] = "linear"
+    multiple: int = 1
+    pooled: int = 0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks of one specification that follow each other."""
+
+    count: int
+    block: BlockSpec
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """The specification of a network.
+
+    Attributes:
+        channels: of the latents.
+        patch: (frames, rows, columns), or (rows, columns).
+        channels_last: order of a patch's numbers, what comes in and what goes out: channels after the places, or
+            before them.
+        convolution: the weight of the patches' embedding has a convolution's shape.
+        stacks: the blocks.
+        order: of the streams of one sequence; () where captions are attended to across, and are not in it.
+        media_refiner, text_refiner: blocks before they are joined.
+        time_width: width of the time's embedding, and of its condition.
+        time_hidden, frequencies: of the time's embedding.
+        reversed_time: the network is told 1000 - t, and predicts data - noise.
+        guidance: the scale of guidance is embedded beside the time.
+        shared: number of modulation vectors that all blocks share; 0 for none.
+        final: values of the final layer's modulation, in their order.
+        final_table: that modulation is a table plus the time's embedding.
+        media_multiple: media are filled with learned tokens up to a multiple of this.
+    """
+
+    channels: int
+    patch: tuple[int, ...]
+    stacks: tuple[Stack, ...]
+    text: TextEmbedding
+    rotary: Rotary
+    channels_last: tuple[bool, bool] = (False, False)
+    convolution: bool = False
+    order: tuple[str, ...] = ()
+    media_refiner: Stack | None = None
+    text_refiner: Stack | None = None
+    time_width: int = 0
+    time_hidden: int | None = None
+    frequencies: int = 256
+    reversed_time: bool = False
+    guidance: bool = False
+    shared: int = 0
+    final: tuple[str, ...] = ("shift", "scale")
+    final_table: bool = False
+    media_multiple: int = 1
+
+    @property
+    def block(self) -> BlockSpec:
+        """The specification of the first block."""
+        return self.stacks[0].block
+
+    @property
+    def blocks(self) -> list[BlockSpec]:
+        """The specifications of all blocks, in order."""
+        return [stack.block for stack in self.stacks for _ in range(stack.count)]

@@ -1,0 +1,173 @@
+"""The configurations of public models: a family, and its ``config.json`` as it was published."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from opendit.models.blocks import BlockSpec
+from opendit.models.conditioning import TextConfig
+from opendit.models.configuration import DiTConfig
+from opendit.models.families.base import Family
+from opendit.models.families.network_spec import NetworkSpec
+
+
+def published(values: Mapping[str, Any]) -> str:
+    """Return a ``config.json`` in the form that configurations hold it in."""
+    return json.dumps(dict(values), sort_keys=True)
+
+
+@functools.cache
+def _spec_of(family: str, config: str) -> NetworkSpec:
+    try:
+        return family_of(family).layout(json.loads(config))
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]}: not in the published configuration") from None
+
+
+def family_of(name: str) -> Family:
+    """Find a family by its name. Raises ValueError for an unknown one."""
+    from opendit.models.families import FAMILIES as found
+
+    if name not in found:
+        raise ValueError(f"a model of family {name!r}: this version knows {', '.join(found)}")
+    return found[name]
+
+
+@dataclass(frozen=True)
+class PublicConfig(DiTConfig):
+    """The configuration of a public model: its family, and its ``config.json`` as it was published.
+
+    hidden_size, depth, num_heads and the like follow from these; make it with :func:`public_config`.
+    """
+
+    kind: ClassVar[str] = "public"
+    plain_projections: ClassVar[bool] = False
+
+    family: str = ""
+    published: str = ""
+
+    @property
+    def spec(self) -> NetworkSpec:
+        """The network's specification."""
+        return _spec_of(self.family, self.published)
+
+    @property
+    def block(self) -> BlockSpec:
+        """The specification of the first block."""
+        return self.spec.block
+
+    @property
+    def sequence_types(self) -> tuple[str, ...]:
+        return ("ulysses",)
+
+    @property
+    def why_no_packs(self) -> str:  # type: ignore[override]
+        return "their captions are tokens of the sequence" if self.spec.order else ""
+
+    def check_packs(self) -> None:
+        if self.why_no_packs:
+            raise ValueError(f"--pack_tokens: not {self.family} models: {self.why_no_packs}; give --bucket_tokens")
+
+    @property
+    def joint_sequence(self) -> bool:
+        return bool(self.spec.order)
+
+    @property
+    def float8(self) -> bool:
+        return False  # not measured yet
+
+    @property
+    def in_operations(self) -> bool:
+        """True if FP8 and --recompute know every norm, projection and MLP of the blocks."""
+        return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
+
+    @property
+    def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        return {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the family, the published configuration and the size of latents, as JSON has them."""
+        return {
+            "kind": self.kind,
+            "family": self.family,
+            "published": json.loads(self.published),
+            "input_size": self.input_size,
+            "max_tokens": cast(TextConfig, self.text).max_tokens,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "PublicConfig":
+        return public_config(
+            values["family"], values["published"], tuple(values["input_size"]), values.get("max_tokens")
+        )
+
+    def check(self) -> None:
+        """Do nothing: a family checks the published values when it makes a specification of them."""
+
+    @property
+    def modulation_width(self) -> int:
+        """Width of a block's modulation, on the average."""
+        return sum(block.chunks * block.width for block in self.spec.blocks) // self.depth
+
+    def parameters(self) -> int:
+        """Number of trainable weights."""
+        return _parameters(self)
+
+
+@functools.cache
+def _parameters(config: PublicConfig) -> int:
+    from opendit.models.zoo import model_shapes  # which knows every architecture, this one among them
+
+    return sum(math.prod(shape) for shape in model_shapes(config)[0].values())
+
+
+def public_config(
+    family: str, values: Mapping[str, Any], input_size: tuple[int, ...] | None = None, max_tokens: int | None = None
+) -> PublicConfig:
+    """Return the configuration of a public model.
+
+    Args:
+        values: of its ``config.json``.
+        input_size: of latents; None: of the family's usual pictures or clips.
+        max_tokens: to which captions are cut; None: the family's.
+
+    Raises:
+        ValueError: values that are not those of this family.
+    """
+    about, text = family_of(family), published(values)
+    spec = _spec_of(family, text)
+    if input_size is None:
+        side = about.image_size if isinstance(about.image_size, tuple) else (about.image_size,) * 2
+        input_size = tuple(n // 8 for n in side)
+        if about.latents.video:
+            input_size = ((cast(int, about.frames) - 1) // 4 + 1, *input_size)
+    patch = spec.patch[0] if len(spec.patch) == 2 else spec.patch
+    block = spec.block
+    return PublicConfig(
+        input_size=input_size,
+        patch_size=cast(Any, patch),
+        in_channels=spec.channels,
+        hidden_size=block.width,
+        depth=sum(stack.count for stack in spec.stacks),
+        num_heads=block.heads,
+        mlp_ratio=block.mlp_hidden / block.width,
+        learn_sigma=False,
+        text=TextConfig(family, spec.text.width, max_tokens or about.text.tokens, cross_attention=not spec.order),
+        qk_norm=block.options.qk_norm,
+        bias=block.options.bias,
+        positions="rope",
+        norm=block.norm,
+        mlp=block.mlp,
+        family=family,
+        published=text,
+    )
+
+
+def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | None:
+    """Return the scale of guidance that a network is told, ``scale`` or the family's own; None if it is told none."""
+    if not isinstance(config, PublicConfig) or not config.spec.guidance:
+        return None
+    return family_of(config.family).guidance.scale if scale is None else scale
