@@ -41,6 +41,35 @@ class Match:
         ]
 
 
+WEIGHT, BOTH = ("weight",), ("weight", "bias")
+
+
+def layers(
+    names: Mapping[str, str | tuple[str, ...]],
+    kinds: tuple[str, ...] = BOTH,
+    *,
+    ours: str = "",
+    theirs: str = "",
+    blocks: range | None = None,
+    offset: int = 0,
+) -> list[Match]:
+    """Match whole layers.
+
+    Args:
+        names: of our layers -> of theirs; several of theirs are joined along dimension 0.
+        kinds: of their parameters.
+        ours, theirs: what all names begin with.
+        blocks, offset: see :class:`Match`.
+    """
+    found = []
+    for own, published in names.items():
+        parts = (published,) if isinstance(published, str) else published
+        for kind in kinds:
+            joined = tuple(f"{theirs}{part}.{kind}" for part in parts)
+            found.append(Match((f"{ours}{own}.{kind}",), joined, 0, blocks, offset))
+    return found
+
+
 @dataclass(frozen=True)
 class Text:
     """How prompts condition a family.

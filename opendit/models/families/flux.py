@@ -6,7 +6,7 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
+from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -49,59 +49,63 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     )
 
 
+AROUND = {
+    "x_embedder.proj": "x_embedder",
+    "text_embedder.mlp": "context_embedder",
+    "final_layer.adaLN_modulation.1": "norm_out.linear",
+    "final_layer.linear": "proj_out",
+}
+EMBEDDERS = {
+    "t_embedder": "timestep_embedder",
+    "pooled_embedder": "text_embedder",
+    "guidance_embedder": "guidance_embedder",
+}
+OF_STREAM = {
+    "media": {
+        "attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+        "attn.proj": "attn.to_out.0",
+        "adaLN_modulation.1": "norm1.linear",
+        "mlp.fc1": "ff.net.0.proj",
+        "mlp.fc2": "ff.net.2",
+    },
+    "text": {
+        "attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+        "attn.proj": "attn.to_add_out",
+        "adaLN_modulation.1": "norm1_context.linear",
+        "mlp.fc1": "ff_context.net.0.proj",
+        "mlp.fc2": "ff_context.net.2",
+    },
+}
+NORMS = {
+    "media": {"attn.q_norm": "attn.norm_q", "attn.k_norm": "attn.norm_k"},
+    "text": {"attn.q_norm": "attn.norm_added_q", "attn.k_norm": "attn.norm_added_k"},
+}
+OF_SINGLE = {
+    "attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "adaLN_modulation.1": "norm.linear",
+    "mlp.fc1": "proj_mlp",
+}
+
+
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
     """Return the names of all weights."""
     double, single = spec.stacks[0].count, spec.stacks[1].count
-    found = []
-
-    def add(ours: str, theirs: str, blocks: range | None = None, offset: int = 0) -> None:
-        for kind in ("weight", "bias"):
-            found.append(Match((f"{ours}.{kind}",), (f"{theirs}.{kind}",), 0, blocks, offset))
-
-    def join(ours: str, theirs: tuple[str, ...], blocks: range, offset: int = 0) -> None:
-        for kind in ("weight", "bias"):
-            found.append(Match((f"{ours}.{kind}",), tuple(f"{name}.{kind}" for name in theirs), 0, blocks, offset))
-
-    for ours, theirs in (
-        ("x_embedder.proj", "x_embedder"),
-        ("text_embedder.mlp", "context_embedder"),
-        ("final_layer.adaLN_modulation.1", "norm_out.linear"),
-        ("final_layer.linear", "proj_out"),
-    ):
-        add(ours, theirs)
-    embedders = {"t_embedder": "timestep_embedder", "pooled_embedder": "text_embedder"}
-    if spec.guidance:
-        embedders["guidance_embedder"] = "guidance_embedder"
-    for ours, theirs in embedders.items():
-        for number, place in (("0", "1"), ("2", "2")):
-            add(f"{ours}.mlp.{number}", f"time_text_embed.{theirs}.linear_{place}")
-
-    blocks, theirs = range(double), "transformer_blocks.*"
-    qkv = {"media": ("to_q", "to_k", "to_v"), "text": ("add_q_proj", "add_k_proj", "add_v_proj")}
-    last = {"media": "to_out.0", "text": "to_add_out"}
+    found = layers(AROUND)
+    for ours, theirs in EMBEDDERS.items():
+        if spec.guidance or ours != "guidance_embedder":
+            both = {"mlp.0": "linear_1", "mlp.2": "linear_2"}
+            found += layers(both, ours=f"{ours}.", theirs=f"time_text_embed.{theirs}.")
     for stream in STREAMS:
-        ours, context = f"blocks.*.{stream}", "_context" if stream == "text" else ""
-        join(f"{ours}.attn.qkv", tuple(f"{theirs}.attn.{name}" for name in qkv[stream]), blocks)
-        add(f"{ours}.attn.proj", f"{theirs}.attn.{last[stream]}", blocks)
-        for part in "qk":
-            norm = f"norm_added_{part}" if stream == "text" else f"norm_{part}"
-            found.append(Match((f"{ours}.attn.{part}_norm.weight",), (f"{theirs}.attn.{norm}.weight",), blocks=blocks))
-        add(f"{ours}.adaLN_modulation.1", f"{theirs}.norm1{context}.linear", blocks)
-        add(f"{ours}.mlp.fc1", f"{theirs}.ff{context}.net.0.proj", blocks)
-        add(f"{ours}.mlp.fc2", f"{theirs}.ff{context}.net.2", blocks)
-
-    blocks, theirs, ours = range(double, double + single), "single_transformer_blocks.*", "blocks.*"
-    join(f"{ours}.attn.qkv", tuple(f"{theirs}.attn.to_{name}" for name in "qkv"), blocks, double)
-    for part in "qk":
-        found.append(
-            Match((f"{ours}.attn.{part}_norm.weight",), (f"{theirs}.attn.norm_{part}.weight",), 0, blocks, double)
-        )
-    add(f"{ours}.adaLN_modulation.1", f"{theirs}.norm.linear", blocks, double)
-    add(f"{ours}.mlp.fc1", f"{theirs}.proj_mlp", blocks, double)
+        where: dict[str, Any] = dict(theirs="transformer_blocks.*.", blocks=range(double))
+        found += layers(OF_STREAM[stream], ours=f"blocks.*.{stream}.", **where)
+        found += layers(NORMS[stream], WEIGHT, ours=f"blocks.*.{stream}.", **where)
+    theirs, blocks = "single_transformer_blocks.*.", range(double, double + single)
+    where = dict(ours="blocks.*.", theirs=theirs, blocks=blocks, offset=double)
+    found += layers(OF_SINGLE, **where) + layers(NORMS["media"], WEIGHT, **where)
     # One projection of both branches' outputs, side by side.
-    both = (f"{ours}.attn.proj.weight", f"{ours}.mlp.fc2.weight")
-    found.append(Match(both, (f"{theirs}.proj_out.weight",), 1, blocks, double))
-    found.append(Match((f"{ours}.mlp.fc2.bias",), (f"{theirs}.proj_out.bias",), 0, blocks, double))
+    outputs = ("blocks.*.attn.proj.weight", "blocks.*.mlp.fc2.weight")
+    found.append(Match(outputs, (f"{theirs}proj_out.weight",), 1, blocks, double))
+    found.append(Match(("blocks.*.mlp.fc2.bias",), (f"{theirs}proj_out.bias",), 0, blocks, double))
     return tuple(found)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
+from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -52,40 +52,44 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     )
 
 
+AROUND = {
+    "x_embedder.proj": "patch_embedding",
+    "t_embedder.mlp.0": "condition_embedder.time_embedder.linear_1",
+    "t_embedder.mlp.2": "condition_embedder.time_embedder.linear_2",
+    "text_embedder.mlp.fc1": "condition_embedder.text_embedder.linear_1",
+    "text_embedder.mlp.fc2": "condition_embedder.text_embedder.linear_2",
+    "shared_modulation.1": "condition_embedder.time_proj",
+    "final_layer.linear": "proj_out",
+}
+OF_BLOCK = {
+    "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "attn.proj": "attn1.to_out.0",
+    "cross_norm": "norm2",
+    "cross_attn.q": "attn2.to_q",
+    "cross_attn.kv": ("attn2.to_k", "attn2.to_v"),
+    "cross_attn.proj": "attn2.to_out.0",
+    "mlp.fc1": "ffn.net.0.proj",
+    "mlp.fc2": "ffn.net.2",
+}
+NORMS = {
+    "attn.q_norm": "attn1.norm_q",
+    "attn.k_norm": "attn1.norm_k",
+    "cross_attn.q_norm": "attn2.norm_q",
+    "cross_attn.k_norm": "attn2.norm_k",
+}
+
+
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
     """Return the names of all weights."""
-    blocks, found = range(spec.stacks[0].count), []
-
-    def add(ours: str, theirs: tuple[str, ...] | str, blocks: range | None = None, bias: bool = True) -> None:
-        theirs = (theirs,) if isinstance(theirs, str) else theirs
-        for kind in ("weight", "bias") if bias else ("weight",):
-            found.append(Match((f"{ours}.{kind}",), tuple(f"{name}.{kind}" for name in theirs), blocks=blocks))
-
-    time, text = "condition_embedder.time_embedder.linear", "condition_embedder.text_embedder.linear"
-    for ours, theirs in (
-        ("x_embedder.proj", "patch_embedding"),
-        ("t_embedder.mlp.0", f"{time}_1"),
-        ("t_embedder.mlp.2", f"{time}_2"),
-        ("text_embedder.mlp.fc1", f"{text}_1"),
-        ("text_embedder.mlp.fc2", f"{text}_2"),
-        ("shared_modulation.1", "condition_embedder.time_proj"),
-        ("final_layer.linear", "proj_out"),
-    ):
-        add(ours, theirs)
-    found.append(Match(("final_layer.adaLN_modulation.table",), ("scale_shift_table",)))
-    found.append(Match(("blocks.*.adaLN_modulation.table",), ("blocks.*.scale_shift_table",), blocks=blocks))
-    own, cross = "blocks.*.attn1", "blocks.*.attn2"
-    add("blocks.*.attn.qkv", tuple(f"{own}.to_{part}" for part in "qkv"), blocks)
-    add("blocks.*.cross_attn.q", f"{cross}.to_q", blocks)
-    add("blocks.*.cross_attn.kv", (f"{cross}.to_k", f"{cross}.to_v"), blocks)
-    for ours, theirs in (("attn", own), ("cross_attn", cross)):
-        add(f"blocks.*.{ours}.proj", f"{theirs}.to_out.0", blocks)
-        for part in "qk":
-            add(f"blocks.*.{ours}.{part}_norm", f"{theirs}.norm_{part}", blocks, bias=False)
-    add("blocks.*.cross_norm", "blocks.*.norm2", blocks)
-    add("blocks.*.mlp.fc1", "blocks.*.ffn.net.0.proj", blocks)
-    add("blocks.*.mlp.fc2", "blocks.*.ffn.net.2", blocks)
-    return tuple(found)
+    blocks = range(spec.stacks[0].count)
+    where: dict[str, Any] = dict(ours="blocks.*.", theirs="blocks.*.", blocks=blocks)
+    return (
+        *layers(AROUND),
+        *layers(OF_BLOCK, **where),
+        *layers(NORMS, WEIGHT, **where),
+        Match(("final_layer.adaLN_modulation.table",), ("scale_shift_table",)),
+        Match(("blocks.*.adaLN_modulation.table",), ("blocks.*.scale_shift_table",), blocks=blocks),
+    )
 
 
 FAMILY = Family(

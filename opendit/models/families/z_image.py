@@ -6,7 +6,7 @@ from typing import Any
 
 from opendit.models.blocks import ATTENTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import Family, Guidance, LatentSpace, Match, Text
+from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -61,48 +61,40 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     )
 
 
+AROUND = {
+    "x_embedder.proj": "all_x_embedder.2-1",
+    "t_embedder.mlp.0": "t_embedder.mlp.0",
+    "t_embedder.mlp.2": "t_embedder.mlp.2",
+    "text_embedder.mlp": "cap_embedder.1",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    "final_layer.linear": "all_final_layer.2-1.linear",
+}
+OF_BLOCK = {
+    "attn.qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
+    "attn.proj": "attention.to_out.0",
+    "mlp.fc1": ("feed_forward.w1", "feed_forward.w3"),  # what SiLU takes, then what it is multiplied by
+    "mlp.fc2": "feed_forward.w2",
+    "attn_norm": "attention_norm1",
+    "attn_norm_after": "attention_norm2",
+    "mlp_norm": "ffn_norm1",
+    "mlp_norm_after": "ffn_norm2",
+}
+QK_NORMS = {"attn.q_norm": "attention.norm_q", "attn.k_norm": "attention.norm_k"}
+STACKS = {"blocks": "layers", "media_refiner": "noise_refiner", "text_refiner": "context_refiner"}
+
+
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
     """Return the names of all weights."""
-    found = []
-
-    def add(ours: str, theirs: str, kinds: tuple[str, ...] = ("weight", "bias"), blocks: range | None = None) -> None:
-        found.extend(Match((f"{ours}.{kind}",), (f"{theirs}.{kind}",), blocks=blocks) for kind in kinds)
-
-    for ours, theirs in (
-        ("x_embedder.proj", "all_x_embedder.2-1"),
-        ("t_embedder.mlp.0", "t_embedder.mlp.0"),
-        ("t_embedder.mlp.2", "t_embedder.mlp.2"),
-        ("text_embedder.mlp", "cap_embedder.1"),
-        ("final_layer.adaLN_modulation.1", "all_final_layer.2-1.adaLN_modulation.1"),
-        ("final_layer.linear", "all_final_layer.2-1.linear"),
-    ):
-        add(ours, theirs)
-    add("text_embedder.norm", "cap_embedder.0", ("weight",))
+    found = layers(AROUND) + layers({"text_embedder.norm": "cap_embedder.0"}, WEIGHT)
     found.append(Match(("text_embedder.filling",), ("cap_pad_token",)))
     found.append(Match(("x_embedder.filling",), ("x_pad_token",)))
-    refiners = spec.text_refiner.count if spec.text_refiner else 0
-    for ours, theirs, count in (
-        ("blocks", "layers", spec.stacks[0].count),
-        ("media_refiner", "noise_refiner", refiners),
-        ("text_refiner", "context_refiner", refiners),
-    ):
-        ours, theirs, blocks = f"{ours}.*", f"{theirs}.*", range(count)
-        qkv = tuple(f"{theirs}.attention.to_{name}.weight" for name in "qkv")
-        found.append(Match((f"{ours}.attn.qkv.weight",), qkv, blocks=blocks))
-        gates = (f"{theirs}.feed_forward.w1.weight", f"{theirs}.feed_forward.w3.weight")
-        found.append(Match((f"{ours}.mlp.fc1.weight",), gates, blocks=blocks))
-        for name, published in (
-            ("attn.proj", "attention.to_out.0"),
-            ("mlp.fc2", "feed_forward.w2"),
-            ("attn_norm", "attention_norm1"),
-            ("attn_norm_after", "attention_norm2"),
-            ("mlp_norm", "ffn_norm1"),
-            ("mlp_norm_after", "ffn_norm2"),
-            *((f"attn.{part}_norm", f"attention.norm_{part}") for part in "qk" if spec.block.options.qk_norm),
-        ):
-            add(f"{ours}.{name}", f"{theirs}.{published}", ("weight",), blocks)
-        if theirs != "context_refiner.*":
-            add(f"{ours}.adaLN_modulation.0", f"{theirs}.adaLN_modulation.0", blocks=blocks)
+    stacks = {"blocks": spec.stacks[0], "media_refiner": spec.media_refiner, "text_refiner": spec.text_refiner}
+    for ours, stack in stacks.items():
+        blocks = range(stack.count if stack else 0)
+        where: dict[str, Any] = dict(ours=f"{ours}.*.", theirs=f"{STACKS[ours]}.*.", blocks=blocks)
+        found += layers(OF_BLOCK | (QK_NORMS if spec.block.options.qk_norm else {}), WEIGHT, **where)
+        if stack and stack.block.source != "none":
+            found += layers({"adaLN_modulation.0": "adaLN_modulation.0"}, **where)
     return tuple(found)
 
 
