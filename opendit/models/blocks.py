@@ -287,12 +287,13 @@ class Block(nn.Module):
                 z, last, _ = self._but_last(branch, (norm or layer_norm)(stream), context, grid)
                 x.put(stream + last(z))
             else:
-                if y is None or not spec.parallel:
+                if y is None:
                     shift, scale, gate = next(vectors)
                     y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
                 else:
-                    x.put(x.take(self.ops))  # the gate of attention, before the MLP's
+                    x.put(x.take(self.ops))  # with attention's part, before the MLP's
                 x.add(gate, *self._but_last(branch, y, context, grid))
+                y = y if spec.parallel else None  # its memory is free, then
 
     def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield shift, scale and gate (B, D) of each modulated branch, of the result of :meth:`modulate`."""
