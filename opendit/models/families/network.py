@@ -160,6 +160,15 @@ class PublicDiT(DiT):
         """Return None: positions are rotations, which depend on the captions as well."""
         return None
 
+    def rotations(self, grid: tuple[int, ...]) -> Tensor | None:
+        """(N, d / 2, 2) fp32, of the media's tokens where nothing else is in the sequence."""
+        rotary = self.config.spec.rotary
+
+        def made() -> Tensor:
+            return axes_table(grid_coordinates(*grid, device=self.device), rotary.channels, rotary.base)
+
+        return self._made_once(("rope", grid), made)
+
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
@@ -285,14 +294,14 @@ class PublicDiT(DiT):
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
         rotary, order = spec.rotary, spec.order
+        if text is None or keys is None:
+            shards = None if self.sequence is None else self.sequence(media, sizes)
+            grid = TokenGrid(sizes, self.rotations(sizes), shards=shards)
+            return grid, grid
         axes = len(rotary.channels)
         at = torch.zeros(media, axes, dtype=torch.float64, device=device)
         places = grid_coordinates(*sizes, device=device).double()
         at[: len(places), axes - places.shape[1] :] = places
-        if text is None or keys is None:
-            shards = None if self.sequence is None else self.sequence(media, sizes)
-            grid = TokenGrid(sizes, axes_table(at, rotary.channels, rotary.base), shards=shards)
-            return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         mask = None
         text_at = torch.zeros(length, axes, dtype=torch.float64, device=device)
