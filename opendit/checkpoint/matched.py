@@ -8,7 +8,7 @@ rows, that a rank holds.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate, pairwise
@@ -187,7 +187,7 @@ class MatchedTensors(TensorSet):
             reading.copy_to(full.view(-1))
         return full if dtype is None else full.to(dtype)
 
-    def as_stored(self, part: int = 0, parts: int = 1):
+    def as_stored(self, part: int = 0, parts: int = 1) -> Iterator[tuple[str, Tensor]]:
         if isinstance(self._source, TensorSet):
             return self._source.as_stored(part, parts)
         return super().as_stored(part, parts)

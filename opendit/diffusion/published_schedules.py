@@ -27,7 +27,7 @@ class PublishedSchedule(NamedTuple):
 ALWAYS = {"num_train_timesteps": 1000}
 CURVES = {"use_karras_sigmas": False, "use_exponential_sigmas": False, "use_beta_sigmas": False}
 EULER_ONLY = {**ALWAYS, **CURVES, "invert_sigmas": False, "stochastic_sampling": False}
-UNIPC_ONLY = {
+UNIPC_ONLY: dict[str, Any] = {
     **ALWAYS,
     **CURVES,
     "solver_order": 2,

@@ -229,7 +229,10 @@ def published_conditioner(
     folder, family = Path(name).expanduser(), family_of(config.family)
     widths = text_widths(folder, family)
     if widths != (config.spec.text.width, config.spec.text.pooled):
-        raise ValueError(f"--text_encoder {folder}: is of width {widths}, the network takes {config.spec.text.width}")
+        raise ValueError(
+            f"--text_encoder {folder}: is of width {widths[0]}, the network takes {config.spec.text.width}; name the "
+            "folder of its own pipeline"
+        )
     assert config.text is not None
     how: dict[str, Any] = dict(device=device, dtype=PRECISIONS[precision], max_tokens=config.text.max_tokens)
     encoder = load_published_text(folder, family, **how)

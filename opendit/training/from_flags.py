@@ -293,16 +293,19 @@ def _public_model(
     if not isinstance(found, PublicConfig):
         raise ValueError(f"--pretrained {source}: holds no public model; give its folder, or a run that trains one")
     if channels != found.in_channels:
-        raise ValueError(f"--vae {flags.vae}: has {channels} channels, {flags.model} takes {found.in_channels}")
+        raise ValueError(
+            f"--vae {flags.vae}: has {channels} channels, {flags.model} takes {found.in_channels}; name the VAE of its "
+            "pipeline"
+        )
     if flags.given_frames is not None:
         raise ValueError(f"--given_frames: {flags.model} takes none; leave it out")
     if flags.text_encoder in (None, "bytes"):
-        raise ValueError(f"--text_encoder: give the folder of the pipeline of {flags.model}, which has its encoders")
+        raise ValueError(f"--text_encoder: {flags.model} has none of its own; give the folder of its pipeline")
     assert found.text is not None
     most = family_of(found.family).text.tokens
     tokens = flags.max_text_tokens or cached_tokens or found.text.max_tokens
     if tokens > most:
-        raise ValueError(f"--max_text_tokens {tokens}: {flags.model} takes {most} at most")
+        raise ValueError(f"--max_text_tokens {tokens}: out of range of {flags.model}; give {most} at most")
     config = public_config(found.family, json.loads(found.published), size, tokens)
     config.grid_of(size)
     own = objective_from_dict(info["objective"])

@@ -11,16 +11,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from opendit.models.attention import Attention, CrossAttention, StreamShards, TokenGrid, local_attention
+from opendit.models.attention import (
+    Attention,
+    CrossAttention,
+    SequenceShards,
+    StreamShards,
+    TokenGrid,
+    local_attention,
+)
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
 from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
 from opendit.models.initialization import Constant, Distribution, Normal, initialize
-from opendit.models.layers import BlockOps, RMSNorm, TimestepEmbedder
+from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
 from opendit.models.positions import axes_table, grid_coordinates
-from opendit.models.segments import PlacedSegments, Segments
+from opendit.models.segments import PlacedSegments, Segments, Varlen
 
 
 class PatchLinear(nn.Module):
@@ -140,7 +147,14 @@ class PublicDiT(DiT):
             found[name] = Constant(1) if norm and name.endswith("weight") else Normal(0.02) if matrix else Constant(0)
         return found
 
-    def use(self, *, ops=None, attend=None, varlen=None, sequence=None) -> "PublicDiT":
+    def use(
+        self,
+        *,
+        ops: BlockOps | None = None,
+        attend: Attend | None = None,
+        varlen: Varlen | None = None,
+        sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None,
+    ) -> "PublicDiT":
         self.sequence = sequence
         refiners = (getattr(self, name, ()) for name in ("media_refiner", "text_refiner"))
         for part in (*self.blocks, self.final_layer, *chain.from_iterable(map(_parts_of, refiners))):
