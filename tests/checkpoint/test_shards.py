@@ -1,5 +1,6 @@
 """Checkpoints of shards: what every layout writes is what every layout reads, bit for bit, and nothing more is held."""
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -172,6 +173,7 @@ def test_nothing_is_written_twice(written):
 
 def peaks(mesh: Mesh, folder: Path) -> tuple[int, float, float]:
     """(bytes that this rank has of the state, by how much a save and a load raise the process's memory at most)."""
+    importlib.import_module("opendit.checkpoint.schema")  # which a load imports, with pydantic
     config = replace(CONFIG, hidden_size=384, num_heads=6, depth=5)
     engine = build_engine(build_model(config), mesh, plugin="fsdp", precision="bf16")
     ema = EMA(engine, [0.9, 0.5])
