@@ -408,7 +408,8 @@ class TimestepEmbedder(nn.Module):
         reversed_from: float | None = None,
     ):
         super().__init__()
-        self.frequencies, self.reversed_from = frequencies, reversed_from
+        self.frequencies: int = frequencies
+        self.reversed_from: float | None = reversed_from
         hidden = dim if hidden is None else hidden
         self.mlp: nn.Sequential = nn.Sequential(nn.Linear(frequencies, hidden), nn.SiLU(), nn.Linear(hidden, dim))
 
