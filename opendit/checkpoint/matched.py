@@ -38,7 +38,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is: its range of a joined tensor, and the stored tensors that overlap it.
+    """The place of a tensor: its range of a joined tensor, and the stored tensors that overlap it.
 
     Attributes:
         joined: shape of the joined tensor.

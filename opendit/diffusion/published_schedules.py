@@ -13,7 +13,7 @@ from opendit.diffusion.objectives.flow import FlowObjective
 
 
 class PublishedSchedule(NamedTuple):
-    """How a public model is sampled.
+    """The objective and the sampler of a public model.
 
     objective: with the shift of its times; ``for_tokens`` resolves one that follows the number of tokens. sampler: name
     of the one that its pipeline uses.

@@ -46,7 +46,7 @@ PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how p
 
 @dataclass(frozen=True)
 class Prompts:
-    """How a pipeline of diffusers is asked for embeddings, and what it answers.
+    """The call that asks a pipeline of diffusers for embeddings, and its answer.
 
     Attributes:
         encoder, tokenizer: components that make the tokens.

@@ -320,9 +320,8 @@ class FrameAttention(AxialAttention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        parts = self.prepare(
-            q, k, v, grid, ops, normalised
-        )  # a rotation by the frame's number is the same for all of a frame
+        # (A rotation by the frame's number is the same for all of a frame.)
+        parts = self.prepare(q, k, v, grid, ops, normalised)
         frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
 

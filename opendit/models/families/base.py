@@ -6,7 +6,7 @@ diffusers; ``opendit.encoders`` and ``opendit.checkpoint`` read these tables whe
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -72,7 +72,7 @@ def layers(
 
 @dataclass(frozen=True)
 class Text:
-    """How prompts condition a family.
+    """The tokens of prompts, as a family takes them.
 
     Attributes:
         tokens: to which prompts are cut, and padded unless ``padding`` is "remove".
@@ -105,7 +105,7 @@ class LatentSpace:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How a family is guided.
+    """The guidance of a family.
 
     Attributes:
         scale: by default, as its pipeline counts it.
@@ -148,4 +148,3 @@ class Family:
     image_size: int | tuple[int, int] = 1024
     frames: int | None = None
     license: str = ""
-    notes: Mapping[str, str] = field(default_factory=dict)

@@ -393,6 +393,3 @@ def _parts_of(modules: Any) -> Iterable[Any]:
 def _round_up(numbers: Any, multiple: int) -> Any:
     """Return numbers, a tensor or an integer, rounded up to multiples."""
     return (numbers + multiple - 1) // multiple * multiple
-
-
-ARCHITECTURE = PublicConfig, PublicDiT

@@ -24,7 +24,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """How a caption's tokens become the network's.
+    """The layers that make a caption's tokens those of the network.
 
     Attributes:
         width: of the encoder's tokens.
