@@ -124,7 +124,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
         if length > MOST_HEADER_BYTES:
             raise ValueError(f"{path} is not a readable safetensors file (a header of {length:,} bytes)")
         return open_mapped(path, framework)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # the last of a file that can't be mapped
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} is not a readable safetensors file ({reason}); take another one") from error
 

@@ -297,7 +297,8 @@ class MemoryFlags(Flags):
     )
     recompute: str = flag(
         "none",
-        "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half)",
+        "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half), all but "
+        "attention (but_attention)",
         choices=RECOMPUTE,
     )
     keep_gathered: bool = flag(

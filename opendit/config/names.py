@@ -167,7 +167,8 @@ def check_precision(plugin: str, precision: str) -> None:
 TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # torch's own kernels
 PACKAGE = "flash_attn"  # the package of that name
 ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
-RECOMPUTE = ("none", "norms", "cheap", "half", "mlp")
+BUT_ATTENTION = "but_attention"  # whole blocks are recomputed, but for their attention
+RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
 # Figure that can choose the best checkpoint -> True if less is better: the held-out loss, and figures of samples.
 BEST = {

@@ -111,6 +111,12 @@ RECIPES = {
         f"--model EC-DiT-1B/2 {PRETRAIN.replace('--use_video ', '')} {EDM} {PICTURES.replace('--num_frames 1 ', '')} "
         "--global_batch_size 2304 --batch_size 72",
     ),
+    "wan_14b_finetune": Preset(
+        "all weights of Wan 2.1 14B on clips of 81 frames of about 480p, on 4 H200s or 8 H100s (docs/public_models.md)",
+        f"--pretrained ./Wan2.1-T2V-14B-Diffusers --use_video --data_path ./data.csv --num_frames 81 --bucket_tokens "
+        f"32760 --plugin fsdp --recompute but_attention --batch_size 1 --lr 1e-5 --warmup_steps 100 --max_steps 5000 "
+        f"--ckpt_every 500 --ckpt_keep 3 {FAST}",
+    ),
 }
 RECIPES |= {
     # Without the global batch: a step is one micro-batch of every GPU, whatever their number.
@@ -137,7 +143,7 @@ def listing() -> str:
             continue
         words = recipe.flags.split()
         after = f"; after {recipe.follows}" if recipe.follows else ""
-        rows.append((name, words[words.index("--model") + 1], recipe.about + after))
+        rows.append((name, words[words.index("--model" if "--model" in words else "--pretrained") + 1], recipe.about + after))
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines = [f"{name:<{widths[0]}}  {model:<{widths[1]}}  {about}" for name, model, about in rows]
     lines += [

@@ -30,7 +30,7 @@ from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_inline, named_sources
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
-from opendit.config.names import DESCRIPTIONS, DIGITS, OWN_ATTENTION, PLUGINS, check_precision
+from opendit.config.names import BUT_ATTENTION, DESCRIPTIONS, DIGITS, OWN_ATTENTION, PLUGINS, check_precision
 from opendit.config.parallel_sizes import (
     check_expert_parallel_size,
     check_pipeline_parallel_size,
@@ -394,7 +394,7 @@ class TrainConfig(
         clashes = {
             f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].rejects,
             "--fp8": self.fp8,
-            "--recompute": self.recompute != "none",
+            f"--recompute {self.recompute}": self.recompute not in ("none", BUT_ATTENTION),
             "--sequence_parallel_type fastseq, which reads whole projections": self.sequence_parallel_type == "fastseq",
         }
         for name, clash in clashes.items():
@@ -456,7 +456,7 @@ class TrainConfig(
             if getattr(self, name):
                 raise ValueError(f"--recompute {self.recompute}: --{name} {why}; choose one of the two")
         why = PLUGINS[self.plugin].ignores.get("recompute")
-        if why is None and self.fp8:
+        if why is None and self.fp8 and self.recompute != BUT_ATTENTION:
             why = "--fp8 keeps these activations in one byte each, and can't recompute them"
         if why is None:
             return self, []

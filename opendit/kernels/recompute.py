@@ -11,6 +11,8 @@ output 1: 18 in all.
     mlp     also without fc1's output, which repeats its product, a ninth of a block's products: 8.
     half    mlp in every other block, cheap in the others: 10 on average.
 
+Whole blocks, with or without their attention, are recomputed by ``opendit.models.blocks.run_blocks``.
+
 Without the fused LayerNorm + modulate, the modulation's normalised input is one more tensor at each of the two (20 in
 all), which is not saved either.
 

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from opendit.config.names import BUT_ATTENTION
 from opendit.models.attention import (
     Attention,
     CrossAttention,
@@ -487,13 +488,14 @@ def run_blocks(
     context: Context | list[Context] | None = None,
     grid: TokenGrid | None = None,
     *,
-    checkpointed: bool = False,
+    checkpointed: bool | str = False,
 ) -> Tensor:
     """x (B, N, D) through all blocks; where nothing cuts the stack, in one :class:`ResidualStream`.
 
     modulations: m of every block, in their order; each is taken when its block begins. context: one for all blocks, or
         a list of every block's own. checkpointed: blocks are recomputed in the backward pass (``--grad_checkpoint``),
-        which keeps x and m. A stack that nothing cuts takes modulations that are made, and no pairs.
+        which keeps x and m; "but_attention" also keeps what attention returned (``--recompute but_attention``). A stack
+        that nothing cuts takes modulations that are made, and no pairs.
     """
     modulations = iter(modulations)  # (zip would take one more than there are blocks)
     contexts = context if isinstance(context, list) else [context] * len(blocks)
@@ -501,8 +503,9 @@ def run_blocks(
         for block, context in zip(blocks, contexts, strict=True):
             arguments = x, next(modulations), context, grid
             if checkpointed:
+                how: dict[str, Any] = {"context_fn": _keeping_attention} if checkpointed == BUT_ATTENTION else {}
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
-                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, **how)
             else:
                 x = block(*arguments)
         return x
@@ -511,6 +514,25 @@ def run_blocks(
     for block, context in zip(blocks, contexts, strict=True):
         block.add_branches(residual, cast(Tensor, next(modulations)), context, grid)
     return residual.take(blocks[-1].ops)
+
+
+# torch's operators behind scaled_dot_product_attention. Other packages' kernels are recomputed with the rest.
+ATTENTION_OPERATORS = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
+    for kernel in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
+}
+
+
+def _keeping_attention() -> tuple[Any, Any]:
+    """Return the contexts of a block's forward pass and of its recomputation in which self-attention is not repeated.
+    Attention to the fewer tokens of a caption costs less than its memory, and is."""
+
+    def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
+        if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def is_cut(block: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, cast
 
 from opendit.config.architectures import MLP_KINDS, NORMS, POSITIONS, parse_given
+from opendit.config.names import BUT_ATTENTION
 from opendit.models import bytes_text
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, MLPS, BlockSpec, Branch
 from opendit.models.conditioning import TextConfig
@@ -268,7 +269,7 @@ class DiTConfig:
         if fp8 and not (self.float8 and self.bias):
             why = "--no_bias" if self.float8 else exchanged or f"{self.kind} models"
             raise ValueError(f"--fp8: does not work with {why}; leave it out")
-        if recompute != "none" and not self.recompute:
+        if recompute not in ("none", BUT_ATTENTION) and not self.recompute:
             why = exchanged or f"{self.kind} models"
             raise ValueError(f"--recompute {recompute}: does not work with {why}; use --grad_checkpoint")
 

@@ -65,7 +65,7 @@ class DiT(nn.Module):
         self.blocks: Blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
         self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
         self.ops: BlockOps = BlockOps()
-        self.grad_checkpoint = False
+        self.grad_checkpoint: bool | str = False  # as ``checkpointed`` of run_blocks
         self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
         # N tokens, in a grid of these sizes, as the ranks of a group share them.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
@@ -273,7 +273,7 @@ class DiT(nn.Module):
 
         Returns (B, n, prod(patch) * out_channels). residual: holds the tokens (B, n, D), and is emptied, so that their
         memory is free while the blocks run."""
-        modulations, checkpointed = iter(modulations), self.grad_checkpoint and torch.is_grad_enabled()
+        modulations, checkpointed = iter(modulations), torch.is_grad_enabled() and self.grad_checkpoint
         x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from opendit.config.names import BUT_ATTENTION
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, plan_of
 from opendit.models.attention import local_attention
@@ -53,7 +54,8 @@ def apply_parallel(
         tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None if none do.
         experts: ranks that have different experts, see ``opendit.parallel.experts``; None if none do.
         stages: this rank's stages of a pipeline, see ``opendit.parallel.pipeline``; None for the full model.
-        recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``.
+        recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention: all of a block
+            but its attention.
         grad_checkpoint: recompute blocks in the backward pass.
         compiled: torch.compile for blocks and final layer.
         compile_options: of torch.compile.
@@ -64,8 +66,9 @@ def apply_parallel(
         divide_among(model, experts)
     shared = sequence if tensor is None else divide(model, tensor, sequence)
     model.use(ops=ops, attend=attend, varlen=varlen, sequence=shared)
-    recompute_in(model, recompute)
-    model.grad_checkpoint = grad_checkpoint
+    blocks = recompute == BUT_ATTENTION
+    recompute_in(model, "none" if blocks else recompute)
+    model.grad_checkpoint = recompute if blocks else grad_checkpoint
     if compiled:
         model.compile_blocks(**compile_options)
     return model

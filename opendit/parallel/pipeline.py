@@ -427,7 +427,7 @@ class StageForward:
             tokens, grid = model.enter(x, modulations, context)
         else:
             tokens, grid = x, model.places(sizes, context, len(x))[0]
-        checkpointed = model.grad_checkpoint and torch.is_grad_enabled()
+        checkpointed = torch.is_grad_enabled() and model.grad_checkpoint
         across = context if model.config.cross_attention else None
         tokens = run_blocks(blocks, tokens, modulations, across, grid, checkpointed=checkpointed)
         if not (stages.last and chunk == stages.chunks - 1):

@@ -337,13 +337,13 @@ DIVIDING = (Column, Row, Heads, Expert)  # rules that the ranks follow; tables o
 
 @functools.cache
 def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
-    """Count the parameters that each of ``ranks`` ranks has of a model, and of one of its blocks."""
+    """Count the parameters that each of ``ranks`` ranks has of a model, and of one of its blocks on the average."""
     (shapes, _), rules, found = model_shapes(config), plan_of(config).rules(config), [0, 0]
     for name, shape in shapes.items():
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
         found[0] += held
-        found[1] += held * name.startswith("blocks.0.")
-    return found[0], found[1]
+        found[1] += held * name.startswith("blocks.")
+    return found[0], found[1] // config.depth
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opendit.config.names import BYTES
+from opendit.config.names import BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid
 from opendit.models import DiTConfig, plan_of
+from opendit.models.blocks import ATTENTIONS
 from opendit.models.plan import Execution
 from opendit.models.zoo import model_shapes
 from opendit.parallel.experts import expert_parameters
@@ -102,9 +103,15 @@ class Setup:
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
+    def recomputes_blocks(self) -> bool:
+        """True if whole blocks are recomputed, with or without their attention."""
+        return self.grad_checkpoint or self.recompute == BUT_ATTENTION
+
+    @property
     def execution(self) -> Execution:
         """Settings that the memory terms of an architecture's plan depend on."""
-        return Execution(self.fused, self.autocast, self.fp8, self.recompute, self.sequence_parallel)
+        level = "none" if self.recomputes_blocks else self.recompute
+        return Execution(self.fused, self.autocast, self.fp8, level, self.sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     divided = setup.expert_parallel > 1 and setup.tensor_parallel == 1
     experts = expert_parameters(config) if divided else 0
     block, own = block - experts, experts / setup.expert_parallel
-    kept = size * own * (1 if setup.grad_checkpoint else config.depth)
+    kept = size * own * (1 if setup.recomputes_blocks else config.depth)
     trained_block = (block + own) * trained / (trained + frozen)
     if setup.accumulate and setup.keep_gradients:  # reduced after the last backward pass has used them
         before = after = reduced * trained + size * trained_block
@@ -277,8 +284,11 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     block += 0 if setup.gathers_float8 else kept.weights
-    if setup.grad_checkpoint:  # every block's input and modulation, and all of one block
+    if setup.recomputes_blocks:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
+        if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
+            attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
+            given += attentions * (unit + 4 * tokens * config.num_heads)
         return setup.held_micro_batches * config.depth * given + (block - given) + backward * unit
     return setup.held_micro_batches * config.depth * block + backward * unit
 
@@ -294,9 +304,10 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
 
     if fits():
         return None
-    if config.recompute and setup.plugin != "gemini" and not (setup.grad_checkpoint or setup.fp8):
-        for level in ("norms", "cheap", "half", "mlp"):
-            if fits(recompute=level):
+    if setup.plugin != "gemini" and not setup.grad_checkpoint:
+        parts = ("norms", "cheap", "half", "mlp") if config.recompute and not setup.fp8 else ()
+        for level in (*parts, BUT_ATTENTION):
+            if not setup.compiled and fits(recompute=level):
                 return f"--recompute {level}"
     if fits(grad_checkpoint=True, recompute="none"):
         return "--grad_checkpoint"

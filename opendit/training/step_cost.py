@@ -165,10 +165,10 @@ class _Step:
         whole = replace(setup.execution, recompute="none")
         units = PASSES * self.plan.kept(config, whole).units + QUANTISED * setup.fp8
         elementwise = config.depth * units * self.unit / self.sharing / self.hardware.memory
-        again, share = AGAIN[setup.recompute]
+        again, share = AGAIN.get(setup.recompute, (0, 0))
         recomputed = config.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
-        if setup.grad_checkpoint:
-            recomputed = forward + there + 0.4 * elementwise
+        if setup.recomputes_blocks:
+            recomputed = forward + there * setup.grad_checkpoint + 0.4 * elementwise
         if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
@@ -266,7 +266,7 @@ class _Step:
         if config.axial_attention:  # one all-to-all there and one back, forward and backward
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
-        times = config.depth * (4 / 3 if setup.grad_checkpoint else 1)  # forward once more
+        times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # forward once more
         return Traffic(received, seconds, seconds) * times, plan
 
     def tokens_to_experts(self) -> Traffic:
@@ -283,7 +283,7 @@ class _Step:
         one = Traffic(received, seconds, seconds)
         hidden = hardware.overlap if inside else hardware.node_overlap
         there, back = beside((one, hidden), math.inf), one
-        return (there + back) * ((2 + self.setup.grad_checkpoint) * config.depth)
+        return (there + back) * ((2 + self.setup.recomputes_blocks) * config.depth)
 
     def tensor(self) -> Traffic:
         """Return the traffic of divided layers: gathers and sums of a micro-batch's tokens (docs/parallelism.md)."""
@@ -293,7 +293,7 @@ class _Step:
         pairs = 1 + sum(keys is not None for _, _, keys in _terms(config))
         tokens = self.unit / self.setup.sequence_parallel
         one = gather(tokens, span(ranks, 1, self.node), self.hardware)
-        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.grad_checkpoint
+        alone = GATHERS_OF_A_PAIR - 1 + 2 * self.setup.recomputes_blocks
         return (one[0] * alone + beside(one, math.inf)) * (config.depth * pairs)
 
 

@@ -18,12 +18,14 @@ from opendit.data.mock import MockDataset
 from opendit.models import build_model, config_from_dict, model_config
 from opendit.parallel.engines import build_engine
 from opendit.training.memory import GIB, Setup, estimate
+from tests.encoders.published_folders import write_pipeline
 
 NAMED = """
     digits digits_video dit_xl_imagenet256 pretrain_l pretrain_xl pretrain_7b pretrain_7b_256p_joint pretrain_28b
     moviegen_5b moviegen_30b st_dit_xl ec_dit_1b
 """.split()
 GPUS = 64
+OF_A_FOLDER = {"wan_14b_finetune", "mock_wan_14b_finetune"}  # their model is what the folder holds
 
 
 def dry_run(argv: list[str], capsys) -> str:
@@ -38,7 +40,7 @@ def test_the_documented_recipes_and_their_mocks_are_there():
     assert follows["pretrain_7b_768p"] == "pretrain_7b_256p_joint"
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - OF_A_FOLDER))
 def test_every_recipe_is_a_run_that_can_be(name, capsys):
     flags = parse(TrainConfig, ["--recipe", name])
     assert flags.given == {"recipe"}
@@ -49,6 +51,12 @@ def test_every_recipe_is_a_run_that_can_be(name, capsys):
     assert f"{flags.model}: " in shown and "GiB a GPU" in shown
     tokens = int(re.search(r"tokens +([\d,]+) a sample", shown)[1].replace(",", ""))
     assert tokens == {"_256p_joint": 8192, "_768p": 73728}.get(re.search("(_256p_joint|_768p|)$", name)[1], tokens)
+
+
+def test_a_recipe_for_a_public_model_takes_the_folder_s(tmp_path, capsys):
+    folder = write_pipeline(tmp_path / "wan", "wan")
+    shown = dry_run(["4", "--recipe", "mock_wan_14b_finetune", "--pretrained", str(folder)], capsys)
+    assert "wan/wan: " in shown and "plugin fsdp, bf16" in shown and "GiB a GPU" in shown
 
 
 def test_the_paper_s_setting():

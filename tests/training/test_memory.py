@@ -126,14 +126,18 @@ def test_activations_are_what_a_model_keeps(config, level, dtype):
     assert estimate(config, setup, 4).activations - backward * unit == pytest.approx(kept, rel=0.02)
 
 
-def test_checkpointed_blocks_keep_their_input_and_modulation():
+@pytest.mark.parametrize("attention", (False, True))
+def test_checkpointed_blocks_keep_their_input_and_modulation_and_may_keep_attention(attention):
     model = randomised(DiT(LABELS))
-    model.grad_checkpoint = True
+    model.grad_checkpoint = "but_attention" if attention else True
     kept = kept_bytes(lambda: model(*inputs(LABELS)))
     model.blocks = torch.nn.ModuleList()
     kept -= kept_bytes(lambda: model(*inputs(LABELS)))
-    setup = Setup(precision="fp32", fused=False, grad_checkpoint=True)
+    setup = Setup(
+        precision="fp32", fused=False, **({"recompute": "but_attention"} if attention else {"grad_checkpoint": True})
+    )
     unit = 2 * LABELS.tokens * LABELS.hidden_size * 4 + 2 * 6 * LABELS.hidden_size * 4  # x and m of 2 samples
+    unit += attention * 2 * LABELS.tokens * 4 * (LABELS.hidden_size + LABELS.num_heads)
     one = estimate(DiTConfig(**{**vars(LABELS), "depth": 1}), setup, 2).activations
     assert estimate(LABELS, setup, 2).activations - one == 3 * unit
     assert kept == pytest.approx(4 * unit, rel=0.02)

@@ -222,7 +222,7 @@ class PublicDiT(DiT):
             ids[..., 0] = place + 1
             alone = keys if keys.shape[1] else None
             grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
-            checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+            checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
             nothing = [x.new_zeros(len(x), 0)] * spec.text_refiner.count
             x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=checkpointed)
         return x, keys
@@ -273,7 +273,7 @@ class PublicDiT(DiT):
     ) -> Tensor:
         modulations = iter(modulations)
         tokens, grid = self.enter(x, modulations, context)
-        checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+        checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
         across = None if self.config.spec.order else context
         tokens = run(self.blocks, tokens, modulations, across, grid, checkpointed=checkpointed)
         return self.leave(tokens, next(modulations), grid)
@@ -292,7 +292,7 @@ class PublicDiT(DiT):
             media = alone.shards.take(media)
         if spec.media_refiner is not None:
             m = [next(modulations) for _ in range(spec.media_refiner.count)]
-            checkpointed = self.grad_checkpoint and torch.is_grad_enabled()
+            checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
             media = run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
         if not spec.order:
             return media, grid

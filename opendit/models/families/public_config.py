@@ -114,14 +114,20 @@ class PublicConfig(DiTConfig):
 
     def parameters(self) -> int:
         """Number of trainable weights."""
-        return _parameters(self)
+        return _parameters(self)[0]
+
+    def whole_block_parameters(self) -> int:
+        """Count the parameters of a block, on the average."""
+        return _parameters(self)[1] // self.depth
 
 
 @functools.cache
-def _parameters(config: PublicConfig) -> int:
+def _parameters(config: PublicConfig) -> tuple[int, int]:
+    """Return the number of all trainable weights, and of those in the main stack."""
     from opendit.models.zoo import model_shapes  # which knows every architecture, this one among them
 
-    return sum(math.prod(shape) for shape in model_shapes(config)[0].values())
+    counts = {name: math.prod(shape) for name, shape in model_shapes(config)[0].items()}
+    return sum(counts.values()), sum(count for name, count in counts.items() if name.startswith("blocks."))
 
 
 def public_config(

@@ -1,14 +1,17 @@
-"""--recompute on public models whose norms and MLPs are the operations that it knows."""
+"""--recompute on public models."""
+
+from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import apply_parallel
-from tests.models.families.oracles import FLUX, WAN, captions, randomise
+from tests.models.families.oracles import FLUX, WAN, Z_IMAGE, captions, randomise
 
-MODELS = {"flux": (FLUX, (6, 10)), "wan": (WAN, (3, 6, 10))}
+MODELS = {"flux": (FLUX, (6, 10)), "wan": (WAN, (3, 6, 10)), "z_image": (Z_IMAGE, (6, 10))}
 
 
 def gradients(family: str, level: str) -> dict[str, torch.Tensor]:
@@ -23,8 +26,35 @@ def gradients(family: str, level: str) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("level", ["norms", "cheap", "half", "mlp"])
+class Attentions(TorchDispatchMode):
+    """Counts attention kernels, forward and backward, by their numbers of queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: Counter[tuple[bool, int, int]] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_scaled_dot_product" in (name := function.name()):
+            q, k = args[1:3] if (backward := "backward" in name) else args[:2]
+            self.found[backward, q.shape[-2], k.shape[-2]] += 1
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("family", MODELS)
+def test_attention_among_all_tokens_is_kept_and_every_gradient_has_the_same_bits(family):
+    kept, attentions = gradients(family, "none"), Attentions()
+    with attentions:
+        recomputed = gradients(family, "but_attention")
+    assert all(torch.equal(gradient, recomputed[name]) for name, gradient in kept.items())
+    forward = {(q, k): count for (backward, q, k), count in attentions.found.items() if not backward}
+    for (q, k), count in forward.items():
+        assert count == attentions.found[True, q, k] * (1 if k >= q else 2)
+    assert any(k >= q for q, k in forward) and any(k < q for q, k in forward) == (family == "wan")
+
+
+# Those that know its norms and MLPs.
+@pytest.mark.parametrize("level", ["norms", "cheap", "half", "mlp"])
+@pytest.mark.parametrize("family", ["flux", "wan"])
 def test_every_gradient_has_the_same_bits(family, level):
     kept, recomputed = gradients(family, "none"), gradients(family, level)
     assert all(gradient is not None and gradient.any() for gradient in kept.values())

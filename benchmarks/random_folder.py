@@ -1,0 +1,182 @@
+"""Write the folder of a public model with random weights, to time loading and training without the published files.
+
+    python benchmarks/random_folder.py wan-14b FOLDER [--layers N] [--tiny]
+    torchrun --nproc_per_node=4 train.py --pretrained FOLDER --data_path mock ...
+
+The network has the published size, in bf16, drawn on the GPU if there is one. Of the VAE, the encoders and the
+scheduler there are only configurations: random latents and embeddings stand in for what they make (``--data_path
+mock``), and nothing can be drawn.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.bench_public import SUBJECTS, TINY
+
+FILE_BYTES = 5 * 10**9
+WAN_14B = dict(num_attention_heads=40, ffn_dim=13824, num_layers=40)
+VALUES: dict[str, dict[str, Any]] = {name: subject.values for name, subject in SUBJECTS.items()}
+VALUES["wan-14b"] = VALUES["wan-1.3b"] | WAN_14B
+LAYERS = {"flux": "num_single_layers", "z-image": "n_layers"}  # others: num_layers
+
+_EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+_KL = {"_class_name": "AutoencoderKL", "latent_channels": 16, "in_channels": 3, "out_channels": 3}
+_KL |= {"block_out_channels": [128, 256, 512, 512], "scaling_factor": 0.3611, "shift_factor": 0.1159}
+FLUX: dict[str, dict[str, Any]] = {
+    "vae/config.json": _KL,
+    "text_encoder/config.json": {"model_type": "clip_text_model"},
+    "text_encoder_2/config.json": {"model_type": "t5"},
+    "scheduler/scheduler_config.json": _EULER
+    | dict(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15, base_image_seq_len=256, max_image_seq_len=4096),
+    "model_index.json": {
+        "_class_name": "FluxPipeline",
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer_2": ["transformers", "T5TokenizerFast"],
+        "text_encoder_2": ["transformers", "T5EncoderModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "transformer": ["diffusers", "FluxTransformer2DModel"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    },
+}
+Z_IMAGE: dict[str, dict[str, Any]] = {
+    "vae/config.json": _KL,
+    "text_encoder/config.json": {"model_type": "qwen3"},
+    "scheduler/scheduler_config.json": _EULER,
+    "model_index.json": {
+        "_class_name": "ZImagePipeline",
+        "tokenizer": ["transformers", "Qwen2Tokenizer"],
+        "text_encoder": ["transformers", "Qwen3Model"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "transformer": ["diffusers", "ZImageTransformer2DModel"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    },
+}
+WAN: dict[str, dict[str, Any]] = {
+    "vae/config.json": {
+        "_class_name": "AutoencoderKLWan",
+        "base_dim": 96,
+        "z_dim": 16,
+        "dim_mult": [1, 2, 4, 4],
+        "num_res_blocks": 2,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [0.0] * 16,
+        "latents_std": [1.0] * 16,
+    },
+    "text_encoder/config.json": {"model_type": "umt5"},
+    "scheduler/scheduler_config.json": {
+        "_class_name": "UniPCMultistepScheduler",
+        "prediction_type": "flow_prediction",
+        "use_flow_sigmas": True,
+        "flow_shift": 3.0,
+        "num_train_timesteps": 1000,
+        "solver_order": 2,
+        "solver_type": "bh2",
+    },
+    "model_index.json": {
+        "_class_name": "WanPipeline",
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+    },
+}
+
+# An encoder's configuration: (the name of its width there, in the network's).
+WIDTHS = {
+    "flux": {
+        "text_encoder": ("hidden_size", "pooled_projection_dim"),
+        "text_encoder_2": ("d_model", "joint_attention_dim"),
+    },
+    "z-image": {"text_encoder": ("hidden_size", "cap_feat_dim")},
+    "wan": {"text_encoder": ("d_model", "text_dim")},
+}
+
+
+def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool = False) -> int:
+    """Write the model and return the bytes of its weights.
+
+    Args:
+        layers: number of blocks (of FLUX.1, of single-stream blocks) in place of the published one.
+    """
+    import diffusers
+
+    kind = "wan" if name.startswith("wan") else name
+    around = {"flux": FLUX, "z-image": Z_IMAGE, "wan": WAN}[kind]
+    values = dict(VALUES[name])
+    if tiny:
+        smaller = TINY["wan-1.3b" if kind == "wan" else name]["values"]
+        values |= {key: value for key, value in smaller.items() if not key.endswith("channels")}  # the VAE's
+    if layers is not None:
+        values[LAYERS.get(name, "num_layers")] = layers
+    network = around["model_index.json"]["transformer"][1]
+    with torch.device("meta"):
+        shapes = {key: tuple(p.shape) for key, p in getattr(diffusers, network)(**values).state_dict().items()}
+    for path, content in around.items():
+        own, of_network = WIDTHS[kind].get(path.partition("/")[0], ("", ""))
+        _write_json(folder / path, content | ({own: values[of_network]} if own else {}))
+    _write_json(folder / "transformer" / "config.json", {"_class_name": network, **values})
+    return _write_weights(folder / "transformer", shapes)
+
+
+def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Write tensors N(0, 0.02^2), of norms 1 + N(0, 0.02^2), in files of at most FILE_BYTES and their index."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    files: list[dict[str, torch.Tensor]] = [{}]
+    where, written, total = {}, 0, 0
+
+    def finish() -> None:
+        save_file(files[-1], folder / _name(len(files)), {"format": "pt"})
+        files[-1].clear()
+
+    for key, shape in shapes.items():
+        if written > FILE_BYTES:
+            finish()
+            files.append({})
+            written = 0
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+        if len(shape) == 1 and key.endswith("weight"):
+            weight += 1
+        files[-1][key] = weight.cpu()
+        where[key] = _name(len(files))
+        written, total = written + weight.nbytes, total + weight.nbytes
+    finish()
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    _write_json(folder / "diffusion_pytorch_model.safetensors.index.json", index)
+    return total
+
+
+def _name(number: int) -> str:
+    return f"diffusion_pytorch_model-{number:05d}.safetensors"
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("model", choices=VALUES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layers", type=int, help="blocks, instead of the published number")
+    parser.add_argument("--tiny", action="store_true", help="a small network of the same layout")
+    args = parser.parse_args(argv)
+    start = time.perf_counter()
+    size = write_folder(args.model, args.folder, args.layers, args.tiny)
+    print(f"{args.folder}: {args.model}, {size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
