@@ -46,7 +46,8 @@ class Network:
         subject = tiny(known) if small else SUBJECTS[known]
         values = (subject.values if small else VALUES[name]) | {LAYERS.get(name, "num_layers"): count}
         self.config: PublicConfig = public_config(subject.family, values, size, subject.tokens)
-        device, dtype = mesh.device, torch.bfloat16 if mesh.device.type == "cuda" else torch.float32
+        device = mesh.device
+        self.dtype = dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         torch.manual_seed(0)
         with device:
             self.model = PublicDiT(self.config).place(device, dtype)
@@ -73,7 +74,7 @@ def floor_of(one: Network, more: Network, mesh: Mesh) -> Callable[[], None]:
     products, attentions = products_of(more.config, one.config.text.max_tokens)
     for found, less in zip((products, attentions), products_of(one.config, one.config.text.max_tokens), strict=True):
         found.subtract(less)
-    device, dtype = mesh.device, one.model.dtype
+    device, dtype = mesh.device, one.dtype
     ready: list[tuple[Callable[..., Tensor], list[Tensor], Tensor]] = []
 
     def add(work: Callable[..., Tensor], shapes: list[tuple[int, ...]], result: tuple[int, ...]) -> None:
@@ -129,12 +130,9 @@ def report(args: Any, config: PublicConfig, mesh: Mesh, found: dict[str, float])
     figures = {"block": block} | ({"floor": found["floor"]} if "floor" in found else {})
     print(f"{case}: " + ", ".join(f"{name} {value:.1f} ms" for name, value in figures.items()))
     row = {"bench": "bench_block", "case": case, "metric": "ms", "value": f"{block:.2f}"}
-    more = (
-        {"baseline": "products and attention alone", "baseline_value": f"{found['floor']:.2f}"}
-        if "floor" in found
-        else {}
-    )
-    record([row | more], args)
+    if "floor" in found:
+        row |= {"baseline": "products and attention alone", "baseline_value": f"{found['floor']:.2f}"}
+    record([row], args)
 
 
 if __name__ == "__main__":
