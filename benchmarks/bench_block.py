@@ -59,7 +59,7 @@ class Network:
         switches = KernelSwitches(True, True, True) if device.type == "cuda" else KernelSwitches()
         kernels = select_kernels(switches, device, dtype, self.config.head_dim, self.config.tokens)
         sizes = self.config.tokens, self.config.hidden_size, self.config.num_heads
-        shape = Shape(*sizes, 1, dtype.itemsize, ("ulysses",))
+        shape = Shape(*sizes, 1, dtype.itemsize, ("ulysses",), plain=self.config.plain_projections)
         self.model.use(ops=kernels.ops, attend=kernels.attend, sequence=sequence_parallel(mesh, "auto", shape))
         self.attend = kernels.attend
 
