@@ -143,7 +143,8 @@ def listing() -> str:
             continue
         words = recipe.flags.split()
         after = f"; after {recipe.follows}" if recipe.follows else ""
-        rows.append((name, words[words.index("--model" if "--model" in words else "--pretrained") + 1], recipe.about + after))
+        model = "--model" if "--model" in words else "--pretrained"
+        rows.append((name, words[words.index(model) + 1], recipe.about + after))
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines = [f"{name:<{widths[0]}}  {model:<{widths[1]}}  {about}" for name, model, about in rows]
     lines += [
