@@ -163,8 +163,6 @@ class TrainConfig(
             raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
         if "objective" in self.given and self.objective != "flow":
             raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
-        if self.lora is not None:
-            raise ValueError(f"--lora {self.lora}: does not work with public models; leave it out to train all weights")
         changed = self.architecture | {"cross_attention": self.cross_attention or None}
         own = [flag for flag, value in changed.items() if flag in self.given and value is not None]
         if own:

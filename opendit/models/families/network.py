@@ -24,8 +24,9 @@ from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
 from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
-from opendit.models.initialization import Constant, Distribution, Normal, initialize
+from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
+from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import axes_table, grid_coordinates
 from opendit.models.segments import PlacedSegments, Segments, Varlen
 
@@ -139,9 +140,14 @@ class PublicDiT(DiT):
         return [make_block(stack.block) for _ in range(stack.count)]
 
     def initial_distributions(self) -> dict[str, Distribution]:
-        """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms, 0 for biases."""
-        found: dict[str, Distribution] = {}
-        for name, parameter in self.named_parameters():
+        """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms, 0 for biases; LoRA's as
+        those of any model."""
+        found: dict[str, Distribution] = {"blocks.**.lora_A.*.weight": FanInUniform()}
+        found["blocks.**.lora_B.*.weight"] = Constant(0)
+        for wrapped, parameter in self.named_parameters():
+            name = canonical_name(wrapped)
+            if ".lora_" in name:
+                continue
             norm = "norm" in name.rpartition(".")[0].rpartition(".")[2]
             matrix = parameter.dim() > 1 and not name.endswith(("filling", "table"))
             found[name] = Constant(1) if norm and name.endswith("weight") else Normal(0.02) if matrix else Constant(0)
