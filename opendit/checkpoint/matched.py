@@ -122,7 +122,7 @@ class MatchedTensors(TensorSet):
     ):
         super().__init__(path, open_safetensors)
         self._source = source
-        self._kinds: Kinds = source.kinds if isinstance(source, TensorSet) else kinds_of(source)
+        self._kinds: Kinds = kinds_of(source)
         self.metadata = dict(source.metadata) if isinstance(source, TensorSet) else {}
         self._places: dict[str, _Place] = {}
         self._last: tuple[str, Tensor] = ("", torch.empty(0))

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,7 +24,7 @@ from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
-from opendit.models.lora import check_lora, merge_lora
+from opendit.models.lora import Merged, check_lora
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
@@ -415,17 +416,18 @@ def load_pretrained(
         added = read_newest(lora, which, notes)
         if "lora" not in added.info:
             raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
-        model, weights = _with_lora(read_newest(path, which, notes), added, name, notes)
-        _divide(model, mesh)
-        return model.place(device, dtype), weights
+        base = read_newest(path, which, notes)
+        model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
+        if base.path.is_dir():  # a pipeline's folder, which was named: its VAE and text encoders, too
+            own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
+            weights = replace(weights, path=base.path, info=weights.info | own)
+        return model, weights
 
     def made(weights: Weights) -> tuple[DiT, Weights]:
         if num_classes is not None and "config" in weights.info:
             raise ValueError(says_itself)
         if "lora" in weights.info:
-            model, weights = _with_lora(_base_of(weights), weights, name, notes)
-            _divide(model, mesh)
-            return model.place(device, dtype), weights
+            return _with_lora(_base_of(weights), weights, name, notes, device, dtype, mesh)
         config = weights.config
         if config is None:
             if name is None:
@@ -467,14 +469,22 @@ def check_name(weights: Weights, name: str | None) -> None:
 def _base_of(added: Weights) -> Weights:
     """Read the weights that a checkpoint of --lora adds to."""
     base = Path(added.info["lora"]["base"])
-    if not base.is_file():
+    if not base.exists():
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
-    return read_weights(base)
+    return read_newest(base)
 
 
 def _with_lora(
-    weights: Weights, added: Weights, name: str | None, notes: list[str] | None = None
+    weights: Weights,
+    added: Weights,
+    name: str | None,
+    notes: list[str] | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    mesh: Mesh,
 ) -> tuple[DiT, Weights]:
+    """Build the model of ``weights`` with what a run of --lora added to them; arguments as of
+    :func:`load_pretrained`."""
     check_name(added, name)
     assert added.config is not None  # whatever has "lora" has one
     check_size(added.config, weights.shapes | added.shapes, added.path)
@@ -483,9 +493,17 @@ def _with_lora(
     check_same_blocks(found, added.config, weights.path)
     if notes is not None:
         notes += table_notes(found, weights.state, weights.path)
+    merged = Merged(weights.state, added)
+    if isinstance(weights.state, MatchedTensors):  # which fit as they are; parts of them are read
+        model = empty_model(added.config, parameters=False)
+        layout = _divide(model, mesh)
+        fill(model, weights.state, device, dtype, layout)
+        merged.add_to(model, layout)
+        return model.place(device, dtype), added
     model = empty_model(added.config)
     initial = InitialValues(model, seed=0)  # for new parameters, which --lora trained as well
     start = adapt(model, weights, found, added.info.get("class_names") or (), fresh=initial.whole)
     FirstWeights(start, weights.state, initial).fill(model)
-    merge_lora(model, added)
-    return model, added
+    merged.add_to(model)
+    _divide(model, mesh)
+    return model.place(device, dtype), added

@@ -441,7 +441,7 @@ def write_weights(output: Path, state: Mapping[str, Tensor], metadata: dict[str,
     Raises:
         OSError: a file can't be written.
     """
-    kinds = state.kinds if isinstance(state, TensorSet) else kinds_of(state)
+    kinds = kinds_of(state)
     groups = shared_out(kinds, most_bytes)
     stem = output.name.removesuffix(WHOLE)
     index, old = output.with_name(stem + PARTS), parts_of(output)
@@ -488,8 +488,13 @@ def shared_out(kinds: Kinds, most_bytes: int) -> list[list[str]]:
 
 
 def kinds_of(state: Mapping[str, Tensor]) -> Kinds:
-    """Return (dtype, shape) of every tensor."""
-    return {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    """Return (dtype, shape) of every tensor, without reading those of files."""
+    known: Kinds | None = getattr(state, "kinds", None)
+    return (
+        known
+        if known is not None
+        else {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    )
 
 
 def _remove(paths: list[Path]) -> None:

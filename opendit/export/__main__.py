@@ -1,4 +1,4 @@
-"""Weights in and out: our checkpoints <-> diffusers' DiTPipeline folders and Meta's .pt files.
+"""Weights in and out: our checkpoints <-> diffusers' folders and LoRA files, and Meta's .pt files.
 
 opendit export diffusers --ckpt outputs/000-DiT-XL-2 --output dit-pipeline
 opendit export meta --ckpt outputs/000-DiT-XL-2 --output DiT-XL-2.pt
@@ -6,6 +6,7 @@ opendit export opendit --ckpt dit-pipeline --output weights.safetensors
 opendit export opendit --ckpt outputs/001-vDiT-7B --output model.safetensors --max_shard_size 5GB
 opendit export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
 opendit export diffusers --ckpt outputs/002-flux --base FLUX.1-dev --output flux-tuned
+opendit export lora --ckpt outputs/003-flux --output my-style.safetensors
 """
 
 import os
@@ -25,7 +26,7 @@ MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 def build_parser() -> CommandLine:
     parser = CommandLine(name_of("python -m opendit.export"), __doc__ or "")
     parser.heading("Conversion: from what to what")
-    parser.option("to", one_of(("diffusers", "meta", "opendit")), "the format to write", metavar="FORMAT")
+    parser.option("to", one_of(("diffusers", "meta", "opendit", "lora")), "the format to write", metavar="FORMAT")
     parser.option(
         "--ckpt", Value(unit="path"), "what to convert: a file, a checkpoint, a run or a pipeline", required=True
     )
@@ -54,7 +55,9 @@ def main(argv: list[str]) -> None:
     try:
         if Path(output).exists() and not (Path(output).is_dir() and not os.listdir(output)):
             print(f"{output} is there already and will be replaced", flush=True)
-        if base is not None:
+        if to == "lora":
+            convert_lora(ckpt, Path(output), base)
+        elif base is not None:
             convert_public(ckpt, Path(output), base, most_bytes)
         else:
             convert(to, ckpt, Path(output), model, vae, most_bytes)
@@ -67,13 +70,15 @@ def check(
 ) -> None:
     """Raises ValueError, naming the flag and the fix, for what can be seen before weights are read."""
     if base is not None:
-        if to != "diffusers":
-            raise ValueError(f"--base {base}: is for the format diffusers; leave it out with the format {to}")
+        if to not in ("diffusers", "lora"):
+            raise ValueError(f"--base {base}: is for the formats diffusers and lora; leave it out with {to}")
         why = "does nothing with --base, whose folder says it"
         reject_unused(given, {"model": why, "vae": why})
         check_exists(base, "--base", "the folder of a public model")
         if os.path.realpath(base) == os.path.realpath(output):
             raise ValueError(f"--output {output}: is what --base names; name another place")
+    if to == "lora":
+        reject_unused(given, dict.fromkeys(("model", "vae", "max_shard_size"), "does nothing with the format lora"))
     if to == "meta":
         idle = {
             "vae": "does nothing with the format meta, which holds no VAE",
@@ -88,8 +93,8 @@ def check(
     if Path(output).exists() and os.path.samefile(ckpt, output):
         raise ValueError(f"--output {output}: is what --ckpt names; name another place")
     if to != "diffusers":
-        if to == "opendit" and not output.endswith(".safetensors"):
-            raise ValueError(f"--output {output}: OpenDiT's weights are a .safetensors file; name one")
+        if to in ("opendit", "lora") and not output.endswith(".safetensors"):
+            raise ValueError(f"--output {output}: the format {to} is a .safetensors file; name one")
         check_output_file(output, "--output")
         return
     path = Path(output)
@@ -126,6 +131,14 @@ def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
     for line in export_run(ckpt, output, base, FAMILIES, most_bytes):
         print(f"note: {line}", flush=True)
     print(f"wrote {output}")
+
+
+def convert_lora(ckpt: str, output: Path, base: str | None) -> None:
+    from opendit.export.lora import export_lora  # torch, which the flags need not
+    from opendit.models.families import FAMILIES
+
+    export_lora(ckpt, output, base, FAMILIES)
+    print(f"wrote {output}; diffusers reads it by pipeline.load_lora_weights({str(output)!r})")
 
 
 if __name__ == "__main__":

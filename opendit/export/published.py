@@ -7,6 +7,7 @@ are, the names, shapes and dtypes of the weights are the published ones.
 import fnmatch
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, r
 from opendit.config.names import WHOLE
 from opendit.encoders.folder import CONFIG, PICKLES
 from opendit.models.families.base import Family
+from opendit.models.lora import Merged, check_lora
 from opendit.models.weights import Weights
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -167,7 +169,8 @@ def export_run(
         else:
             weights = read_newest(ckpt, which, notes)
         if "lora" in weights.info:
-            raise ValueError(f"{weights.path} holds what --lora trains, without its base; merge it first")
+            check_lora(weights)
+            weights = replace(weights, state=Merged(opened.tensors(), weights))
         left_out = export_published(weights.state, weights.path, opened, output, most_bytes)
     finally:
         opened.close()

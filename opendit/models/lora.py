@@ -4,9 +4,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,9 @@ from opendit.models.layers import Projection
 from opendit.models.parameter_names import canonical_name
 from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
+
+if TYPE_CHECKING:
+    from opendit.parallel.layout import Layout
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters
@@ -113,16 +116,47 @@ def check_lora(weights: "Weights") -> None:
             )
 
 
-@torch.no_grad()
-def merge_lora(model: DiT, weights: "Weights") -> None:
-    """Add (alpha / rank) B A to every W of ``model``, which has the base's weights, and copy the layers that were
-    trained in full."""
-    lora, state = Lora(**weights.info["lora"]), weights.state
-    parameters = dict(model.named_parameters())
-    for name, value in state.items():
-        if name.endswith(A):
-            layer = name.removesuffix(A)
-            product = state[layer + B].float() @ value.float()
-            parameters[f"{layer}.weight"].add_(lora.alpha / lora.rank * product)
-        elif not name.endswith(B) and name in parameters:
-            parameters[name].copy_(value)
+class Merged(Mapping[str, Tensor]):
+    """The base's weights with (alpha / rank) B A added to every W, and the layers that were trained in full. A weight
+    is made when it is asked for, in the base's dtype.
+
+    base: weights by canonical names. added: a checkpoint of a run with --lora.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], added: "Weights"):
+        lora = Lora(**added.info["lora"])
+        self._base, self._added, self._scale = base, added.state, lora.alpha / lora.rank
+
+    @property
+    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
+        """Dtype and shape of every weight, if the base knows them; none is made for it."""
+        return getattr(self._base, "kinds", None)
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._base[name]
+        if name in self._added:
+            return self._added[name].to(weight.dtype)
+        layer = name.removesuffix(".weight")
+        return weight if layer + A not in self._added else (weight.float() + self._difference(layer)).to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def _difference(self, layer: str, device: torch.device | str = "cpu") -> Tensor:
+        a, b = (self._added[layer + part].to(device).float() for part in (A, B))
+        return self._scale * (b @ a)
+
+    @torch.no_grad()
+    def add_to(self, model: DiT, layout: "Layout | None" = None) -> None:
+        """Change the weights of a model that has the base's, or of a rank's part of it."""
+        for name, parameter in model.named_parameters():
+            layer = name.removesuffix(".weight")
+            if layer + A in self._added:
+                change = self._difference(layer, parameter.device)
+                parameter.add_(change if layout is None else layout.local(name).take(change))
+            elif name in self._added:
+                whole = self._added[name].to(parameter.device)
+                parameter.copy_(whole if layout is None else layout.local(name).take(whole))

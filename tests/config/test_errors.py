@@ -167,7 +167,7 @@ LINES = {
         "FORMAT difusers: not known; give one of diffusers, meta, opendit; did you mean diffusers?"
     ),
     "export meta --output y": "--ckpt: missing; give --ckpt PATH",
-    "export opendit --ckpt pictures/a.pt --output y": "--output y: OpenDiT's weights are a .safetensors file; name one",
+    "export opendit --ckpt pictures/a.pt --output y": "--output y: the format opendit is a .safetensors file; name one",
     "models DiT-XL/3": None,  # too long for this table
     "models --world 0": "--world 0: out of range; give a whole number from 1 to 1,048,576",
     "page --outputs nowhere": "--outputs nowhere: no such folder; name the one that train.py wrote its runs to",

@@ -288,7 +288,6 @@ def test_a_dry_run_plans_a_public_model(folders, name, capsys):
 
 
 REFUSED = [
-    ("z_image", "--lora 4", "--lora 4: does not work with public models; leave it out to train all weights"),
     ("flux", "--vae none", "--vae none: has 3 channels, flux/flux takes 4"),
     ("flux", "--vae {root}/wan/vae", "is a AutoencoderKLWan, not an AutoencoderKL"),
     ("z_image", "--data_path digits", "--data_path digits has no captions; give a CSV of path,text"),

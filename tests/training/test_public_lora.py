@@ -1,0 +1,90 @@
+"""LoRA of public models: from the folder of a pipeline to weights that diffusers adds to its own."""
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import opendit
+from opendit.export.__main__ import main as export
+from opendit.models.families import FAMILIES as KNOWN
+from tests.numbers import off_by
+from tests.ranks import run_ranks, several_programs
+from tests.training.test_public_training import FAMILIES, folders, losses, run, sizes  # noqa: F401 (fixtures)
+
+# Captions as long as the folders' own: FLUX.1 and Wan attend to their padding.
+LORA = "--lora 2 --lora_alpha 12 --lr 3e-2 --ema_decay 0.1 --no_ema_warmup --max_text_tokens 512 --batch_size 8".split()
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):  # noqa: F811
+    """Return a run with --lora of every family."""
+    return {name: run(folders, name, tmp_path_factory.mktemp(f"{name}-lora"), *LORA) for name in FAMILIES}
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return load_file(folder / "transformer/diffusion_pytorch_model.safetensors")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_diffusers_adds_what_we_merge(folders, trained, name, tmp_path):  # noqa: F811
+    """Every weight of diffusers' network with our LoRA file, and of the folder that we export; the file's products may
+    belong to other layers than ours (q, k and v; attention and MLP side by side)."""
+    file, merged = tmp_path / "style.safetensors", tmp_path / "merged"
+    export(["lora", "--ckpt", str(trained[name]), "--output", str(file)])
+    export(["diffusers", "--ckpt", str(trained[name]), "--base", str(folders / name), "--output", str(merged)])
+    network = getattr(diffusers, KNOWN[name].network).from_pretrained(folders / name / "transformer")
+    network.load_lora_adapter(load_file(file), prefix="transformer")
+    network.fuse_lora()
+    state = network.state_dict()
+    found = {key.replace(".base_layer", ""): value for key, value in state.items() if ".lora_" not in key}
+    before, after = weights_of(folders / name), weights_of(merged)
+    assert found.keys() == after.keys() == before.keys()
+    assert all((found[key] - after[key]).abs().max() <= 1e-6 for key in after)
+    changed = {key for key in after if not torch.equal(before[key], after[key])}
+    adapted = {key.removesuffix(".lora_A.weight") for key in state if key.endswith(".lora_A.default_0.weight")}
+    with safe_open(file, "pt") as opened:
+        layers = {key.split(".lora_")[0].removeprefix("transformer.") for key in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
+    assert changed == {f"{layer}.weight" for layer in layers} and len(changed) > 10, adapted
+    assert metadata["base"] == name and metadata["rank"] == "2" and float(metadata["alpha"]) == 12
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_drawn_with_a_lora_is_drawn_from_the_merged_folder(folders, trained, name, tmp_path):  # noqa: F811
+    merged = tmp_path / name
+    export(["diffusers", "--ckpt", str(trained[name]), "--base", str(folders / name), "--output", str(merged)])
+
+    def drawn(path, **more) -> np.ndarray:
+        clips = {"frames": 5} if name == "wan" else {}
+        found = opendit.load(path, **more)(["seven"], seed=0, steps=2, size=64, **clips)[0]
+        return np.stack([np.asarray(frame) for frame in getattr(found, "frames", [found])]).astype(int)
+
+    plain, added = drawn(folders / name), drawn(folders / name, lora=trained[name])
+    assert np.abs(added - drawn(merged)).max() <= 1 < np.abs(added - plain).max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_run_of_lora_resumes_bit_for_bit(folders, trained, name, tmp_path):  # noqa: F811
+    half = run(folders, name, tmp_path, *LORA, steps=2)
+    run(folders, name, tmp_path, *LORA, "--load", str(half))
+    assert losses(half) == losses(trained[name])
+    for file in ("model", "ema", "optimizer_000"):
+        one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained[name], half))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), file
+
+
+def on_ranks(mesh, folders, outputs) -> None:  # noqa: F811
+    several_programs()
+    for name in FAMILIES:
+        for plugin in ("zero2", "fsdp"):
+            run(folders, name, outputs / f"{name} {plugin}", *LORA[:-1], "4", "--plugin", plugin)
+
+
+def test_two_ranks_have_the_curve_of_one(folders, trained, tmp_path):  # noqa: F811
+    run_ranks(2, on_ranks, folders, tmp_path)
+    for way in tmp_path.iterdir():
+        (found,) = way.glob("0*")
+        assert off_by(losses(found), losses(trained[way.name.split()[0]])) < 2e-5, way.name
