@@ -311,6 +311,7 @@ def _autograd_backward(ctx, dh, dy, *_):
     dgate, dweight = (gate_sum * weight).to(gate.dtype), (gate_sum * gate).sum(0).to(weight.dtype)
     if dy is None:
         return dh, dgate, dbranch, dweight, None, None, None, None, None, None
+    assert scale is not None and next_weight is not None  # as y was computed
     dscale, dnext = (scale_sum * next_weight).to(scale.dtype), (scale_sum * (1 + scale.float())).sum(0)
     return dx, dgate, dbranch, dweight, dnext.to(next_weight.dtype), shift_sum.to(ctx.shift), dscale, None, None, None
 

@@ -42,7 +42,9 @@ def _linear_heads(
     bias = linear.bias
     # The matrix product adds a bias for free; only its gradient moves to the kernel. Not so for a parameter that
     # intercepts torch's calls: Gemini fetches it for one call and may free it before the next, despite the detach().
-    if bias is None or torch.overrides.has_torch_function((bias,)):
+    if bias is None:
+        return split_heads(linear.product(x, multiply=multiply), num_heads)
+    if torch.overrides.has_torch_function((bias,)):
         return split_heads(linear(x), num_heads)
     return split_heads(linear.product(x, bias.detach(), multiply), num_heads, bias)
 
