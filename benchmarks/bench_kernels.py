@@ -40,6 +40,8 @@ TENSORS = {
     "rmsnorm_modulate": (2, 3),
     "residual_rmsnorm_modulate": (2, 4),
     "gate_residual_rmsnorm_modulate": (4, 6),
+    "gate_rmsnorm_residual": (3, 3),
+    "gate_rmsnorm_residual_rmsnorm_modulate": (4, 6),
     "swiglu": (3, 5),  # x is two
 }
 HEADS = 16  # of split_heads, whose forward is a view

@@ -18,6 +18,7 @@ from torch import Tensor
 from opendit.checkpoint.tensor_set import check_shapes
 from opendit.common.tensor_files import open_safetensors, shapes_in
 from opendit.config.architectures import SIZES, is_video
+from opendit.encoders.folder import PIPELINE_INDEX
 from opendit.models.dit import DiTConfig
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model, model_config
@@ -27,7 +28,6 @@ _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8")  # what 
 _HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules that weights name
 _SEARCHED = 16 << 20  # bytes of a pickle
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
-PIPELINE_INDEX = "model_index.json"  # the file that stands for a pipeline
 
 
 # ------------------------------------------------------------------------------------------ .pt files

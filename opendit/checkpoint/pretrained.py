@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from opendit.checkpoint.files import damage, intact_before, not_finite
 from opendit.checkpoint.fill import fill
-from opendit.checkpoint.foreign import PIPELINE_INDEX, infer_config, read_pickled, read_pipeline
+from opendit.checkpoint.foreign import infer_config, read_pickled, read_pipeline
 from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.published import TRANSFORMER, is_published, read_published
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
@@ -21,7 +21,7 @@ from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, c
 from opendit.common.stages import Background
 from opendit.config.architectures import canonical_name as canonical_model
 from opendit.config.names import PARTS, SHARDS, WHOLE
-from opendit.encoders.folder import CONFIG
+from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.lora import Merged, check_lora

@@ -18,7 +18,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from opendit.checkpoint.files import file_id
-from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
 from opendit.checkpoint.tensor_set import WholeTensors
 from opendit.common.json_file import MIB, read_json
@@ -28,7 +27,7 @@ from opendit.common.utils import shown
 from opendit.config.names import PARTS, WHOLE
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.published_schedules import published_schedule
-from opendit.encoders.folder import CONFIG, INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
+from opendit.encoders.folder import CONFIG, INDEX, PIPELINE_INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
 from opendit.encoders.published_folder import check_index, names_class
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family

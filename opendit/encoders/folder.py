@@ -28,6 +28,7 @@ from opendit.common.utils import shown
 T = TypeVar("T")
 KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, which can be trusted wherever they come from
 CONFIG = "config.json"
+PIPELINE_INDEX = "model_index.json"  # the file that stands for a pipeline
 # Keys with which a folder would have code run, or weights loaded that are not its own -> words for the error message.
 REFUSED = {
     "auto_map": "names code to run",

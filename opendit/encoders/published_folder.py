@@ -12,12 +12,18 @@ import torch
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind, read_file
 from opendit.common.utils import shown
-from opendit.encoders.folder import CONFIG, PretrainedConfig, reason, refuse_adapters, weight_shapes
+from opendit.encoders.folder import (
+    CONFIG,
+    PIPELINE_INDEX,
+    PretrainedConfig,
+    reason,
+    refuse_adapters,
+    weight_shapes,
+)
 from opendit.encoders.vae import IMAGE_CLASSES, STEM, ImageCodec, load_codec, read_vae_config
 from opendit.encoders.video_vae import VIDEO_CLASSES, VideoCodec, load_video_codec
 from opendit.models.families.base import Family
 
-PIPELINE_INDEX = "model_index.json"
 VAE = "vae"
 INDEX_FILE = FileKind(PretrainedConfig, MIB)
 # Classes that hold the same encoder under another head -> the one that is loaded.

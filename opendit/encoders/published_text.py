@@ -10,12 +10,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -23,8 +22,16 @@ from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind
 from opendit.common.utils import hash_parts, shown
 from opendit.config.public_models import family_in, name_of_folder
-from opendit.encoders.folder import CONFIG, Width, loading, refuse_adapters, transformers_model, weight_shapes
-from opendit.encoders.published_folder import PIPELINE_INDEX, check_index, read_json_of
+from opendit.encoders.folder import (
+    CONFIG,
+    PIPELINE_INDEX,
+    Width,
+    loading,
+    refuse_adapters,
+    transformers_model,
+    weight_shapes,
+)
+from opendit.encoders.published_folder import check_index, read_json_of
 from opendit.encoders.text import STEM, TOKENIZERS, TextEncoderConfig, check_tokenizer, check_vocabulary
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import TextCondition
@@ -191,13 +198,7 @@ def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -
     length = longest if length is None else length
     if length < longest:
         raise ValueError(f"a prompt of {longest} tokens doesn't fit into {length}")
-    return TextCondition.cat(
-        [
-            replace(y, tokens=F.pad(y.tokens, (0, 0, 0, rest)), mask=F.pad(y.mask, (0, rest)))
-            for y in conditions
-            for rest in [length - y.tokens.shape[1]]
-        ]
-    )
+    return TextCondition.cat([y.padded(length) for y in conditions])
 
 
 def _full(tokens: Tensor) -> Tensor:

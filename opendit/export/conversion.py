@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opendit.checkpoint.foreign import BLOCK, EMBEDDERS, OUTER, PIPELINE_INDEX, QKV, assumption, suffixes
+from opendit.checkpoint.foreign import BLOCK, EMBEDDERS, OUTER, QKV, assumption, suffixes
 from opendit.checkpoint.pretrained import (
     METADATA_KEY,
     check_name,
@@ -29,7 +29,7 @@ from opendit.checkpoint.tensor_set import is_set, write_weights
 from opendit.common.safe_files import make_folder, move_into, replacing
 from opendit.common.tensor_files import write_file
 from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
-from opendit.encoders.folder import encoder_name
+from opendit.encoders.folder import PIPELINE_INDEX, encoder_name
 from opendit.encoders.vae import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.layers import PLAIN

@@ -13,13 +13,12 @@ from pathlib import Path
 from torch import Tensor
 
 from opendit.checkpoint.files import file_id
-from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.pretrained import read_newest
 from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, open_published
 from opendit.checkpoint.tensor_set import write_weights
 from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, remove_tree, rename, sync_folder
 from opendit.config.names import WHOLE
-from opendit.encoders.folder import CONFIG, PICKLES
+from opendit.encoders.folder import CONFIG, PICKLES, PIPELINE_INDEX
 from opendit.models.families.base import Family
 from opendit.models.lora import Merged, check_lora
 from opendit.models.weights import Weights

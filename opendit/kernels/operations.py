@@ -23,12 +23,14 @@ from opendit.kernels.add_table import add_table
 from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
+from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual, gate_rmsnorm_residual_rmsnorm_modulate
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
 from opendit.kernels.rotate_heads import fits_across, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
+from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
 
 # ------------------------------------------------------------------------ next to a projection: the biases move to them
@@ -40,7 +42,9 @@ def _linear_heads(
     bias = linear.bias
     # The matrix product adds a bias for free; only its gradient moves to the kernel. Not so for a parameter that
     # intercepts torch's calls: Gemini fetches it for one call and may free it before the next, despite the detach().
-    if bias is None or torch.overrides.has_torch_function((bias,)):
+    if bias is None:
+        return split_heads(linear.product(x, multiply=multiply), num_heads)
+    if torch.overrides.has_torch_function((bias,)):
         return split_heads(linear(x), num_heads)
     return split_heads(linear.product(x, bias.detach(), multiply), num_heads, bias)
 
@@ -59,6 +63,9 @@ def _linear_gate_residual(
     sample_of_row: Tensor | None = None,
     multiply: Callable[..., Any] = unbiased,
 ) -> Tensor:
+    if isinstance(linear, NormalisedProjection):
+        branch, norm = linear.before_norm(z, multiply), linear.norm
+        return gate_rmsnorm_residual(x, gate, branch, norm.weight, norm.eps, sample_of_row)
     return gate_residual(x, gate, linear.product(z, multiply=multiply), linear.bias, sample_of_row)
 
 
@@ -85,8 +92,15 @@ def _linear_gate_residual_rmsnorm_modulate(
     shift: Tensor,
     scale: Tensor,
     sample_of_row: Tensor | None = None,
+    multiply: Callable[..., Any] = unbiased,
 ) -> tuple[Tensor, Tensor]:
-    branch, vectors = linear.product(z, multiply=unbiased), (norm.weight, shift, scale)
+    vectors = norm.weight, shift, scale
+    if isinstance(linear, NormalisedProjection):
+        branch, eps = linear.before_norm(z, multiply), (linear.norm.eps, norm.eps)
+        return gate_rmsnorm_residual_rmsnorm_modulate(
+            x, gate, branch, linear.norm.weight, *vectors, *eps, sample_of_row
+        )
+    branch = linear.product(z, multiply=multiply)
     return gate_residual_rmsnorm_modulate(x, gate, branch, *vectors, linear.bias, norm.eps, sample_of_row)
 
 
@@ -167,6 +181,11 @@ KERNELS = (
     Kernel(
         "linear_gate_residual_layernorm_modulate",
         partial(_linear_gate_residual_layernorm_modulate, multiply=cublaslt.linear),
+        {MODULATE, NORM, INFERENCE},
+    ),
+    Kernel(
+        "linear_gate_residual_rmsnorm_modulate",
+        partial(_linear_gate_residual_rmsnorm_modulate, multiply=cublaslt.linear),
         {MODULATE, NORM, INFERENCE},
     ),
     Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),

@@ -53,13 +53,14 @@ def split_head(size: int) -> tuple[int, int]:
     return main, 0 if rest <= 0 else max(16, next_power_of_2(rest))
 
 
-def takes(q: Tensor) -> bool:
-    """Return True if the kernel supports such q (B, H, N, d)."""
+def takes(q: Tensor, k: Tensor) -> bool:
+    """Return True if the kernel supports such q and k: both (B, H, N, d)."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not kernels_available(q.device, q.dtype)[0]:
         return False
     batch, heads, tokens, size = q.shape
     tiles = -(-tokens // 256)
-    return tokens <= LONGEST and batch * heads * tiles <= HEADS and size % 8 == 0 and sum(split_head(size)) <= 128
+    few = q.shape == k.shape and tokens <= LONGEST and batch * heads * tiles <= HEADS
+    return few and size % 8 == 0 and sum(split_head(size)) <= 128
 
 
 def short_is_faster(device: torch.device) -> bool:
@@ -131,13 +132,14 @@ def _short_attention_kernel(
 
 
 class ShortAttention:
-    """Attention without gradients: :func:`short_attention` for what it :func:`takes`, else ``otherwise``."""
+    """Attention without gradients: :func:`short_attention` for what it :func:`takes`, else ``otherwise``: so for a
+    caption's keys, which are not as many as the queries."""
 
     def __init__(self, otherwise: Attend):
         self.otherwise = otherwise
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return short_attention(q, k, v) if takes(q) else self.otherwise(q, k, v)
+        return short_attention(q, k, v) if takes(q, k) else self.otherwise(q, k, v)
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | None = None) -> Tensor:

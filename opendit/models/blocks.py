@@ -370,7 +370,12 @@ class NormalisedProjection:
 
     def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
         """Return norm(layer(z)); see :meth:`Projection.product`."""
-        return self.norm(self.layer.product(z, self.layer.bias, multiply))
+        return self.norm(self.before_norm(z, multiply))
+
+    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+        """Return layer(z), for operations that normalise it themselves."""
+        bias = self.layer.bias
+        return self.layer.product(z, multiply=multiply) if bias is None else self.layer.product(z, bias)
 
 
 class NoModulation(nn.Module):

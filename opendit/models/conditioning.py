@@ -64,6 +64,11 @@ class TextCondition:
         moved = self._each(lambda field: field.to(*args, **kwargs))
         return replace(moved, mask=moved.mask.bool())
 
+    @property
+    def full(self) -> bool:
+        """True if every caption has all tokens, as far as the host knows."""
+        return self.shortest >= self.tokens.shape[1]
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors, always in the same order."""
         return [self.tokens, self.mask, self.pooled, *([] if self.guidance is None else [self.guidance])]

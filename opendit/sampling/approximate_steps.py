@@ -141,6 +141,9 @@ class BlockStack:
     def prepare(self, i: int) -> None:
         """Write what differs between steps of one mode where step i reads it, before the step runs or is replayed."""
 
+    def clear(self) -> None:
+        """Forget what is kept between steps: the tokens of the next batch may be of another number."""
+
     def __call__(
         self,
         blocks: Sequence[Block],
@@ -222,6 +225,9 @@ class TaylorStack(BlockStack):
         self._slot.copy_(self._slots[i])
         self._now.copy_(self._weights[i])
 
+    def clear(self) -> None:
+        self.kept.clear()
+
     def run(self, number: int, blocks: _Blocks, x: Tensor) -> Tensor:
         key = number, len(x)
         if self.blocks == ALL:
@@ -271,6 +277,10 @@ class FirstBlockStack(BlockStack):
         self.kept: dict[tuple[int, int], Tensor] = {}
         self._first: dict[int, tuple[Tensor, ...]] = {}  # rows -> x_1, r, r'
         self._change: Tensor | None = None
+
+    def clear(self) -> None:
+        self.kept.clear()
+        self._first.clear()
 
     def reuses(self) -> bool:
         """Return True if the step whose first block was evaluated last can reuse the other blocks' results."""

@@ -5,7 +5,7 @@ Used by sample.py and by Python's ``Pipeline``. The messages of ValueErrors name
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -247,6 +247,24 @@ def guidance_of(config: DiTConfig, scale: float) -> float:
     if guidance.formula == "embedded" and not config.spec.guidance:  # as FLUX.1-schnell
         return 1.0
     return scale_of_family(guidance, scale)
+
+
+def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
+    """Raise ValueError for flags of guidance's second pass where a public model makes none.
+
+    asked: flag -> a true value if it was given.
+    """
+    if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
+        return
+    embedded = family_of(config.family).guidance.formula == "embedded"
+    why = (
+        f"{weights.path} makes one pass a step, and its guidance no second one; leave the flag out"
+        if embedded
+        else f"does nothing with --cfg_scale {scale:g}, which is no guidance; leave one of them out"
+    )
+    for name, value in asked.items():
+        if value:
+            raise ValueError(f"--{name}: {why}")
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float) -> tuple[int, float]:

@@ -38,6 +38,7 @@ from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
     check_negative,
+    check_second_pass,
     check_text_encoder,
     checkpoint_at,
     class_names,
@@ -328,18 +329,21 @@ class Pipeline:
             sampler = self.objective.choose(settings.sampler or self.weights.info.get("sampler"))
             if not isinstance(what, int):
                 check_guidance(self.config, self.weights, guidance)
+            asked = {"cfg_interval": interval, "negative_prompt": negative, "cfg_channels": settings.guided_channels}
+            asked["guidance_every"] = settings.guidance_every > 1
+            check_second_pass(self.config, self.weights, guidance, asked)
         if isinstance(self.conditioner, PublishedConditioner):
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
-        y = self._conditions(what)
+        y, scale = self._conditions(what), guidance_of(self.config, float(guidance))
         if isinstance(what, int) and negative is None:
-            guidance, interval = 1.0, None  # samples without a condition would be guided away from themselves
+            scale, interval = 1.0, None  # samples without a condition would be guided away from themselves
         plan = EngineSettings(
             steps=settings.steps,
             sampler=sampler,
-            cfg_scale=guidance_of(self.config, float(guidance)),
+            cfg_scale=scale,
             cfg_channels=settings.guided_channels,
             cfg_interval=None if interval is None else (float(interval[0]), float(interval[1])),
-            guidance_every=1 if guidance == 1 else settings.guidance_every,
+            guidance_every=1 if scale == 1 else settings.guidance_every,
             cache=settings.cache,
             size=latents,
         )

@@ -405,6 +405,8 @@ class SamplingLoop:
         if self._addresses != self.network.addresses:  # recordings read memory that has been freed
             self._addresses = self.network.addresses
             self.recordings.clear()
+            self._work.clear()  # of other shapes, perhaps, such as longer captions: their kernels are not compiled yet
+            self.stack.clear()
         self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
         for static, part in zip(self.state, start, strict=True):

@@ -38,6 +38,7 @@ from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
     check_negative,
+    check_second_pass,
     check_text_encoder,
     checkpoint_at,
     class_names,
@@ -182,6 +183,9 @@ def _load(
     if flags.sampler is None and "sampler" in weights.info:
         flags = replace(flags, sampler=weights.info["sampler"])
     check_guidance(config, weights, flags.cfg_scale)
+    asked = ("cfg_parallel", "cfg_interval", "cfg_channels", "negative_prompt")
+    given = {"guidance_every": flags.guidance_every > 1, **{name: getattr(flags, name) for name in asked}}
+    check_second_pass(config, weights, flags.cfg_scale, given)
     check_fits(flags, config, weights)
     objective.choose(flags.sampler)
     for name in ("vae_tiling", "vae_compile"):

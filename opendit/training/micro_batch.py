@@ -44,6 +44,11 @@ class MicroBatch(NamedTuple):
         return parts if self.given is None else [*parts, self.given]
 
     @property
+    def full(self) -> bool:
+        """True if no caption is padded, so that blocks need no mask."""
+        return isinstance(self.condition, Tensor) or self.condition.full
+
+    @property
     def row_times(self) -> Tensor:
         """The time of each row of x0, (B,)."""
         return self.t
@@ -69,9 +74,12 @@ class MicroBatch(NamedTuple):
         return _rows_of(marked.reshape(count, -1))
 
     def clone(self) -> "MicroBatch":
+        """Copy all tensors. Captions are full or, if one is padded, of any lengths."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         given = None if self.given is None else y.pop()
-        return MicroBatch(x0, t, noise, y[0] if isinstance(self.condition, Tensor) else TextCondition(*y), given)
+        if isinstance(self.condition, Tensor):
+            return MicroBatch(x0, t, noise, y[0], given)
+        return MicroBatch(x0, t, noise, TextCondition(*y, shortest=y[0].shape[1] * self.full), given)
 
 
 @dataclass(frozen=True)

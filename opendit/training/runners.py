@@ -120,13 +120,14 @@ class EagerRunner(Runner):
 class Recording:
     """A recorded micro-batch: what it reads, what it leaves, and how to run it again."""
 
-    inputs: list[Tensor]
+    inputs: MicroBatch
     loss: Tensor
     gradients: list[Tensor | None]
     replay: Callable[[], None]
 
-    def fits(self, tensors: list[Tensor]) -> bool:
-        return [(a.shape, a.dtype) for a in self.inputs] == [(b.shape, b.dtype) for b in tensors]
+    def fits(self, micro_batch: MicroBatch) -> bool:
+        own, others = ([(x.shape, x.dtype) for x in batch.tensors()] for batch in (self.inputs, micro_batch))
+        return own == others and (micro_batch.full or not self.inputs.full)
 
 
 class CUDAGraphRunner(EagerRunner):
@@ -153,8 +154,8 @@ class CUDAGraphRunner(EagerRunner):
         usable = first or self._in_graph  # what adds to gradients must find them where it did when it was recorded
         if usable and recording is None and self._warmup_left[first] <= 0:
             recording = self._record(micro_batch, first, last)
-        if usable and recording is not None and recording.fits(tensors := micro_batch.tensors()):
-            torch._foreach_copy_(recording.inputs, tensors)
+        if usable and recording is not None and recording.fits(micro_batch):
+            torch._foreach_copy_(recording.inputs.tensors(), micro_batch.tensors())
             recording.replay()
             self.engine.gradients = recording.gradients
             self._in_graph = True
@@ -182,7 +183,7 @@ class CUDAGraphRunner(EagerRunner):
             self.note = f"recording failed, training goes on kernel by kernel: {str(error).splitlines()[0]}"
             logger.warning("CUDA graph: %s", self.note)
             return None
-        self._recordings[first] = Recording(static.tensors(), loss, self.engine.gradients, replay)
+        self._recordings[first] = Recording(static, loss, self.engine.gradients, replay)
         return self._recordings[first]
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opendit.encoders.folder import transformers_model
-from opendit.encoders.published_folder import PIPELINE_INDEX, check_index, check_vae, load_published_codec
+from opendit.encoders.folder import PIPELINE_INDEX, transformers_model
+from opendit.encoders.published_folder import check_index, check_vae, load_published_codec
 from opendit.encoders.published_text import check_text, load_published_text, pad_tokens, text_widths
 from opendit.encoders.vae import module_fingerprint
 from opendit.encoders.video_vae import codec_scale, video_geometry

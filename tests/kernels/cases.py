@@ -18,6 +18,12 @@ from opendit.kernels.gate_residual_layernorm_modulate import (
     gate_residual_layernorm_modulate,
     gate_residual_layernorm_modulate_reference,
 )
+from opendit.kernels.gate_rmsnorm_residual import (
+    gate_rmsnorm_residual,
+    gate_rmsnorm_residual_reference,
+    gate_rmsnorm_residual_rmsnorm_modulate,
+    gate_rmsnorm_residual_rmsnorm_modulate_reference,
+)
 from opendit.kernels.layernorm_modulate import (
     layernorm_modulate,
     layernorm_modulate_reference,
@@ -61,7 +67,7 @@ class Operator:
         return not {"shift", "scale", "gate"}.isdisjoint(self.arguments)
 
 
-ACTIVATIONS = ("x", "branch")
+ACTIVATIONS, WEIGHTS = ("x", "branch"), ("weight", "next_weight")
 JOINED = (gate_residual_layernorm_modulate, gate_residual_layernorm_modulate_reference)
 RMSNORM_JOINED = (gate_residual_rmsnorm_modulate, gate_residual_rmsnorm_modulate_reference)
 OPERATORS = {
@@ -89,6 +95,13 @@ OPERATORS = {
         ),
         Operator(*RMSNORM_JOINED, ("x", "gate", "branch", "weight", "shift", "scale"), ("h", "y")),
         Operator(*RMSNORM_JOINED, ("x", "gate", "branch", "weight", "shift", "scale", "bias"), ("h", "y")),
+        Operator(gate_rmsnorm_residual, gate_rmsnorm_residual_reference, ("x", "gate", "branch", "weight"), ("out",)),
+        Operator(
+            gate_rmsnorm_residual_rmsnorm_modulate,
+            gate_rmsnorm_residual_rmsnorm_modulate_reference,
+            ("x", "gate", "branch", "weight", "next_weight", "shift", "scale"),
+            ("h", "y"),
+        ),
         Operator(swiglu, swiglu_reference, ("x",), ("y",), halves=True),
     )
 }
@@ -148,8 +161,9 @@ def make_inputs(
         leaves["six"] = random(batch, 6 * width).to(vector_dtype)
     if "bias" in op.arguments:
         leaves["bias"] = random(width).to(vector_dtype)
-    if "weight" in op.arguments:  # under autocast, which has wider activations than modulation, it stays in fp32
-        leaves["weight"] = random(width).to(dtype)
+    for name in WEIGHTS:  # under autocast, which has wider activations than modulation, they stay in fp32
+        if name in op.arguments:
+            leaves[name] = random(width).to(dtype)
     for name in op.arguments:
         if name in ACTIVATIONS:
             # off centre, so that a mean left out shows

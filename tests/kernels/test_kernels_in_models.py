@@ -10,8 +10,10 @@ from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, MovieGenConfig, STDiTConfig, TextConfig, build_model
 from opendit.models.conditioning import TextCondition
 from opendit.models.layers import TORCH_OPS, BlockOps
+from tests.models.families.oracles import captions, difference
 from tests.models.test_dit import randomised
 from tests.ranks import run_ranks
+from tests.sampling.public import SIZES, VALUES, network
 
 CONFIG = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3)
 MOVIEGEN = functools.partial(MovieGenConfig, (2, 4, 4), (1, 2, 2), 2, 72, 2, 3)
@@ -124,6 +126,25 @@ def test_other_blocks_with_kernels(config, flags):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for name, grad in want_grads.items():
         torch.testing.assert_close(got_grads[name], grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", ("flux", "z_image", "wan"))
+def test_public_models_with_kernels(family):
+    """In one stack of blocks; and cut, so that each block adds its last branch by itself."""
+    model = network(family).requires_grad_()
+    torch.manual_seed(0)
+    x, y = torch.randn(1, 4, *SIZES[family])[..., :2, :2], captions(family, VALUES[family], [5], torch.float32)
+    found = []
+    for kernels, cut in ((False, False), (True, False), (True, True)):
+        model.grad_checkpoint = cut
+        model = with_kernels(model) if kernels else model.use()
+        output = model(x, torch.tensor([300.0]), y)
+        grads = torch.autograd.grad(output.square().mean(), list(model.parameters()))
+        found.append((output.detach(), *grads))
+    names = ["output", *(name for name, _ in model.named_parameters())]
+    for name, wanted, *others in zip(names, *found, strict=True):
+        assert wanted.any() or name.endswith("filling")
+        assert max(difference(other, wanted) for other in others) < 1e-4, name
 
 
 @pytest.mark.parametrize("config", (CONFIG, MOVIEGEN(num_classes=3)), ids=("DiT", "MovieGen"))

@@ -25,7 +25,11 @@ from tests.kernels.cases import (
 operators = pytest.mark.parametrize("op", OPERATORS.values(), ids=OPERATORS)
 modulated = pytest.mark.parametrize("op", MODULATED.values(), ids=MODULATED)
 # RMSNorm's are LayerNorm's kernels with a constant changed; what does not depend on it is tested with one of them.
-DISTINCT = [op for op in OPERATORS.values() if "rmsnorm" not in op.name or op.name.endswith("with_bias")]
+DISTINCT = [
+    op
+    for op in OPERATORS.values()
+    if not op.function.__module__.endswith(".rmsnorm_modulate") or op.name.endswith("with_bias")
+]
 distinct = pytest.mark.parametrize("op", DISTINCT, ids=[op.name for op in DISTINCT])
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
@@ -40,6 +44,7 @@ TALL = Launch(rows=128, tiles=2, warps=1)
 TWINS = (
     "residual_layernorm_modulate", "modulate", "gate_residual", "gate_residual_layernorm_modulate",
     "residual_rmsnorm_modulate", "gate_residual_rmsnorm_modulate", "gate_residual_rmsnorm_modulate_with_bias",
+    "gate_rmsnorm_residual",
 )  # fmt: skip
 CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 300_000)
 
@@ -122,7 +127,7 @@ def test_gradients_that_are_not_contiguous(op):
         torch.testing.assert_close(leaf.grad, exact[name].grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ("gate_residual_layernorm_modulate", "gate_residual_rmsnorm_modulate"))
+@pytest.mark.parametrize("name", ("gate_residual_layernorm_modulate", "gate_rmsnorm_residual_rmsnorm_modulate"))
 @pytest.mark.parametrize("used", (0, 1))
 def test_joined_operation_with_one_output_used(name, used):
     op = OPERATORS[name]
@@ -177,11 +182,14 @@ def test_registered_as_torch_wants_it(op):
         "gate_residual_layernorm_modulate": ("gate_residual_layernorm_modulate", (None, sample_of_row, 1e-6, True)),
         "gate_residual_layernorm_modulate_with_bias": ("gate_residual_layernorm_modulate", (sample_of_row, 1e-6, True)),
         "gate_residual_rmsnorm_modulate": ("gate_residual_layernorm_modulate", (None, sample_of_row, 1e-6, False)),
+        "gate_rmsnorm_residual": ("gate_rmsnorm_residual", (None, None, None, sample_of_row, 1e-6, 1e-6)),
+        "gate_rmsnorm_residual_rmsnorm_modulate": ("gate_rmsnorm_residual", (sample_of_row, 1e-6, 1e-6)),
         "gate_residual_rmsnorm_modulate_with_bias": ("gate_residual_layernorm_modulate", (sample_of_row, 1e-6, False)),
     }.get(op.name, (op.name, ()))
     overload = getattr(torch.ops.opendit, name).default
     arguments = zip(op.arguments, arguments_of(op, leaves), strict=True)
-    torch.library.opcheck(overload, (*(a for name, a in arguments if name != "weight"), *extra))
+    folded = () if name == "gate_rmsnorm_residual" else ("weight",)  # into the scale
+    torch.library.opcheck(overload, (*(a for argument, a in arguments if argument not in folded), *extra))
 
 
 @modulated

@@ -33,7 +33,7 @@ def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=tor
 def test_it_is_attention(size, tokens, packed):
     q, k, v = made(2, 3, tokens, size, packed)
     q, k = 3 * q, k + 0.5  # scores that are not all alike
-    assert takes(q)
+    assert takes(q, k)
     got, want = short_attention(q, k, v), short_attention_reference(q.double(), k.double(), v.double())
     assert got.shape == want.shape and got.dtype == q.dtype and got.transpose(1, 2).is_contiguous()
     assert (got - want).norm() < BOUND * want.norm()
@@ -52,10 +52,10 @@ def test_heads_are_covered():
     ]  # fmt: skip
     for tokens, size, dtype in ((LONGEST + 1, 72, torch.bfloat16), (8, 76, torch.bfloat16), (8, 200, torch.bfloat16),
                                 (8, 72, torch.float32)):  # fmt: skip
-        assert not takes(torch.empty(1, 1, tokens, size, dtype=dtype))
+        assert not takes(*[torch.empty(1, 1, tokens, size, dtype=dtype)] * 2)
     assert LONGEST == 4 * 256
-    assert takes(torch.empty(2, HEADS // 8, LONGEST, 72, dtype=torch.bfloat16))
-    assert not takes(torch.empty(1, HEADS // 4 + 1, LONGEST, 72, dtype=torch.bfloat16))
+    assert takes(*[torch.empty(2, HEADS // 8, LONGEST, 72, dtype=torch.bfloat16)] * 2)
+    assert not takes(*[torch.empty(1, HEADS // 4 + 1, LONGEST, 72, dtype=torch.bfloat16)] * 2)
 
 
 def test_tiles_for_few_heads_and_for_many_give_the_same_bits():
@@ -72,3 +72,5 @@ def test_what_it_does_not_take_goes_elsewhere():
     given = made(1, 2, 5, 72, True)
     attend = ShortAttention(lambda *qkv: "elsewhere")
     assert attend(*(x.float() for x in given)) == "elsewhere" and torch.equal(attend(*given), short_attention(*given))
+    caption = made(1, 2, 7, 72, True)
+    assert attend(given[0], *caption[1:]) == "elsewhere"

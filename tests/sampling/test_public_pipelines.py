@@ -1,6 +1,8 @@
 """Public models drawn whole, from a folder of diffusers, against diffusers' own pipelines: the same noise, the same
 steps, the same latents and pictures."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from opendit.diffusion.random import initial_noise
 from opendit.sampling.pipeline import Pipeline
 from tests.encoders.published_folders import write_pipeline
 from tests.models.families.oracles import networks
+from tests.ranks import run_ranks, several_programs
 
 PROMPTS = ["a sign that says open", "fog", "a lighthouse above the fog, seen from the sea in the evening"]
 SIZES: dict[str, dict[str, Any]] = {
@@ -30,7 +33,10 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("public")
-    return {name: write_pipeline(root / f"tiny-{name}", name) for name in SIZES}
+    divisible = {"dim": 48, "n_heads": 6, "n_kv_heads": 6}  # an MLP that two ranks can divide
+    return {
+        name: write_pipeline(root / f"tiny-{name}", name, **(divisible if name == "z_image" else {})) for name in SIZES
+    }
 
 
 def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, output: str, prompts: list[str]) -> Any:
@@ -104,6 +110,52 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
     for number, picture in enumerate(expected):
         (file,) = output.glob(f"{number:06d}*.png")
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(picture))
+
+
+WAYS = ("--cfg_parallel", "--tensor_parallel_size 2", "--sequence_parallel_size 2")
+REFUSED = [  # (family, flags, words of the error)
+    ("flux", "--cfg_parallel", "--cfg_parallel: "),
+    ("flux", "--guidance_every 2", "--guidance_every: "),
+    ("flux", "--negative_prompt fog", "makes one pass a step, and its guidance no second one; leave the flag out"),
+    ("z_image", "--cfg_scale 0 --cfg_parallel", "--cfg_parallel: does nothing with --cfg_scale 0"),
+    ("z_image", "--cache first_block --cfg_parallel", "decides by a batch, which --cfg_parallel shares out"),
+]
+
+
+def command(folders: dict[str, Path], name: str, more: str, output: Path) -> list[str]:
+    """Return the command line of sample.py for three prompts of unequal lengths, in batches of two and one."""
+    frames = "--num_frames 5" if name == "wan" else ""
+    flags = f"--ckpt {folders[name]} --num_sampling_steps 3 --batch_size 2 --seed 3 --image_size 32 {frames} {more}"
+    return [*flags.split(), "--output", str(output), "--prompt", *PROMPTS]
+
+
+def draw(argv: list[str]) -> tuple[Any, str]:
+    """Run sample.py; return the latents that it has drawn, and its errors."""
+    found, draw_batch = [], sample.draw_batch
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.setattr(sample, "draw_batch", lambda *args: found.append(draw_batch(*args)) or found[-1])
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            sample.main(argv)
+    return torch.cat([latents for _, latents in found]).numpy() if found else None, errors.getvalue()
+
+
+def programs(mesh, commands: list[list[str]]) -> list[tuple[Any, str]]:
+    several_programs()
+    return [draw(argv) for argv in commands]
+
+
+def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks, monkeypatch):
+    monkeypatch.setattr("opendit.parallel.supervisor.close_mesh", lambda: None)
+    ways = [(name, way) for name in SIZES for way in WAYS if (name, way) != ("flux", "--cfg_parallel")]
+    runs = ways + [(name, flags) for name, flags, _ in REFUSED]
+    commands = [command(folders, name, way, tmp_path / f"{name} {way}") for name, way in runs]
+    alone = {name: draw(command(folders, name, "", tmp_path / name))[0] for name in SIZES}
+    both = [*zip(*run_ranks(2, programs, commands), strict=True)]
+    for (name, way), ((latents, _), (others, _)) in zip(ways, both[: len(ways)], strict=True):
+        assert np.array_equal(latents, others), (name, way)
+        assert np.abs(latents - alone[name]).max() < 1e-5 * np.abs(alone[name]).max(), (name, way)
+    for (name, way, words), ((latents, errors), (others, more)) in zip(REFUSED, both[len(ways) :], strict=True):
+        assert latents is None and others is None and words in errors + more, (name, way, errors + more)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ the real one.)"""
 
 import contextlib
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,11 @@ from opendit.training import build
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import GRAPH_WARMUP, CUDAGraphRunner, build_runner
 from tests.messages import logged
+from tests.models.families.oracles import captions
 from tests.models.test_dit import randomised
+from tests.numbers import off_by
 from tests.ranks import run_ranks
+from tests.sampling.public import SIZES, VALUES, network
 from tests.training.test_train import QUIET, TINY
 from train import EagerPasses
 
@@ -279,6 +283,37 @@ def test_the_runner_calls_the_model_between_the_objective_s_halves():
         assert torch.equal(x, prepared.x_t) and torch.equal(t, prepared.timestep) and y is given.condition
         output = torch.cat((x, -x), 1) if objective.learn_sigma else -x
         assert torch.equal(losses, objective.loss(output, prepared)) and losses.shape == (3,)
+
+
+def of_captions(mesh, lengths: list[list[int]]):
+    """Losses of Z-Image's micro-batches with captions of these lengths, kernel by kernel and recorded, and the
+    recorder."""
+    losses, recorder = [], None
+    for recorded in (False, True):
+        model, objective = network("z_image").requires_grad_(True).train(), FlowObjective(3.0)
+        engine = build_engine(model, mesh, plugin="zero2", precision="fp32", lr=1e-3)
+        passes = EagerPasses(engine, objective)
+        recorder = Recorder(engine)
+        runner = CUDAGraphRunner(passes, recorder) if recorded else build_runner(passes)
+        for number, part in enumerate(lengths):
+            torch.manual_seed(number)
+            y = captions("z_image", VALUES["z_image"], part, torch.float32, padded=64)
+            x, noise = torch.randn(2, len(part), 4, *SIZES["z_image"])
+            given = MicroBatch(x, torch.rand(len(part)), noise, replace(y, shortest=min(part)))
+            losses.append(runner.train_step([given]).loss.item())
+    return losses, recorder.recorded, recorder.replayed
+
+
+FULL, PADDED = [64, 64], [64, 20]
+
+
+@pytest.mark.parametrize("first,replayed", [(FULL, 2), (PADDED, 4)], ids=["full", "padded"])
+def test_a_recording_without_a_mask_is_for_full_captions(first, replayed):
+    """Z-Image masks padded captions alone. What was recorded with a mask also serves full ones."""
+    lengths = [first] * GRAPH_WARMUP + [first, PADDED, FULL, [40, 64]]
+    ((losses, recorded, count),) = run_ranks(1, of_captions, lengths)
+    eager, others = losses[: len(lengths)], losses[len(lengths) :]
+    assert off_by(others, eager) < 1e-5 and (recorded, count) == (1, replayed)
 
 
 @pytest.mark.parametrize("config", (LABELS, CAPTIONS), ids=("labels", "captions"))

@@ -159,8 +159,8 @@ def _last(config: PublicConfig) -> int:
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """Return what a block keeps on the average over the stack: x, each branch's modulated norm, q, k, v before and
     after their norm and rotation, attention's output, fc1's output and its activation, and the branches' outputs. Not
-    fused, also what lies between norm and modulation, and between norm and rotation; of two streams, q, k and v of
-    both, joined."""
+    fused, also normalised outputs, and what lies between norm and modulation, and between norm and rotation; of two
+    streams, q, k and v of both, joined."""
     spec, total = config.spec, Kept()
     media, text = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
@@ -170,7 +170,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         turned = (3 if block.streams else 2) if execution.fused else 4
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + 2 + 1
         wide = block.mlp_hidden / block.width
-        units += (2 if block.mlp == "gelu" else 3) * wide + 1 + 2 * block.norm_after
+        units += (2 if block.mlp == "gelu" else 3) * wide + 1 + 2 * (block.norm_after and not execution.fused)
         if across:
             units += 5 + 2 * text / media
         share = _streams(config, block) / config.tokens / config.depth

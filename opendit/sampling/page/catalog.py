@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from opendit.checkpoint.files import file_id
-from opendit.checkpoint.foreign import PIPELINE_INDEX
 from opendit.checkpoint.pretrained import find_weights, read_info
 from opendit.checkpoint.run_folders import checkpoints_in, run_folders, step_of
 from opendit.checkpoint.schema import RUN_CONFIG
@@ -25,6 +24,7 @@ from opendit.common.json_models import read_file
 from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
+from opendit.encoders.folder import PIPELINE_INDEX
 from opendit.models.configuration import DiTConfig
 from opendit.models.weights import Weights
 from opendit.sampling.model_loading import class_names

@@ -1,0 +1,16 @@
+"""What flags know of public models without torch, against the families' own words."""
+
+from opendit.config.public_models import PUBLIC, Public
+from opendit.models.families import FAMILIES
+from tests.models.families.oracles import FLUX, WAN, Z_IMAGE
+
+VALUES = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN}
+
+
+def test_flags_know_the_families_as_they_are():
+    found = {}
+    for name, family in FAMILIES.items():
+        patch, side = family.layout(VALUES[name]).patch, family.image_size
+        shorter = side if isinstance(side, int) else min(side)
+        found[name] = Public(family.network, patch[0] if len(patch) == 2 else patch, shorter)
+    assert found == PUBLIC
