@@ -7,6 +7,7 @@ no kernel has written in float8, attention's output, is cast where its product g
 
 import functools
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,14 @@ from torch import Tensor
 
 from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
-from opendit.kernels import layernorm_modulate as adaln
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_linear import EPS, Modulated, check_widths
 from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_residual import gate_residual
+from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import head_views
-from opendit.models.layers import Projection
+from opendit.models.layers import Projection, RMSNorm
 
 # If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales. cuBLAS 13 has only
 # one tile size for products that apply them, which can't fill the GPU. fc2 of DiT-XL/2 on an H200, with and without
@@ -45,14 +46,13 @@ class QuantizedRows:
 def _in_float8(x: Tensor | QuantizedRows | Modulated) -> Tensor | QuantizedRows:
     """Cast x for a product, or return it unchanged if the product is to be in its own dtype."""
     if isinstance(x, Modulated):
-        made, _, _ = adaln.layernorm_modulate_float8(x.x, x.shift, x.scale, EPS, by_row=True)
-        return QuantizedRows(made, x.x.dtype)
+        return QuantizedRows(x.rows, x.x.dtype)
     if isinstance(x, Tensor) and x.numel() // x.shape[-1] >= CAST_FROM:
         return QuantizedRows(rows_in_float8(x), x.dtype)
     return x
 
 
-def _product(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., out)."""
     x = _in_float8(x)
     if isinstance(x, Tensor):
@@ -70,7 +70,7 @@ def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> 
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
     # In fp16 rows without their scale could overflow.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
-        return _product(x, weight), None
+        return multiply(x, weight), None
     check_widths(weight)
     w, rows = weight_in_float8(weight), x.data.data.flatten(0, -2)
     y = fp8.product(rows, w.data, (_one(rows.device), w.descale), x.dtype)
@@ -82,11 +82,16 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones(1, device=device)
 
 
+def linear(x: Tensor | QuantizedRows | Modulated, layer: Projection) -> Tensor:
+    """Return layer(x)."""
+    return layer.product(cast(Tensor, x), layer.bias, multiply)
+
+
 def linear_heads(
     x: Tensor | QuantizedRows | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, H, N, d) of x (B, N, D), views of one projection."""
-    return head_views(_product(x, linear.weight, linear.bias), num_heads)
+    return head_views(multiply(x, linear.weight, linear.bias), num_heads)
 
 
 def linear_gelu(x: Tensor | QuantizedRows | Modulated, linear: Projection) -> QuantizedRows:
@@ -97,7 +102,7 @@ def linear_gelu(x: Tensor | QuantizedRows | Modulated, linear: Projection) -> Qu
 
 def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection) -> Tensor:
     """Compute x + gate * linear(z)."""
-    return gate_residual(x, gate, _product(z, linear.weight), linear.bias)
+    return gate_residual(x, gate, linear.product(cast(Tensor, z), multiply=multiply), linear.bias)
 
 
 def linear_gate_residual_layernorm_modulate(
@@ -107,5 +112,23 @@ def linear_gate_residual_layernorm_modulate(
     branch, branch_scale = _unscaled_product(z, linear.weight)
     h, y, _, _ = joined.gate_residual_layernorm_modulate_float8(
         x, gate, branch, shift, scale, linear.bias, EPS, by_row=True, branch_scale=branch_scale
+    )
+    return h, QuantizedRows(y, h.dtype)
+
+
+def linear_gate_residual_rmsnorm_modulate(
+    x: Tensor,
+    gate: Tensor,
+    z: Tensor | QuantizedRows | Modulated,
+    linear: Projection,
+    norm: RMSNorm,
+    shift: Tensor,
+    scale: Tensor,
+) -> tuple[Tensor, QuantizedRows]:
+    """Compute h = x + gate * linear(z), and RMSNorm(h) * (1 + scale) + shift for the next linear layer."""
+    branch = linear.product(cast(Tensor, z), multiply=multiply)
+    vectors = modulation_with_weight(x, norm.weight, shift, scale)
+    h, y, _, _ = joined.gate_residual_layernorm_modulate_float8(
+        x, gate, branch, *vectors, linear.bias, norm.eps, by_row=True, center=False
     )
     return h, QuantizedRows(y, h.dtype)

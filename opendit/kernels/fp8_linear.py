@@ -12,9 +12,10 @@ Autograd sees a stand-in, a tensor of its shape and dtype without memory, which 
 (:class:`Quantized`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ from opendit.kernels.capability import missing, pretending
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.fp8_weight import weight_in_float8
-from opendit.kernels.gate_residual import gate_residual, gate_residual_backward
+from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views
-from opendit.models.layers import Projection
+from opendit.models.layers import Projection, RMSNorm
 
 EPS = 1e-6
 
@@ -68,13 +69,18 @@ class Quantized:
 class Modulated:
     """LN(x) * (1 + scale) + shift, not computed yet: a linear layer of a block computes it in float8.
 
-    Any torch function (the final layer's linear) gets it in x's dtype, from the ordinary kernel.
+    Without ``center`` it is RMSNorm's, whose weight is part of the scale (kernels/rmsnorm_modulate.py).
+
+    Any torch function (the final layer's linear) gets it in x's dtype, from the ordinary kernel. Linear layers that
+    read the same one, attention's and the MLP's of a parallel block, share what the first of them has computed.
     """
 
     x: Tensor
     shift: Tensor
     scale: Tensor
     sample_of_row: Tensor | None = None
+    eps: float = EPS
+    center: bool = True
 
     @property
     def shape(self) -> torch.Size:
@@ -86,8 +92,21 @@ class Modulated:
     ) -> Any:
         return function(*(a._in_its_dtype() if isinstance(a, cls) else a for a in args), **(kwargs or {}))
 
+    @functools.cached_property
+    def quantized(self) -> Quantized:
+        """With one scale, for training."""
+        of_norm = self.sample_of_row, self.eps, self.center
+        return Quantized(*_NormModulate.apply(self.x, self.shift, self.scale, *of_norm))
+
+    @functools.cached_property
+    def rows(self) -> Float8:
+        """With one scale per row, without gradients."""
+        x, shift, scale = self.x, self.shift, self.scale
+        return adaln.layernorm_modulate_float8(x, shift, scale, self.eps, by_row=True, center=self.center)[0]
+
     def _in_its_dtype(self) -> Tensor:
-        return adaln.layernorm_modulate(self.x, self.shift, self.scale, EPS, self.sample_of_row)
+        of_norm = self.sample_of_row, self.eps, True, self.center
+        return adaln.layernorm_modulate_forward(self.x, self.shift, self.scale, *of_norm)[0]
 
 
 def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
@@ -95,7 +114,9 @@ def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):
-        return Quantized(*_LayerNormModulate.apply(x.x, x.shift, x.scale, x.sample_of_row))
+        return x.quantized
+    if torch.is_autocast_enabled(x.device.type):  # a norm in torch returns fp32 then
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     return Quantized(x, fp8.cast(x.detach(), E4M3))
 
 
@@ -138,16 +159,32 @@ def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor
 # ---------------------------------------------------------------------------------------------------------- operations
 
 
-class _LayerNormModulate(Function):
+class _NormModulate(Function):
     @staticmethod
-    def forward(ctx, x, shift, scale, sample_of_row):
-        y, mean, rstd = adaln.layernorm_modulate_float8(x, shift, scale, EPS, sample_of_row=sample_of_row)
+    def forward(ctx, x, shift, scale, sample_of_row, eps, center):
+        of_norm = {"sample_of_row": sample_of_row, "center": center}
+        y, mean, rstd = adaln.layernorm_modulate_float8(x, shift, scale, eps, **of_norm)
         ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
         return _stand_in(x, x.shape[-1]), y
 
     @staticmethod
     def backward(ctx, dy, _):
-        return *adaln.layernorm_modulate_backward(dy, *ctx.saved_tensors, True, None), None
+        return *adaln.layernorm_modulate_backward(dy, *ctx.saved_tensors, True, None), None, None, None
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx, stand_in, x, weight, bias):
+        y, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
+        ctx.save_for_backward(*saved)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), ctx.saved_tensors)
+        dbias = None if ctx.bias_dtype is None else dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, None, dw, dbias
 
 
 class _LinearHeads(Function):
@@ -155,7 +192,7 @@ class _LinearHeads(Function):
     def forward(ctx, stand_in, x, weight, bias, num_heads):
         qkv, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
         ctx.save_for_backward(*saved)
-        ctx.bias_dtype = bias.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return head_views(qkv, num_heads)
 
     @staticmethod
@@ -180,43 +217,81 @@ class _LinearGelu(Function):
         return dx, None, dw, dbias
 
 
-class _LinearGateResidual(Function):
+class _GateResidualNormModulate(Function):
     @staticmethod
-    def forward(ctx, x, gate, stand_in, z, weight, bias, sample_of_row):
-        branch, saved = _forward_product(ctx, z, weight, stand_in.dtype)
-        ctx.save_for_backward(gate, branch, bias, sample_of_row, *saved)
-        return gate_residual(x, gate, branch, bias, sample_of_row)
-
-    @staticmethod
-    def backward(ctx, dout):
-        gate, branch, bias, sample_of_row, *saved = ctx.saved_tensors
-        dbranch, dgate, dbias = gate_residual_backward(dout, gate, branch, bias, sample_of_row)
-        dz, dw = _backward_products(ctx, fp8.cast(dbranch, E5M2), saved)
-        return dout, dgate, dz, None, dw, dbias, None
-
-
-class _LinearGateResidualLayerNormModulate(Function):
-    @staticmethod
-    def forward(ctx, x, gate, stand_in, z, weight, bias, shift, scale, sample_of_row):
-        branch, saved = _forward_product(ctx, z, weight, stand_in.dtype)
+    def forward(ctx, x, gate, branch, shift, scale, bias, sample_of_row, eps, center):
+        of_norm = {"sample_of_row": sample_of_row, "center": center}
         h, y, mean, rstd = joined.gate_residual_layernorm_modulate_float8(
-            x, gate, branch, shift, scale, bias, EPS, sample_of_row=sample_of_row
+            x, gate, branch, shift, scale, bias, eps, **of_norm
         )
-        ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row, *saved)
+        ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
         return h, _stand_in(h, h.shape[-1]), y
 
     @staticmethod
     def backward(ctx, dh, dy, _):
-        h, gate, branch, scale, bias, mean, rstd, sample_of_row, *saved = ctx.saved_tensors
+        h, gate, branch, scale, bias, *of_norm = ctx.saved_tensors
         dx, dbranch, dgate, dshift, dscale, dbias = joined.gate_residual_layernorm_modulate_backward(
-            dy, dh, h, gate, branch, scale, bias, mean, rstd, sample_of_row
+            dy, dh, h, gate, branch, scale, bias, *of_norm
         )
-        dz, dw = _backward_products(ctx, fp8.cast(dbranch, E5M2), saved)
-        return dx, dgate, dz, None, dw, dbias, dshift, dscale, None
+        return dx, dgate, dbranch, dshift, dscale, None if bias is None else dbias, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------ BlockOps
-# These functions replace the projection: they read its weight instead of calling it.
+
+
+def multiply(x: Tensor | Quantized | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias (..., out) in x's dtype, whose products are in float8: the ``multiply`` of a Projection's
+    ``product``."""
+    x = quantized(x)
+    return _Linear.apply(x.stand_in, x.data, weight, bias)
+
+
+def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:
+    """Return layer(x), whose products are in float8."""
+    return layer.product(cast(Tensor, x), layer.bias, multiply)
+
+
+def residual_rmsnorm_modulate(
+    x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
+) -> tuple[Tensor, Modulated]:
+    """Return x, and RMSNorm(x) * (1 + scale) + shift for the next linear layer."""
+    vectors = modulation_with_weight(x, norm.weight, shift, scale)
+    return x, Modulated(x, *vectors, sample_of_row, norm.eps, center=False)
+
+
+def linear_gate_residual_layernorm_modulate(
+    x: Tensor,
+    gate: Tensor,
+    z: Tensor | Quantized | Modulated,
+    linear: Projection,
+    shift: Tensor,
+    scale: Tensor,
+    sample_of_row: Tensor | None = None,
+    eps: float = EPS,
+    center: bool = True,
+) -> tuple[Tensor, Quantized]:
+    """Compute h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
+    branch, bias = linear.product(cast(Tensor, z), multiply=multiply), linear.bias
+    h, stand_in, data = _GateResidualNormModulate.apply(x, gate, branch, shift, scale, bias, sample_of_row, eps, center)
+    return h, Quantized(stand_in, data)
+
+
+def linear_gate_residual_rmsnorm_modulate(
+    x: Tensor,
+    gate: Tensor,
+    z: Tensor | Quantized | Modulated,
+    linear: Projection,
+    norm: RMSNorm,
+    shift: Tensor,
+    scale: Tensor,
+    sample_of_row: Tensor | None = None,
+) -> tuple[Tensor, Quantized]:
+    """Compute h = x + gate * linear(z), and RMSNorm(h) * (1 + scale) + shift for the next linear layer."""
+    vectors = modulation_with_weight(x, norm.weight, shift, scale)
+    return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
+
+
+# The others replace the projection: they read its weight instead of calling it.
 
 
 def linear_heads(
@@ -231,28 +306,3 @@ def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quanti
     """Compute GELU(linear(x)), tanh form, for the next linear layer."""
     x = quantized(x)
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
-
-
-def linear_gate_residual(
-    x: Tensor, gate: Tensor, z: Tensor | Quantized | Modulated, linear: Projection, sample_of_row: Tensor | None = None
-) -> Tensor:
-    """Compute x + gate * linear(z)."""
-    z = quantized(z)
-    return _LinearGateResidual.apply(x, gate, z.stand_in, z.data, linear.weight, linear.bias, sample_of_row)
-
-
-def linear_gate_residual_layernorm_modulate(
-    x: Tensor,
-    gate: Tensor,
-    z: Tensor | Quantized | Modulated,
-    linear: Projection,
-    shift: Tensor,
-    scale: Tensor,
-    sample_of_row: Tensor | None = None,
-) -> tuple[Tensor, Quantized]:
-    """Compute h = x + gate * linear(z), and LN(h) * (1 + scale) + shift for the next linear layer."""
-    z = quantized(z)
-    h, stand_in, data = _LinearGateResidualLayerNormModulate.apply(
-        x, gate, z.stand_in, z.data, linear.weight, linear.bias, shift, scale, sample_of_row
-    )
-    return h, Quantized(stand_in, data)

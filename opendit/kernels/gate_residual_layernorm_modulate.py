@@ -323,14 +323,15 @@ def _forward(
 
 def gate_residual_layernorm_modulate_float8(
     x: Tensor, gate: Tensor, branch: Tensor, shift: Tensor, scale: Tensor, bias: Tensor | None, eps: float = 1e-6,
-    by_row: bool = False, branch_scale: Tensor | None = None, sample_of_row: Tensor | None = None,
+    by_row: bool = False, branch_scale: Tensor | None = None, sample_of_row: Tensor | None = None, center: bool = True,
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
     """Return h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32.
 
     by_row: y has one scale per row. branch_scale: (B * N, 1) fp32, by which the branch's rows are multiplied first.
+    center: False for RMSNorm, whose mean is of size 0.
     """
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean, rstd = common.new_statistics(x)
+    mean, rstd = common.new_statistics(x, center=center)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
     partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
     outputs = h, y, mean, rstd, partial, branch_scale

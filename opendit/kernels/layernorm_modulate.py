@@ -259,11 +259,11 @@ def _forward(
 
 def layernorm_modulate_float8(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, by_row: bool = False,
-    sample_of_row: Tensor | None = None,
+    sample_of_row: Tensor | None = None, center: bool = True,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
     """Return LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3, and mean and rstd (B * N,) fp32. by_row: with one
-    scale per row."""
-    mean, rstd = common.new_statistics(x)
+    scale per row. center: False for RMSNorm, whose mean is of size 0."""
+    mean, rstd = common.new_statistics(x, center=center)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
     partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
     _launch_forward(x, shift, scale, sample_of_row, eps, y, mean, rstd, partial)

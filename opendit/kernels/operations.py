@@ -193,15 +193,16 @@ KERNELS = (
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
     # In float8 every input of a projection is saved in one byte per value, and so is its weight.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
+    Kernel("residual_rmsnorm_modulate", fp8_linear.residual_rmsnorm_modulate, {FLOAT8}, keeps=("x",)),
+    Kernel("linear", fp8_linear.linear, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("linear_heads", fp8_linear.linear_heads, {FLOAT8}, keeps=("x",), float8=True, takes_projection=True),
     Kernel("linear_gelu", fp8_linear.linear_gelu, {FLOAT8}, keeps=("x", "u"), float8=True, takes_projection=True),
     Kernel(
         "linear_gate_residual",
-        fp8_linear.linear_gate_residual,
+        partial(_linear_gate_residual, multiply=fp8_linear.multiply),
         {FLOAT8},
         keeps=("z", "u"),
         float8=True,
-        takes_projection=True,
     ),
     Kernel(
         "linear_gate_residual_layernorm_modulate",
@@ -209,13 +210,24 @@ KERNELS = (
         {FLOAT8},
         keeps=("z", "u", "h"),
         float8=True,
-        takes_projection=True,
     ),
+    Kernel(
+        "linear_gate_residual_rmsnorm_modulate",
+        fp8_linear.linear_gate_residual_rmsnorm_modulate,
+        {FLOAT8},
+        keeps=("z", "u", "h"),
+        float8=True,
+    ),
+    Kernel("swiglu", swiglu, {FLOAT8}, keeps=("x",)),
     Kernel("add_table", add_table, {FLOAT8}),
     Kernel("normalise_rotate", _normalise_rotate, {FLOAT8}, keeps=("q", "k")),
     *(
         Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True, takes_projection=True)
-        for name in ("linear_heads", "linear_gelu", "linear_gate_residual", "linear_gate_residual_layernorm_modulate")
+        for name in ("linear_heads", "linear_gelu", "linear_gate_residual_layernorm_modulate")
+    ),
+    *(
+        Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True)
+        for name in ("linear", "linear_gate_residual", "linear_gate_residual_rmsnorm_modulate")
     ),
 )
 

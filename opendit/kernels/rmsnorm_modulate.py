@@ -55,8 +55,8 @@ def gate_residual_rmsnorm_modulate_reference(
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def _modulation(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale' (B, D) in fp32.
+def modulation_with_weight(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return shift and scale' (B, D) in fp32, which make LayerNorm's kernels without their centring RMSNorm's.
 
     In half precision, scale' would be rounded again for every column, and the weight's gradient would be a sum of
     rounded parts. The weight only passes through torch's operations, because Gemini must see its uses.
@@ -85,7 +85,7 @@ def rmsnorm_modulate(
     Raises:
         ValueError: shapes, dtypes or devices don't fit.
     """
-    shift, scale = _modulation(x, weight, shift, scale)
+    shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, eps, True, False)[0]
 
@@ -95,7 +95,7 @@ def residual_rmsnorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Return (x, RMSNorm(x) * (1 + scale) + shift), whose gradients for x are added in one pass over memory; arguments
     as above."""
-    shift, scale = _modulation(x, weight, shift, scale)
+    shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, False)
 
@@ -116,6 +116,6 @@ def gate_residual_rmsnorm_modulate(
     Differentiable in all seven. Arguments as above, and those of gate_residual_layernorm_modulate. Returns (h, y), both
     of x's shape and dtype; y is normalised from h as rounded to that dtype. Raises ValueError as above.
     """
-    shift, scale = _modulation(x, weight, shift, scale)
+    shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)
     return gate_residual_layernorm_modulate_forward(x, gate, branch, shift, scale, bias, sample_of_row, eps, False)[:2]

@@ -7,8 +7,6 @@ that the projection has added already:
     dqkv[b, n, (s, h, j)] = (dq, dk, dv)[s][b, h, n, j],  dbias = sum over b, n of dqkv
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 
@@ -145,14 +143,15 @@ def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tup
     return dqkv, none if dbias is None else dbias
 
 
-def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype) -> tuple[Float8, Tensor]:
-    """Return dqkv (B, N, 3 D) in e5m2 and dbias (3 D,) in the dtype ``sums``, from dq, dk, dv (B, H, N, d)."""
+def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Float8, Tensor | None]:
+    """Return dqkv (B, N, 3 D) in e5m2 and dbias (3 D,) in the dtype ``sums``, from dq, dk, dv (B, H, N, d); dbias is
+    None if ``sums`` is."""
     grads = _of_one_layout(dq, dk, dv)
     B, H, N, d = dq.shape
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
     # The maximum does not depend on the order, so dense memory is read in its own order.
     rows = [(g if g.is_contiguous() else g.transpose(1, 2)).flatten(2) for g in grads]
-    return dqkv, cast(Tensor, _launch(*grads, dqkv, sums, fp8.amax(*rows)))  # not None, because of ``sums``
+    return dqkv, _launch(*grads, dqkv, sums, fp8.amax(*rows))
 
 
 def _gather_fake(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Tensor, Tensor]:

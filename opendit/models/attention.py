@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -371,7 +371,8 @@ class CrossAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN):
         super().__init__()
         self.num_heads = num_heads
-        self.q = nn.Linear(dim, dim, bias=options.bias)
+        self.in_operations = options.operations_across
+        self.q = (Projection if self.in_operations else nn.Linear)(dim, dim, bias=options.bias)
         self.kv = nn.Linear(dim, 2 * dim, bias=options.bias)
         self.proj: Projection = Projection(dim, dim, bias=options.bias)
         self.across, self.attends_padding = options.qk_across, options.attends_padding
@@ -392,7 +393,7 @@ class CrossAttention(nn.Module):
             return x
         return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if self.across else norm(x)
 
-    def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None) -> Tensor:
+    def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
         """The attention output (B, N, D) before the output projection.
 
         context: tokens and their mask; or keys and values that :meth:`keys_values` made of them, and the mask. Of a
@@ -400,7 +401,8 @@ class CrossAttention(nn.Module):
         """
         *source, mask = context
         k, v = self.keys_values(*source) if len(source) == 1 else source
-        q = self.q(x).unflatten(-1, (self.num_heads, -1))
+        q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)
+        q = q.unflatten(-1, (self.num_heads, -1))
         q = self._normalised(self.q_norm, q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if self.attends_padding and (grid is None or grid.packed is None):
@@ -416,5 +418,6 @@ class CrossAttention(nn.Module):
         """Attend to all keys, as :func:`masked_attention` does to those that ``mask`` keeps."""
         return self.attend(q, k, v)
 
-    def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None) -> Tensor:
-        return self.proj(self.output(x, *context, grid=grid))
+    def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
+        z = self.output(x, *context, grid=grid, ops=ops)
+        return ops.linear(z, self.proj) if self.in_operations else self.proj(z)

@@ -286,7 +286,7 @@ class Block(nn.Module):
             elif spec.source == "none":
                 stream = x.take(self.ops)
                 z, last, _ = self._but_last(branch, (norm or layer_norm)(stream), context, grid)
-                x.put(stream + last(z))
+                x.put(stream + self.ops.linear(z, last))
             else:
                 if y is None:
                     shift, scale, gate = next(vectors)
@@ -313,7 +313,7 @@ class Block(nn.Module):
         layer: Any = getattr(self, branch.name)
         if branch.sees == "caption":
             assert context is not None, "cross-attention is of models with a text"
-            return layer.output(y, *context, grid=grid), self._last(branch, layer.proj), None
+            return layer.output(y, *context, grid=grid, ops=self.ops), self._last(branch, layer.proj), None
         if branch.sees is not None:
             return layer.output(y, self.ops, grid), self._last(branch, layer.proj), None
         routing = layer.start(y, grid and grid.shards) if self.spec.experts else None
@@ -333,7 +333,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """x + cross_attn(norm(x)), as PixArt-alpha has it (Chen et al. 2024, sec. 2.3)."""
         assert context is not None, "cross-attention is of models with a text"
-        return x + self.cross_attn(norm(x), *context, grid=grid)
+        return x + self.cross_attn(norm(x), *context, grid=grid, ops=self.ops)
 
     def keys_values(self, context: Context | None) -> Context | None:
         """Return the context with this block's keys and values instead of the tokens, for a caption that several calls

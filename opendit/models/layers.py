@@ -83,6 +83,11 @@ class Projection(nn.Linear):
         return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
 
 
+def linear(x: Tensor, layer: Projection) -> Tensor:
+    """layer(x), where no other operation has it: SwiGLU's first layer, cross-attention's."""
+    return layer(x)
+
+
 def linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 H d features."""
     return linear(x).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -170,6 +175,7 @@ class BlockOps:
     """
 
     layernorm_modulate: Callable[..., Tensor] = layernorm_modulate
+    linear: Callable[[Tensor, Projection], Tensor] = _of_projection(linear)
     linear_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = _of_projection(linear_heads)
     linear_gelu: Callable[[Tensor, Projection], Tensor] = _of_projection(linear_gelu)
     linear_gate_residual: Callable[..., Tensor] = _of_projection(linear_gate_residual)
@@ -254,6 +260,8 @@ class Options:
 
     bias: biases in linear layers. qk_norm: normalised queries and keys. adaln_lora: the rank of the modulation's
     weights; None: full. shared_modulation: these weights only correct a modulation that all blocks share.
+    operations_across: the layers of cross-attention that see all tokens are given to ``BlockOps``, so that FP8 has
+    them; otherwise they are torch's.
     """
 
     bias: bool = True
@@ -263,6 +271,7 @@ class Options:
     qk_across: bool = False
     qk_eps: float = 1e-6
     attends_padding: bool = False
+    operations_across: bool = False
 
 
 PLAIN = Options()
@@ -343,7 +352,7 @@ class SwiGlu(Mlp):
     branches: ClassVar[int] = 2
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
-        return ops.swiglu(self.fc1(x))
+        return ops.swiglu(ops.linear(x, self.fc1))
 
 
 class PatchEmbed(nn.Module):

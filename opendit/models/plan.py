@@ -305,14 +305,14 @@ def stages(*every: str) -> StageCuts:
 
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
-    """SwiGLU is given its projection's output, and heads that share keys and values are torch's."""
+    """Heads that share keys and values are torch's."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     residual = "linear_gate_residual", f"linear_gate_residual_{norm}_modulate"
     for branch in spec.branches:
         name = f"blocks.*.{branch.name}"
         if branch.sees is None:
-            found |= {f"{name}.fc1": ("linear_gelu",)} if spec.mlp == "gelu" else {}
+            found[f"{name}.fc1"] = ("linear_gelu" if spec.mlp == "gelu" else "linear",)
             found[f"{name}.fc2"] = residual
         elif branch.modulated:
             if branch.sees != "caption" and spec.kv_heads in (None, spec.heads):

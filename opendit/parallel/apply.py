@@ -145,7 +145,7 @@ def float8_weights(model: DiT) -> list[str]:
 
     def in_float8(operation: str) -> bool:
         kernel = model.ops.kernel(operation)
-        return kernel is not None and kernel.float8 and kernel.takes_projection
+        return kernel is not None and kernel.float8
 
     if any(block._compiled_call_impl is not None for block in model.blocks):
         return []

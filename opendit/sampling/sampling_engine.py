@@ -117,7 +117,7 @@ class SamplingEngine:
             approximations=self.approximations,
         )
         if model.ops.float8 and model.sequence is None:
-            keep_weights(model.blocks)
+            keep_weights(model)
         channels = model.config.in_channels, model.config.out_channels
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))

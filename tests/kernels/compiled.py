@@ -109,6 +109,10 @@ def float8(width: int) -> None:
     gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias)
     layernorm_modulate_float8(x, shift, scale, by_row=True)
     gate_residual_layernorm_modulate_float8(x, gate, x, shift, scale, bias, by_row=True)
+    for by_row in (False, True):  # RMSNorm, whose vectors are in fp32
+        layernorm_modulate_float8(x, shift.float(), scale.float(), by_row=by_row, center=False)
+        vectors = shift.float(), scale.float()
+        gate_residual_layernorm_modulate_float8(x, gate, x, *vectors, None, by_row=by_row, center=False)
     rows_in_float8(x)
     bias_gelu_float8(x, bias)
     bias_gelu_backward_float8(x, x, bias)

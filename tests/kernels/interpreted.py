@@ -10,6 +10,7 @@ INTERPRETED = (
         "test_recompute.py",
         "test_fp8_shards.py",
         "test_fp8_fsdp.py",
+        "test_public_fp8.py",
         "test_tensor_parallel.py",
     ),
     (

@@ -61,6 +61,31 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
     return found
 
 
+def projections(config: PublicConfig) -> dict[str, tuple[str, ...]]:
+    """Return the projections that operations are given, of the blocks and the refiners."""
+    spec, found = config.spec, {}
+    for stack in spec.stacks:
+        for stream in stack.block.streams or ("",):
+            found |= _block_projections(f"blocks.*.{stream}".removesuffix("."), stack.block)
+    for name, refiner in (("media_refiner.*", spec.media_refiner), ("text_refiner.*", spec.text_refiner)):
+        found |= {} if refiner is None else _block_projections(name, refiner.block)
+    return found
+
+
+def _block_projections(name: str, spec: BlockSpec) -> dict[str, tuple[str, ...]]:
+    norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
+    last = ("linear",) if spec.source == "none" else ("linear_gate_residual", f"linear_gate_residual_{norm}_modulate")
+    found = {
+        f"{name}.attn.qkv": ("linear_heads",),
+        f"{name}.attn.proj": last,
+        f"{name}.mlp.fc1": ("linear_gelu" if spec.mlp == "gelu" else "linear",),
+        f"{name}.mlp.fc2": last,
+    }
+    if spec.options.operations_across:
+        found |= {f"{name}.cross_attn.{layer}": ("linear",) for layer in ("q", "proj")}
+    return found
+
+
 def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
     spec = config.spec.block
     return {"tp": {"number of heads": spec.heads, "hidden size": spec.width, "MLP width": spec.mlp_hidden}}
@@ -160,7 +185,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     """Return what a block keeps on the average over the stack: x, each branch's modulated norm, q, k, v before and
     after their norm and rotation, attention's output, fc1's output and its activation, and the branches' outputs. Not
     fused, also normalised outputs, and what lies between norm and modulation, and between norm and rotation; of two
-    streams, q, k and v of both, joined."""
+    streams, q, k and v of both, joined. In FP8 the inputs of linear layers take half, attention's output beside what
+    its kernel keeps; and there are the weights."""
     spec, total = config.spec, Kept()
     media, text = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
@@ -171,11 +197,14 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + 2 + 1
         wide = block.mlp_hidden / block.width
         units += (2 if block.mlp == "gelu" else 3) * wide + 1 + 2 * (block.norm_after and not execution.fused)
+        units -= execution.fp8 * (norms + wide - 1) / 2
         if across:
             units += 5 + 2 * text / media
         share = _streams(config, block) / config.tokens / config.depth
-        total += Kept(units=units * share, statistics=(4 + block.heads) * share, numbers=block.chunks * block.width)
-    return Kept(total.units, total.statistics, total.numbers / config.depth)
+        weights = execution.fp8 * max(1, len(block.streams)) * sum(_weights(block))
+        statistics, numbers = (4 + block.heads) * share, block.chunks * block.width
+        total += Kept(units * share, statistics, numbers / config.depth, weights / config.depth)
+    return total
 
 
 def backward(config: PublicConfig, execution: Execution) -> float:
@@ -202,6 +231,6 @@ def plan_of_spec(spec: NetworkSpec) -> Plan:
             FlopTerm("final layer", _last, place="last"),
         ),
         stages(spec),
-        lambda config: {},
+        projections,
         ("blocks.*", "media_refiner.*", "text_refiner.*"),
     )

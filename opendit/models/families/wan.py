@@ -36,7 +36,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         eps=eps,
         caption_norm=True,
         source="table",
-        options=Options(qk_norm=True, qk_across=True, qk_eps=eps, attends_padding=True),
+        options=Options(qk_norm=True, qk_across=True, qk_eps=eps, attends_padding=True, operations_across=True),
     )
     return NetworkSpec(
         channels=channels,
