@@ -374,8 +374,7 @@ class NormalisedProjection:
 
     def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
         """Return layer(z), for operations that normalise it themselves."""
-        bias = self.layer.bias
-        return self.layer.product(z, multiply=multiply) if bias is None else self.layer.product(z, bias)
+        return self.layer.product(z, self.layer.bias, multiply)
 
 
 class NoModulation(nn.Module):
