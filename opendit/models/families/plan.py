@@ -196,7 +196,9 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         turned = (3 if block.streams else 2) if execution.fused else 4
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + 2 + 1
         wide = block.mlp_hidden / block.width
-        units += (2 if block.mlp == "gelu" else 3) * wide + 1 + 2 * (block.norm_after and not execution.fused)
+        units += (2 if block.mlp == "gelu" else 3) * wide + 1
+        if block.norm_after and (execution.fp8 or not execution.fused):  # normalised by torch
+            units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2
         if across:
             units += 5 + 2 * text / media
