@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -29,10 +29,15 @@ class GraphRecorder:
 
     def __init__(self):
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record on this recorder's stream and in its memory pool; see :func:`record`."""
-        return record(work, self._stream, self._pool)
+        if not self._graphs:  # torch gives a pool up with the last graph in it, and takes no graph after that
+            self._pool = torch.cuda.graph_pool_handle()
+        result, replay = record(work, self._stream, self._pool)
+        self._graphs.add(cast(Any, replay).__self__)
+        return result, replay
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
