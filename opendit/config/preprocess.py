@@ -256,6 +256,7 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
     if options["data_path"] in named_sources():
         unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
     reject_unused(given, unused)
+    del options["download"]
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     size, options["tar_bytes"] = options["shard_size"], None
     if size.isascii() and size.isdigit():

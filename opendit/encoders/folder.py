@@ -124,6 +124,11 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def weight_count(folder: Path, stem: str) -> int:
+    """Count the weights in :func:`weight_files` by their headers. Raises what it raises."""
+    return sum(map(math.prod, weight_shapes(folder, stem).values()))
+
+
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Raise ValueError if the model that ``make`` builds, on the meta device here, has more weights than the folder."""
     try:

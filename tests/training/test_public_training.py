@@ -4,6 +4,7 @@ loads: tiny FLUX.1, Z-Image and Wan 2.1."""
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import huggingface_hub
 import numpy as np
@@ -13,11 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import opendit
+import preprocess
 import sample
 import train
 from opendit.checkpoint.pretrained import read_info
 from opendit.common import hub
+from opendit.config.command_line import parse
+from opendit.config.names import PLUGINS
 from opendit.config.public_models import commit_of_run
+from opendit.config.train import TrainConfig
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion import objective_from_dict
@@ -27,8 +32,10 @@ from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_text import load_published_text
 from opendit.export.__main__ import main as export
 from opendit.models import TextConfig
-from opendit.models.families.public_config import family_of
+from opendit.models.families.public_config import family_of, public_config
 from opendit.models.segments import unpack_patches
+from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
+from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
 from tests.encoders.published_folders import write_pipeline
 from tests.numbers import off_by
@@ -406,3 +413,36 @@ def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         sample.main(["--ckpt", "some/Other"])
     assert "--ckpt some/Other: doesn't exist; name a file or folder" in capsys.readouterr().err
+
+
+def test_encoders_that_stay_stand_in_the_estimate(folders, tmp_path, capsys):
+    """With captions that are encoded while training: T5 and CLIP in bf16, the VAE in fp32. From a cache: the VAE, for
+    grids."""
+
+    def held(*more):
+        flags = parse(TrainConfig, [*flags_of(folders, "flux"), *more])
+        flags, _ = flags.resolve(1, True)
+        dataset = open_data(flags)
+        flags, _ = fit_captions(flags, dataset, text_before(flags))
+        return memory_setup(flags, plan_model(flags, dataset).config, 1, dataset).encoders
+
+    def weights(name):
+        return sum(
+            tensor.numel()
+            for path in (folders / "flux" / name).glob("*.safetensors")
+            for tensor in load_file(path).values()
+        )
+
+    vae, text = 4 * weights("vae"), 2 * (weights("text_encoder") + weights("text_encoder_2"))
+    assert held() == text + vae
+    source = ["--data_path", str(folders / "equal-png.csv"), "--image_size", "64", "--max_text_tokens", "48"]
+    preprocess.main(["latents", "--pretrained", str(folders / "flux"), *source, "--output", str(tmp_path / "cache")])
+    cached = "--data_path", str(tmp_path / "cache")
+    assert held(*cached) == 0 and held(*cached, "--sample_every", "5") == vae
+    config = public_config("flux", json.loads((folders / "flux/transformer/config.json").read_text()))
+    for plugin in PLUGINS:
+        setup = Setup(plugin=plugin, world=4)
+        more = replace(setup, encoders=7 << 30)
+        assert estimate(config, more, 2).total - estimate(config, setup, 2).total == 7 << 30
+        assert largest_batch(config, more, 80 << 30) <= largest_batch(config, setup, 80 << 30)
+    assert "(of text and pixels 7.00)" in parts(estimate(config, more, 2))
