@@ -20,6 +20,7 @@ from torch import Tensor
 from opendit.checkpoint.files import file_id
 from opendit.checkpoint.matched import MatchedTensors, Pair, check_matched
 from opendit.checkpoint.tensor_set import WholeTensors
+from opendit.common.hub import folder_name, snapshot_of
 from opendit.common.json_file import MIB, read_json
 from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.tensor_files import open_safetensors
@@ -197,11 +198,8 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
 def _root(folder: Path) -> Path:
     """Return the folder that all files must lie in: the one that was named, or its repository in the hub's cache, where
     files are links to ``blobs``."""
-    real = folder.resolve()
-    for path in (real, real.parent):
-        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
-            return path.parent.parent
-    return real
+    snapshot = snapshot_of(folder)
+    return folder.resolve() if snapshot is None else snapshot[0].parent.parent
 
 
 def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | None:
@@ -266,6 +264,6 @@ def read_published(folder: str | Path) -> Weights:
     config = public_config(family.name, opened.config, size)
     place = opened.pipeline or opened.transformer
     shapes, _ = model_shapes(config)
-    info |= {"model": place.resolve().name, "config": config.to_dict()}
+    info |= {"model": folder_name(place), "config": config.to_dict()}
     info.setdefault("objective", FlowObjective().to_dict())
     return Weights(opened.tensors(shapes), place, info)

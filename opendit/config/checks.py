@@ -9,6 +9,7 @@ from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
+from opendit.common import hub
 from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
@@ -126,6 +127,14 @@ def check_data(path: str | None, flag_name: str) -> None:
             check_address(source, flag_name)
         elif source is not None and source not in named_sources():
             check_exists(source, flag_name, "digits, or a folder or CSV that does", tuple(named_sources()))
+
+
+def fetched(name: str, flag_name: str, download: bool, commit: str | None = None) -> str:
+    """Return the folder of a model that is named as on the hub; see :func:`opendit.common.hub.fetched`."""
+    try:
+        return hub.fetched(name, flag_name, download, commit)
+    except ValueError as error:
+        raise OnThisMachine(str(error)) from error
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:

@@ -124,6 +124,7 @@ class StartFlags(Flags):
         common="start from these weights",
         unit="path",
     )
+    download: bool = flag(False, "fetch --pretrained OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     lora: int | None = flag(
         None,
         "train low-rank additions of this rank to --pretrained's blocks",

@@ -13,6 +13,7 @@ from opendit.config.checks import (
     check_vae,
     check_workers,
     check_writable,
+    fetched,
 )
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
@@ -130,6 +131,7 @@ def _add_latents(latents: CommandLine) -> None:
         FOLDER,
         "of a public model as diffusers writes it (FLUX.1, Z-Image, Wan), whose VAE and text encoders are used",
     )
+    latents.switch("--download", "fetch --pretrained OWNER/NAME[@REVISION] from the hub", False)
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
     latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
     latents.switch("--flip", "the mirror images too; --no_flip: half the size", True)
@@ -223,7 +225,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
 def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
     """Set the options that a public model's folder decides: its VAE, text encoders and size, unless they are given."""
-    source = options["pretrained"]
+    source = options["pretrained"] = fetched(options["pretrained"], "--pretrained", options["download"])
     check_exists(source, "--pretrained", "a folder of a public model, as diffusers writes it")
     folder, name = Path(source).expanduser(), name_of_folder(source)
     family = PUBLIC.get((name or "").partition("/")[0])
@@ -247,11 +249,14 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
     unused = {}
     if not options["use_video"]:
         unused |= dict.fromkeys(CLIP_FLAGS, "does nothing without --use_video")
+    if options["pretrained"] is None:
+        unused["download"] = "does nothing without --pretrained"
     if options["text_encoder"] is None:
         unused["max_text_tokens"] = "does nothing without --text_encoder"
     if options["data_path"] in named_sources():
         unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
     reject_unused(given, unused)
+    del options["download"]
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     size, options["tar_bytes"] = options["shard_size"], None
     if size.isascii() and size.isdigit():

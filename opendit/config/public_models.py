@@ -6,6 +6,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
@@ -40,13 +41,26 @@ def name_of_folder(path: str | Path) -> str | None:
         network = _read(inside).get("_class_name")
         family = next((name for name, public in PUBLIC.items() if public.network == network), None)
         if family is not None:
-            name = folder.resolve().name
-            return f"{family}/{folder.resolve().parent.name if name == 'transformer' else name}"
+            named = folder.resolve()
+            return f"{family}/{folder_name(named.parent if named.name == 'transformer' else named)}"
     for run in (folder, *folder.resolve().parents[:2]):
         flags = _read(run / RUN_CONFIG).get("flags")
         stored = flags.get("model") if isinstance(flags, dict) else None
         if isinstance(stored, str) and family_in(stored):
             return stored
+    return None
+
+
+def commit_of_run(path: str | Path, name: str) -> str | None:
+    """Return the commit of the model on the hub, OWNER/NAME, that a run or a checkpoint of it began from; None if it
+    began from another, or can't be read."""
+    folder, asked = Path(path).expanduser(), on_hub(name)
+    if asked is None:
+        return None
+    for run in (folder, *folder.resolve().parents[:2]):
+        found = _read(run / RUN_CONFIG).get("hub")
+        if isinstance(found, dict) and found.get("repository") == asked[0] and isinstance(found.get("commit"), str):
+            return found["commit"]
     return None
 
 

@@ -14,6 +14,7 @@ from opendit.config.checks import (
     check_vae,
     check_weights,
     check_writable,
+    fetched,
     resolve_precision,
 )
 from opendit.config.components import ParallelFlags, SpeedFlags
@@ -45,6 +46,7 @@ class CheckpointFlags(Flags):
         common="checkpoint, run folder, or latest",
         unit="path",
     )
+    download: bool = flag(False, "fetch --ckpt OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
     lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights", unit="folder")
     model: str | None = flag(
@@ -191,6 +193,7 @@ class SampleConfig(
         if self.cfg_interval:
             check_interval(self.cfg_interval)
         check_values(self)
+        self = replace(self, ckpt=fetched(self.ckpt, "--ckpt", self.download))
         precision, notes = resolve_precision(self.mixed_precision, "mixed_precision" in self.given, has_gpu)
         notes += check_unused(self, self._unused())
         model = None if self.model is None else canonical_name(self.model)

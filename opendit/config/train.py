@@ -15,6 +15,7 @@ from opendit.config.checks import (
     check_weights,
     check_workers,
     check_writable,
+    fetched,
     resolve_precision,
 )
 from opendit.config.components import (
@@ -39,7 +40,7 @@ from opendit.config.parallel_sizes import (
     crossing,
     environment_node_size,
 )
-from opendit.config.public_models import PUBLIC, family_in, name_of_folder
+from opendit.config.public_models import PUBLIC, commit_of_run, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
@@ -108,7 +109,7 @@ class TrainConfig(
         check_values(self)
         for name in ("data_path", "validate_path"):
             check_inline(getattr(self, name) or "", f"--{name}")
-        flags = self._resolve_public()
+        flags = self._fetched()._resolve_public()
         flags = replace(flags, model=canonical_name(flags.model))
         if flags.given_frames is not None:
             parse_given(flags.given_frames)
@@ -147,6 +148,13 @@ class TrainConfig(
             raise ValueError(f"--keep_gathered: --sequence_parallel_type {kind} gathers nothing; leave it out")
         flags._check_files()
         return flags, notes + flags._recipe_notes()
+
+    def _fetched(self) -> "TrainConfig":
+        """Return the flags with the folder of a --pretrained that is a name on the hub. A dry run may go without."""
+        if self.pretrained is None or (self.dry_run is not None and not self.download):
+            return self
+        commit = None if self.load in (None, "latest") else commit_of_run(self.load, self.pretrained)
+        return replace(self, pretrained=fetched(self.pretrained, "--pretrained", self.download, commit))
 
     def _resolve_public(self) -> "TrainConfig":
         """Return the flags of a public model, if --pretrained or --load is one, or trains one: its name and objective,
@@ -283,6 +291,8 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
+        if self.pretrained is None:
+            unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
             unused["lora_alpha"] = "does nothing without --lora"
         if self.parallel != "auto" and self.dry_run is None:

@@ -19,6 +19,7 @@ import torch
 from annotated_types import Interval, MaxLen
 from pydantic import FailFast, model_validator
 
+from opendit.common.hub import probe_hub
 from opendit.common.json_file import MIB
 from opendit.common.json_models import FileKind, FileName, OpenJsonObject, read_file
 from opendit.common.tensor_files import open_safetensors, shapes_in
@@ -121,6 +122,11 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
         with open_safetensors(path) as file:
             shapes |= shapes_in(file, path, floats=False)
     return shapes
+
+
+def weight_count(folder: Path, stem: str) -> int:
+    """Count the weights in :func:`weight_files` by their headers. Raises what it raises."""
+    return sum(map(math.prod, weight_shapes(folder, stem).values()))
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
@@ -250,12 +256,3 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
             f"{what} isn't in the local cache and couldn't be fetched from the hub "
             f"({type(error).__name__}: {one_line(error)}). Fetch it on a machine that can, then copy it: {needs}"
         ) from error
-
-
-def probe_hub(endpoint: str) -> None:
-    """Raise unless the hub sends any answer within a few seconds."""
-    from huggingface_hub.utils import get_session
-
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise ConnectionError("HF_HUB_OFFLINE is set")
-    get_session().head(endpoint, timeout=5)

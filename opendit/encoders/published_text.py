@@ -29,6 +29,7 @@ from opendit.encoders.folder import (
     loading,
     refuse_adapters,
     transformers_model,
+    weight_count,
     weight_shapes,
 )
 from opendit.encoders.published_folder import check_index, read_json_of
@@ -226,6 +227,13 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     prompts = _prompts(family)
     width = _width(_encoder_config(folder, prompts.encoder, family))
     return width, _width(_encoder_config(folder, prompts.pooled, family)) if prompts.pooled else 0
+
+
+def text_encoder_bytes(folder: Path, family: Family) -> int:
+    """Return the bytes of a folder's text encoders in half precision, by the headers of their files. Raises
+    FileNotFoundError or ValueError."""
+    encoders = [component for component in family.components if component.startswith("text_encoder")]
+    return sum(2 * weight_count(folder.expanduser() / component, STEM) for component in encoders)
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:

@@ -62,7 +62,9 @@ class TextCondition:
     def to(self, *args: Any, **kwargs: Any) -> "TextCondition":
         """``Tensor.to`` on every field; a dtype is that of tokens and pooled."""
         moved = self._each(lambda field: field.to(*args, **kwargs))
-        return replace(moved, mask=moved.mask.bool())
+        # Times 1000 it is embedded as times are, and half precision would round that to 8 or 16.
+        guidance = None if self.guidance is None else self.guidance.to(moved.tokens.device)
+        return replace(moved, mask=moved.mask.bool(), guidance=guidance)
 
     @property
     def full(self) -> bool:

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from opendit.common.hub import fetched
 from opendit.config.approximations import Approximations
 from opendit.config.flags import nearest
 from opendit.diffusion.objectives.base import Objective
@@ -85,6 +86,7 @@ def load(
     text_encoder: str | None = None,
     fp8: bool = False,
     kernels: bool = True,
+    download: bool = False,
 ) -> "Pipeline":
     """Load a checkpoint, ready to draw from.
 
@@ -104,6 +106,7 @@ def load(
         text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
         fp8: the blocks' linear layers in FP8 (Hopper and newer).
         kernels: the fused kernels and the fastest attention, on GPUs that have them.
+        download: fetch a public model that ``path`` names as the hub does, OWNER/NAME or OWNER/NAME@REVISION.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -123,7 +126,7 @@ def load(
         raise ValueError(f"weights {weights}: must be ema or model")
     with arguments_named():
         loaded = load_model(
-            checkpoint_at(path, outputs, model),
+            checkpoint_at(fetched(os.fspath(path), "--ckpt", True) if download else path, outputs, model),
             VaeLoader(device, precision, vae_tiling, vae_compile),
             name=model,
             which=weights,

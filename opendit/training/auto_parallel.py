@@ -152,7 +152,7 @@ class Search:
         self.asked, _ = fit_captions(settled, dataset, text_before(settled))
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
-        self.setup = memory_setup(self.asked, self.config, where.world)
+        self.setup = memory_setup(self.asked, self.config, where.world, dataset)
         self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention, settled.lora is not None)
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}

@@ -106,7 +106,7 @@ def _dry_run(flags: TrainConfig) -> None:
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
         **_steps(flags, None if missing else dataset, samples, config),
     }
-    setup = memory_setup(flags, config, world)
+    setup = memory_setup(flags, config, world, dataset)
     rows |= _time(flags, config, setup, where, origin)
     rows |= _memory(config, together, setup)
     print_block("OpenDiT dry run: nothing was built", rows)

@@ -22,6 +22,7 @@ import torch
 import opendit
 from opendit.checkpoint.ema import FIRST_WARMUP
 from opendit.checkpoint.tensor_set import files_of
+from opendit.common.hub import origin
 from opendit.common.safe_files import rename, replacing, sync_folder, write_whole
 from opendit.common.utils import hash_parts
 from opendit.config.command_line import overridden, to_yaml
@@ -45,7 +46,7 @@ CODE = "the same curve only if nothing that computes it was changed"
 
 FREE = frozenset(
     "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe config dry_run outputs load "
-    "log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
+    "download log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
     "video_reader reshard offload gather_fp8 parallel hardware gpus_per_node "
     "log_to validate_every validate_path validate_samples ckpt_best "
     "evaluate_every evaluate_samples evaluate_metrics evaluate_reference evaluate_features evaluate_video_features "
@@ -109,7 +110,7 @@ CALLED = {
     "source": "OpenDiT's code",
 }
 SHOWN_ONLY = frozenset(
-    ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "opendit", "commit")
+    ("data_path", "validation", "vae_path", "text_encoder_path", "pretrained_path", "hub", "opendit", "commit")
 )
 # Entries of checkpoints without a fingerprint, and their names now.
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
@@ -129,6 +130,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "validation": spec.validation and f"{number_of_losses(spec)} of {spec.validation.fingerprint().identity}",
         "random_flip": about.random_flip,
         **_encoders(spec),
+        "hub": _origin(spec),
         "global_batch": spec.schedule.global_batch,
         "order": KEYED,
         "blend": about.blend,
@@ -175,6 +177,13 @@ def _encoders(spec: RunSpecification) -> dict[str, str | None]:
         "pretrained": base and hash_files([base, *(str(Path(base).with_name(name)) for name in files_of(Path(base)))]),
         "pretrained_path": base,
     }
+
+
+def _origin(spec: RunSpecification) -> dict[str, Any] | None:
+    """Return the repository, commit and files' hashes of the model on the hub that a run began from, if it did."""
+    if spec.flags.pretrained is not None and (found := origin(spec.flags.pretrained)):
+        return found
+    return stored_fingerprint(spec.resume.state).get("hub") if spec.resume else None
 
 
 def _pipeline_text(folder: Path) -> str:
@@ -365,6 +374,7 @@ def write_config(spec: RunSpecification) -> None:
     starts = _earlier_starts(path, spec.notes)
     content = {key: start[key] for key in ("opendit", "torch", "world_size", "flags", "recipe")}
     content |= {"clip_fps": spec.clip_fps} if spec.clip_fps is not None else {}
+    content |= {"hub": spec.fingerprint["hub"]} if spec.fingerprint["hub"] else {}
     content |= {"model_config": spec.model_config.to_dict()}
     content |= {key: start[key] for key in ("steps_per_epoch", "last_step")}
     with replacing(path) as file:

@@ -24,7 +24,10 @@ from opendit.data.mock import MockDataset
 from opendit.data.sources import NoSplit
 from opendit.diffusion import Objective, objective_from_dict, objective_from_flags
 from opendit.diffusion.objectives.flow import FlowObjective
+from opendit.encoders.folder import weight_count
+from opendit.encoders.published_text import text_encoder_bytes
 from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, text_geometry
+from opendit.encoders.vae import STEM as VAE_STEM
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
@@ -383,9 +386,11 @@ def last_step_of(batch: BatchFlags, schedule: BatchSchedule) -> int:
     return min(steps, batch.max_steps or steps)
 
 
-def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
-    """Return the settings for the memory estimate of a run on ``world`` GPUs, with all kernels available."""
+def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: MediaDataset | None = None) -> Setup:
+    """Return the settings for the memory estimate of a run on ``world`` GPUs, with all kernels available. dataset:
+    decides which encoders of a public model stay on the GPU."""
     return Setup(
+        encoders=0 if dataset is None else _encoders_of(flags, config, dataset),
         plugin=flags.plugin,
         precision=flags.mixed_precision,
         world=world,
@@ -409,6 +414,22 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int) -> Setup:
         offload=flags.offload,
         gather_fp8=flags.gather_fp8,
     )
+
+
+def _encoders_of(flags: TrainConfig, config: DiTConfig, dataset: MediaDataset) -> int:
+    """Return the bytes of a public model's text encoders, in bf16, and VAE, in fp32, that stay on every GPU. Those of
+    a folder that isn't there, in a dry run, are not counted."""
+    if not isinstance(config, PublicConfig) or isinstance(dataset, MockDataset):
+        return 0
+    found, about = 0, dataset.describe()
+    with suppress(OSError, ValueError):
+        # Of cached embeddings, grids are drawn with those of the cache.
+        if about.empty_caption is None or flags.evaluate_every > 0:
+            found += text_encoder_bytes(Path(cast(str, flags.text_encoder)), family_of(config.family))
+    with suppress(OSError, ValueError):
+        if flags.vae != "none" and (about.kind == "pixels" or flags.sample_every != 0):
+            found += 4 * weight_count(Path(flags.vae).expanduser(), VAE_STEM)
+    return found
 
 
 def _condition(flags: TrainConfig, dataset: MediaDataset) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Setup:
         pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
         absent: parameters outside of the blocks that a pipeline's stage does not have.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
+        encoders: bytes of frozen encoders that stay beside the model.
 
     Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.
@@ -85,6 +86,7 @@ class Setup:
     micro_batches: int = 1
     absent: int = 0
     held_micro_batches: float = 1
+    encoders: int = 0
 
     @property
     def autocast(self) -> bool:
@@ -154,6 +156,9 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
         return max(stages, key=lambda needs: needs.total)
+    if setup.encoders:
+        needs = estimate(config, replace(setup, encoders=0), batch)
+        return replace(needs, states=needs.states | {"encoders": setup.encoders})
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
@@ -351,7 +356,8 @@ def card_memory(device: torch.device) -> int | None:
 
 def parts(needs: Estimate) -> str:
     """Describe the parts of an estimate in words."""
-    text = f"states {sum(needs.states.values()) / GIB:,.2f}, activations {needs.activations / GIB:,.2f}"
+    encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
+    text = f"states {sum(needs.states.values()) / GIB:,.2f}{encoders}, activations {needs.activations / GIB:,.2f}"
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
     text += f", gathered weights {needs.gathered / GIB:,.2f}{float8}" if needs.gathered else ""
     return text + (f"; in host memory {' and '.join(needs.host)} {needs.host_total / GIB:,.2f}" if needs.host else "")

@@ -96,7 +96,8 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     validation = None if validation is None else shape_samples(flags, validation, config)
     samples = samples_at_once(flags, config)
     check_expert_parallel(config, mesh.dims)
-    setup, ranks = memory_setup(flags, config, mesh.world_size), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    setup = memory_setup(flags, config, mesh.world_size, dataset)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if mesh.device.type == "cpu":
         check_host(config, setup, samples, ranks)
     else:
@@ -143,7 +144,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(
-        memory_setup(flags, config, mesh.world_size),
+        memory_setup(flags, config, mesh.world_size, dataset),
         fused=kernels.ops.linear_gate_residual_layernorm_modulate is not None,
         fp8=kernels.ops.float8,
     )

@@ -1,5 +1,7 @@
 """Captions in a model: padding, cross-attention, the null condition, conditions as batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -183,3 +185,13 @@ def test_weights_of_other_text_models_are_refused(tmp_path):
     other = build_model(DiTConfig((8, 8), 2, 3, 32, 2, 2, text=TextConfig("clip", 24, 9, True)))
     with pytest.raises(ValueError, match="of another shape .first: y_embedder"):
         load_state(model, Weights(other.state_dict(), tmp_path))
+
+
+def test_half_precision_does_not_round_the_scale_of_guidance():
+    """It is multiplied by 1000 and embedded as times are."""
+    scale = torch.tensor([1.47, 3.6])
+    y = TextCondition(torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool), torch.randn(2, 4), scale)
+    halved = y.to("cpu", torch.bfloat16)
+    assert halved.tokens.dtype == halved.pooled.dtype == torch.bfloat16 and halved.mask.dtype == torch.bool
+    assert torch.equal(halved.guidance, scale) and halved.guidance.dtype == torch.float32
+    assert replace(y, guidance=None).to(torch.bfloat16).guidance is None

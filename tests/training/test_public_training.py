@@ -1,9 +1,12 @@
 """Training of public models by train.py, from the folder of a pipeline to a picture and to a folder that diffusers
 loads: tiny FLUX.1, Z-Image and Wan 2.1."""
 
+import hashlib
 import json
 import shutil
+from dataclasses import replace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -11,9 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import opendit
+import preprocess
 import sample
 import train
 from opendit.checkpoint.pretrained import read_info
+from opendit.common import hub
+from opendit.config.command_line import parse
+from opendit.config.names import PLUGINS
+from opendit.config.public_models import commit_of_run
+from opendit.config.train import TrainConfig
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion import objective_from_dict
@@ -23,8 +32,10 @@ from opendit.encoders.conditioner import PublishedConditioner
 from opendit.encoders.published_text import load_published_text
 from opendit.export.__main__ import main as export
 from opendit.models import TextConfig
-from opendit.models.families.public_config import family_of
+from opendit.models.families.public_config import family_of, public_config
 from opendit.models.segments import unpack_patches
+from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
+from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
 from tests.encoders.published_folders import write_pipeline
 from tests.numbers import off_by
@@ -358,3 +369,80 @@ def test_cuda_graphs_and_recomputed_blocks_on_a_cpu(folders, whole, tmp_path, ca
     found = run(folders, "z_image", tmp_path, *"--batch_size 8 --enable_cuda_graph --grad_checkpoint".split())
     assert "off: it needs a CUDA GPU" in capsys.readouterr().out
     assert off_by(losses(found), losses(whole["z_image"])) < 1e-6
+
+
+def test_a_model_of_the_hub(folders, tmp_path, monkeypatch, capsys):
+    """Fetched once, by a stand-in; the run knows from where, and a resume needs neither the hub nor the flag."""
+    commit, asked = "0123456789" * 4, []
+    snapshot = tmp_path / "cache/models--some--Flux.1/snapshots" / commit
+
+    def snapshot_download(repository, revision=None, **how):
+        asked.append((repository, revision, how.get("local_files_only", False)))
+        if not snapshot.exists():
+            shutil.copytree(folders / "flux", snapshot)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "probe_hub", lambda endpoint: None)
+    hub.download_snapshot.cache_clear()
+    flags = [flag for flag in flags_of(folders, "flux") if flag not in ("--pretrained", str(folders / "flux"))]
+    flags += ["--outputs", str(tmp_path / "out"), "--batch_size", "8"]
+    with pytest.raises(SystemExit):
+        train.main([*flags, "--max_steps", "1", "--pretrained", "some/Flux.1"])
+    assert "--pretrained some/Flux.1: doesn't exist;" in capsys.readouterr().err and not asked
+    train.main([*flags, "--max_steps", "1", "--pretrained", "some/Flux.1", "--download"])
+    assert asked == [("some/Flux.1", None, False)]
+    (found,) = (tmp_path / "out").iterdir()
+    assert found.name == "000-flux-Flux.1"
+
+    def origin():
+        state = json.loads((found / "checkpoints/latest/state.json").read_text())
+        assert state["fingerprint"]["hub"] == json.loads((found / "config.json").read_text())["hub"]
+        return state["fingerprint"]["hub"]
+
+    expected = origin()
+    assert (expected["repository"], expected["commit"]) == ("some/Flux.1", commit)
+    weights = "transformer/diffusion_pytorch_model.safetensors"
+    assert expected["files"][weights] == hashlib.sha256((snapshot / weights).read_bytes()).hexdigest()
+    encoders = ["--vae", f"{snapshot}/vae", "--text_encoder", str(snapshot)]
+    train.main([*flags, "--max_steps", "2", "--load", str(found), *encoders])
+    assert len(asked) == 1 and origin() == expected and len(losses(found)) == 2
+    # Where the flag is repeated, as for --lora.
+    assert commit_of_run(found, "some/Flux.1") == commit_of_run(found / "checkpoints/latest", "some/Flux.1") == commit
+    assert commit_of_run(found, "some/Other") is None and commit_of_run(tmp_path, "some/Flux.1") is None
+    with pytest.raises(SystemExit):
+        sample.main(["--ckpt", "some/Other"])
+    assert "--ckpt some/Other: doesn't exist; name a file or folder" in capsys.readouterr().err
+
+
+def test_encoders_that_stay_stand_in_the_estimate(folders, tmp_path, capsys):
+    """With captions that are encoded while training: T5 and CLIP in bf16, the VAE in fp32. From a cache: the VAE, for
+    grids."""
+
+    def held(*more):
+        flags = parse(TrainConfig, [*flags_of(folders, "flux"), *more])
+        flags, _ = flags.resolve(1, True)
+        dataset = open_data(flags)
+        flags, _ = fit_captions(flags, dataset, text_before(flags))
+        return memory_setup(flags, plan_model(flags, dataset).config, 1, dataset).encoders
+
+    def weights(name):
+        return sum(
+            tensor.numel()
+            for path in (folders / "flux" / name).glob("*.safetensors")
+            for tensor in load_file(path).values()
+        )
+
+    vae, text = 4 * weights("vae"), 2 * (weights("text_encoder") + weights("text_encoder_2"))
+    assert held() == text + vae
+    source = ["--data_path", str(folders / "equal-png.csv"), "--image_size", "64", "--max_text_tokens", "48"]
+    preprocess.main(["latents", "--pretrained", str(folders / "flux"), *source, "--output", str(tmp_path / "cache")])
+    cached = "--data_path", str(tmp_path / "cache")
+    assert held(*cached) == 0 and held(*cached, "--sample_every", "5") == vae
+    config = public_config("flux", json.loads((folders / "flux/transformer/config.json").read_text()))
+    for plugin in PLUGINS:
+        setup = Setup(plugin=plugin, world=4)
+        more = replace(setup, encoders=7 << 30)
+        assert estimate(config, more, 2).total - estimate(config, setup, 2).total == 7 << 30
+        assert largest_batch(config, more, 80 << 30) <= largest_batch(config, setup, 80 << 30)
+    assert "(of text and pixels 7.00)" in parts(estimate(config, more, 2))

@@ -1,0 +1,138 @@
+"""Models by their names on the hub, OWNER/NAME or OWNER/NAME@REVISION: fetched when that is asked for, and read from
+the hub's local cache, models--OWNER--NAME/snapshots/COMMIT."""
+
+import functools
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+# Components in their folders, or a network alone. Not the whole pipelines in one file, which lie beside them.
+WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
+WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
+UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # variants, which are not read
+NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w][\w./-]{0,199}))?", re.ASCII)
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def on_hub(name: str) -> tuple[str, str | None] | None:
+    """Split OWNER/NAME or OWNER/NAME@REVISION; None for a path that exists, and for what is no such name."""
+    found = NAME.fullmatch(name)
+    if found is None or ".." in name or Path(name).expanduser().exists():
+        return None
+    return found[1], found[2]
+
+
+def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> str:
+    """Return the folder of a model's name on the hub; any other ``name`` as it is.
+
+    Args:
+        flag: that named it, for messages.
+        download: fetch it, or what is missing of it, from the hub.
+        commit: of a run that began from this model: its snapshot in the local cache will do, without the network.
+
+    Raises:
+        ValueError: in one line, that ``download`` is missing, or why it can't be fetched.
+    """
+    asked = on_hub(name)
+    if asked is None:
+        return name
+    repository, revision = asked
+    if commit is not None and revision in (None, commit):
+        revision = commit
+    if revision is not None and COMMIT.fullmatch(revision) and (there := cached(repository, revision)):
+        return there
+    if not download:
+        raise ValueError(
+            f"{flag} {name}: doesn't exist; name a file or folder that does, or add --download if it is a model on the "
+            "hub"
+        )
+    return download_snapshot(repository, revision, f"{flag} {name}")
+
+
+def cached(repository: str, commit: str) -> str | None:
+    """Return the snapshot of a commit in the local cache, if it is complete as far as the cache knows."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        options: dict[str, Any] = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True)
+        return str(snapshot_download(repository, revision=commit, **options))
+    except Exception:  # whatever is missing, the hub has it
+        return None
+
+
+@functools.cache  # flags are resolved more than once, and all mean one commit
+def download_snapshot(repository: str, revision: str | None, what: str) -> str:
+    """Return the snapshot of a revision, fetched from the hub. Raises ValueError that begins with ``what``."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    place = f"{repository} on the hub"
+    try:
+        probe_hub(constants.ENDPOINT)  # a download tries six times with growing pauses
+        options: dict[str, Any] = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED)
+        folder = Path(snapshot_download(repository, revision=revision, **options))
+    except errors.GatedRepoError:
+        why = f"{place} is gated; accept its terms on its page, then log in with: hf auth login"
+    except errors.RevisionNotFoundError:
+        why = f"{place} has no revision {revision}"
+    except errors.RepositoryNotFoundError:
+        why = f"there is no {place}, or it is private and you are not logged in"
+    except Exception as error:  # requests', httpx's and the hub's own
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        why = f"the hub can't be reached, or broke off ({type(error).__name__}: {reason}); name a folder instead"
+    else:
+        if (folder / "model_index.json").is_file() or (folder / "config.json").is_file():
+            return str(folder)
+        why = f"{place} has no model_index.json or config.json, as diffusers writes them"
+    raise ValueError(f"{what}: {why}")
+
+
+def probe_hub(endpoint: str) -> None:
+    """Raise unless the hub sends any answer within a few seconds."""
+    from huggingface_hub.utils import get_session
+
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    get_session().head(endpoint, timeout=5)
+
+
+def snapshot_of(folder: str | Path) -> tuple[Path, str, str] | None:
+    """Return (snapshot, OWNER/NAME, commit) of a folder in the hub's cache; None for any other."""
+    real = Path(folder).expanduser().resolve()
+    for path in (real, *real.parents[:1]):
+        owner, dashes, name = path.parent.parent.name.removeprefix("models--").partition("--")
+        if path.parent.name == "snapshots" and dashes and path.parent.parent.name.startswith("models--"):
+            return path, f"{owner}/{name}", path.name
+    return None
+
+
+def folder_name(folder: str | Path) -> str:
+    """Return the name of a model's folder: its own, or that of its repository in the hub's cache."""
+    snapshot = snapshot_of(folder)
+    return Path(folder).expanduser().resolve().name if snapshot is None else snapshot[1].partition("/")[2]
+
+
+def origin(folder: str | Path) -> dict[str, Any] | None:
+    """Return where a folder of the hub's cache is from: repository, commit, and the hash of every file that may be
+    read.
+
+    The cache names a file by the hub's hash of it: SHA-256 of large ones, git's SHA-1 of others. Where it holds no
+    links but files, their SHA-256 is computed. None for a folder elsewhere.
+    """
+    snapshot = snapshot_of(folder)
+    if snapshot is None:
+        return None
+    place, repository, commit = snapshot
+    files = sorted(path for path in place.rglob("*") if path.is_file())
+    hashes = [path.resolve().name if path.is_symlink() else _sha256(path) for path in files]
+    names = [str(path.relative_to(place)) for path in files]
+    return {"repository": repository, "commit": commit, "files": dict(zip(names, hashes, strict=True))}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
+    return digest.hexdigest()
