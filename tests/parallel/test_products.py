@@ -126,13 +126,8 @@ CASES = {
     ],
     **{
         name: [
-            Case(dict(tp=2), "zero2", model=name),
             Case(dict(tp=2), "fsdp", model=name, sharding=FREED, micro_batches=2),
-            Case({}, "fsdp", model=name, sharding=FREED, how=CHECKPOINTED),
-            Case({}, "ddp", model=name),
             Case(dict(sp=2), "zero2", model=name, how=CHECKPOINTED),
-            Case(dict(sp=2), "fsdp", model=name, sharding=FREED),
-            Case(dict(pp=2), "zero2", model=name, micro_batches=4),
             Case(dict(pp=2), "fsdp", model=name, micro_batches=4, sharding=FREED, how=CHECKPOINTED),
             Case(dict(pp=2, tp=2), "zero2", model=name, micro_batches=4),
         ]
@@ -147,7 +142,6 @@ HALF_CASES = {
     ],
     "pipeline": [
         Case({}, "zero2", **HALF, **PIPELINE),
-        *(Case(dict(pp=2), plugin, **HALF, **PIPELINE) for plugin in ("zero2", "fsdp", "ddp")),
         *(Case(dict(pp=2), plugin, precision="fp16", **PIPELINE) for plugin in ("zero2", "fsdp", "ddp")),
         Case(dict(pp=2, tp=2), "zero2", **HALF, **PIPELINE),
         Case(dict(pp=4), "zero2", **HALF, **PIPELINE),
@@ -155,13 +149,11 @@ HALF_CASES = {
     "sequence": [
         Case({}, "zero2", **HALF, **SEQUENCE),
         Case(dict(sp=2), "zero2", **HALF, **SEQUENCE, kind="fastseq"),
-        Case(dict(sp=2), "ddp", **HALF, **SEQUENCE, kind="fastseq"),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="fastseq", how=CHECKPOINTED),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ulysses"),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="direct ulysses in groups", how=CHECKPOINTED),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="direct fastseq"),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ring", how=CHECKPOINTED),
-        Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="ring"),
         Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="usp"),
     ],
     **dict.fromkeys(("experts", "axial", *PUBLIC), []),
