@@ -20,7 +20,8 @@ OBJECTIVES = {
     "flow": FlowObjective(3.0),
     "edm": EDMObjective(),
 }
-EVERY = [(which, name) for which, objective in OBJECTIVES.items() for name in objective.samplers]
+# The samplers of "v" are those of "ddpm".
+EVERY = [(which, name) for which, of in OBJECTIVES.items() for name in of.samplers[: 1 if which == "v" else None]]
 LABELS = DiTConfig(**PICTURE, num_classes=5)
 CAPTIONS = VDiTConfig(**CLIP, text=TEXT)
 
