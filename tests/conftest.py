@@ -10,6 +10,8 @@ from hypothesis import settings
 from tests import markers
 from tests.kernels import interpreted
 
+gc.disable()  # until all tests are collected: it would walk through all that they import, time and again
+
 # A busy machine takes longer than hypothesis' 200 ms for an example now and then; that is no failure of a test's.
 settings.register_profile("opendit", deadline=None)
 settings.load_profile("opendit")
@@ -24,8 +26,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(name)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have long tests, so that no process is left alone with one at the end."""
+    long = {item.path for item in items if any(item.get_closest_marker(name) for name in ("ranks", "interpreter"))}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_collection_finish() -> None:
     """Freeze all imported objects, so that garbage collections in tests need not walk through them."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -4,7 +4,7 @@
     python -m tests.recorded_runs MovieGen     # only MovieGen, whose meaning was changed on purpose
 
 A run is train.py's own, on random latents, in fp32 on a CPU. Of every run are kept: the loss and the gradient's norm of
-20 steps, the gradient's norm of every parameter in the first step, and what its checkpoint holds. Gradients are read
+8 steps, the gradient's norm of every parameter in the first step, and what its checkpoint holds. Gradients are read
 from the checkpoint of the first step, where Adam's mean of the gradients is (1 - beta1) times the gradient: so nothing
 here depends on how the program is built. Of every objective and sampler the latents that a model with fixed weights
 draws are kept.
@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 
 RECORDED = Path(__file__).with_suffix(".json")
-STEPS = 20
+STEPS = 8
 COMMON = (
     "--data_path mock --mixed_precision fp32 --batch_size 4 --num_workers 0 --log_every 1 --sample_every 0 "
     "--ckpt_every 0 --grad_clip 0 --lr 1e-3 --global_seed 7 --adam_beta1 0.9 --no_ema_warmup"

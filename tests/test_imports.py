@@ -70,11 +70,15 @@ def imported(source: str, package: str) -> set[str]:
                     [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
                 )
             names |= {f"{base}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_when_used", "import_module")):
+        elif isinstance(node, ast.Call) and called(node) in ("import_when_used", "import_module"):
             names |= {
                 word.value for word in ast.walk(node) if isinstance(word, ast.Constant) and type(word.value) is str
             }
     return names
+
+
+def called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def room_of(name: str) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from tests.recorded_runs import RECORDED, machine, record_case, record_sampling, training_cases
 
 CONTENT = json.loads(RECORDED.read_text())
-# Other processors and versions add sums in another order, and 20 steps of Adam make more of it: on processors of one
+# Other processors and versions add sums in another order, and the steps of Adam make more of it: on processors of one
 # instruction set up to 2e-5 was seen, in the first steps 1e-7.
 FIRST, ALL = (1e-6, 1e-4) if machine() == CONTENT["machine"] else (1e-3, 1e-3)
 FEW = 5  # steps

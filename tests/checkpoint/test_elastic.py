@@ -39,15 +39,11 @@ class Run:
 
 # What is saved, and who goes on from it.
 ELASTIC = {
-    Run("zero2", 1, sharded=False): [Run("fsdp", 4), Run("hsdp", 2), Run("ddp", 2)],
+    Run("zero2", 1, sharded=False): [Run("fsdp", 4), Run("ddp", 2)],
     Run("fsdp", 1): [Run("zero2", 4), Run("hsdp", 4), Run("fsdp", 2)],
     Run("hsdp", 4): [Run("zero2", 2), Run("fsdp", 1)],
-    Run("ddp", 4, sharded=False): [Run("fsdp", 2), Run("ddp", 1)],
-    Run("zero2", 4): [Run("ddp", 2), Run("zero2", 1)],
-    Run("fsdp", 4, sharded=False): [Run("fsdp", 1)],
+    Run("ddp", 4, sharded=False): [Run("hsdp", 2), Run("ddp", 1)],
     Run("fsdp", 2): [Run("zero2", 1)],
-    Run("hsdp", 2, sharded=False): [Run("fsdp", 1)],
-    Run("ddp", 2): [Run("fsdp", 1)],
     Run("gemini", 4, "bf16"): [Run("fsdp", 2, "bf16"), Run("gemini", 1, "bf16")],
     Run("fsdp", 1, "bf16", sharded=False): [Run("gemini", 4, "bf16")],
     # fp16: two steps that were not taken have changed the loss scale.

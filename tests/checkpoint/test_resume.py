@@ -21,12 +21,10 @@ ARGV += (
 )
 HALF, WHOLE = 4, 8
 SETTINGS = {
-    "zero2-fp32": ["--plugin", "zero2", "--mixed_precision", "fp32"],
     "zero2-bf16": ["--plugin", "zero2", "--mixed_precision", "bf16", "--grad_accumulation", "2"],
     "gemini-bf16": ["--plugin", "gemini", "--mixed_precision", "bf16"],
     "fsdp-bf16": ["--plugin", "fsdp", "--mixed_precision", "bf16", "--grad_accumulation", "2"],
     "ddp-fp32": ["--plugin", "ddp", "--mixed_precision", "fp32", "--grad_accumulation", "2"],
-    "ddp-bf16": ["--plugin", "ddp", "--mixed_precision", "bf16"],
 }
 
 

@@ -110,10 +110,11 @@ def save_all(mesh: Mesh, folder: Path) -> None:
 
 
 def load_all(mesh: Mesh, checkpoints: list[Path]) -> None:
+    """Every plugin reads what every plugin and number of ranks has written: all pairs of them, not all combinations."""
     state = expected_state()
     for number, plugin in enumerate(PLUGINS):
         engine, ema = engine_with(mesh, plugin, None)
-        for checkpoint in checkpoints[(number + mesh.world_size) % 3 :: 3]:
+        for checkpoint in checkpoints[(number + mesh.world_size) % 6 :: 6]:
             assert_same(loaded(checkpoint, engine, ema), state, (checkpoint, plugin, mesh.world_size))
 
 

@@ -16,6 +16,7 @@ METHODS |= {"mkstemp", "mkdtemp", "NamedTemporaryFile", "TemporaryFile", "Tempor
 METHODS |= {"SummaryWriter", "extractall"}
 OF_MODULES = {"os.replace", "os.remove", "os.mknod", "shutil.copy", "shutil.move", "torch.save"}
 OF_MODULES |= {"np.save", "np.savez", "np.savez_compressed", "np.savetxt"}
+LAST_WORDS = {each.rpartition(".")[2] for each in OF_MODULES}
 OPENERS = {"open", "ZipFile", "fdopen", "GzipFile"}
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"}
 # (file, call) -> why it may. A call that is gone must go from here, too.
@@ -89,10 +90,11 @@ def _writes(call: ast.Call, safe: set[str], given: set[str]) -> bool:
     name, of = _name(call), call.func.value if isinstance(call.func, ast.Attribute) else None
     if isinstance(call.func, ast.Name) and name in safe:
         return False
-    to = call.args[1:2] if (ast.unparse(call.func)) == "torch.save" else call.args[:1]
+    dotted = ast.unparse(call.func) if name in LAST_WORDS else ""  # which takes long
+    to = call.args[1:2] if dotted == "torch.save" else call.args[:1]
     if (to and _is_given(to[0], given)) or (of is not None and _is_given(of, given)):
         return False
-    if name in METHODS or ast.unparse(call.func) in OF_MODULES:
+    if name in METHODS or dotted in OF_MODULES:
         return True
     if name in OPENERS:
         return _opens_to_write(call)

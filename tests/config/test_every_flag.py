@@ -6,6 +6,8 @@ The programs run in this process up to where the work would begin, with everythi
 
 import io
 import json
+import os
+import shutil
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
@@ -143,16 +145,16 @@ OF_EVALUATE = [
 ]
 
 
-@pytest.fixture
-def place(tmp_path, monkeypatch, no_ranks):
-    """A folder with what flags need beside them; the programs stop where their work would begin."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "clips.csv").write_text("path,text\nclip.mp4,a clip\n")
-    (tmp_path / "weights.pt").touch()
-    (tmp_path / "pictures" / "class").mkdir(parents=True)
+@pytest.fixture(scope="module")
+def needed(tmp_path_factory):
+    """A folder with what flags need beside them."""
+    folder = tmp_path_factory.mktemp("needed")
+    (folder / "folder").mkdir()
+    (folder / "clips.csv").write_text("path,text\nclip.mp4,a clip\n")
+    (folder / "weights.pt").touch()
+    (folder / "pictures" / "class").mkdir(parents=True)
     for number in range(4):
-        Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / "class" / f"{number}.png")
+        Image.new("RGB", (8, 8)).save(folder / "pictures" / "class" / f"{number}.png")
     for name, model, sizes in (
         ("weights", "DiT-Ti/2", {"num_classes": 10, "in_channels": 1}),
         ("words", "DiT-Ti/2", {"text": TextConfig("bytes", 64, 16, False), "in_channels": 1}),
@@ -160,8 +162,16 @@ def place(tmp_path, monkeypatch, no_ranks):
     ):
         config = model_config(model, input_size=(8, 8), **sizes)
         info = {"model": model, "config": config.to_dict(), "vae": "none", "image_size": 8}
-        path = tmp_path / f"{name}.safetensors"
+        path = folder / f"{name}.safetensors"
         save_file(build_model(config).state_dict(), path, {METADATA_KEY: json.dumps(info)})
+    return folder
+
+
+@pytest.fixture
+def place(needed, tmp_path, monkeypatch, no_ranks):
+    """The programs start beside links to the needed files, and stop where their work would begin."""
+    shutil.copytree(needed, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     run = SimpleNamespace(failed_writes=lambda: 0)
     monkeypatch.setattr("opendit.training.build.build", lambda *_: nullcontext(run))
     monkeypatch.setattr(train, "train", lambda run: None)

@@ -31,8 +31,7 @@ def heads_like(rows: torch.Tensor, number: int, length: int, tokens_first: bool)
     return tuple(part.normal_() for part in heads)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens_first", [True, False])
+@pytest.mark.parametrize(("tokens_first", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 @pytest.mark.parametrize("push", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_reference(case, push, tokens_first, dtype):

@@ -181,7 +181,6 @@ def engine_curve(mesh, config: DiTConfig, plugin: str, precision: str, kernels: 
         (CONFIG, "zero2", "fp32"),
         (CONFIG, "ddp", "bf16"),
         (CONFIG, "gemini", "bf16"),
-        (MOVIEGEN(num_classes=3), "ddp", "bf16"),
         (MOVIEGEN(num_classes=3), "gemini", "bf16"),
     ),
     ids=lambda value: getattr(value, "kind", value),

@@ -46,7 +46,7 @@ TWINS = (
     "residual_rmsnorm_modulate", "gate_residual_rmsnorm_modulate", "gate_residual_rmsnorm_modulate_with_bias",
     "gate_rmsnorm_residual",
 )  # fmt: skip
-CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 300_000)
+CASES = pairwise((1, 2, 9), LENGTHS, WIDTHS, DTYPES, allowed=lambda b, n, d, dtype: b * n * d <= 100_000)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_forward_and_gradients(op, batch, length, width, dtype):
 
 
 @operators
-@pytest.mark.parametrize("width", (64, 1000, 1152, 2304, 8192))
+@pytest.mark.parametrize("width", (64, 1152, 8192))
 def test_launch_shapes_used_on_the_gpu(op, width):
     check(op, *make_inputs(op, 2, 3, width, FLOAT32))
 
@@ -102,16 +102,6 @@ def test_packed_equals_batched(op):
 def test_bf16_modulation_of_fp32_activations(op):
     """Autocast gives these types: a linear layer makes the modulation, and the residual stream stays in fp32."""
     check(op, *make_inputs(op, 2, 7, 72, FLOAT32, modulation_dtype=BFLOAT16))
-
-
-@distinct
-def test_two_runs_give_the_same_bits(op):
-    leaves, sample_of_row = make_inputs(op, 3, 30, 72, BFLOAT16, lengths=(21, 7, 30) if op.modulated else None)
-    weights = output_gradients(op, leaves)
-    with every_kernel(Launch(rows=2, tiles=4, warps=1)):
-        first, second = (run(op, op.function, leaves, sample_of_row, weights) for _ in range(2))
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
 
 
 @operators

@@ -39,9 +39,15 @@ def use(model: DiT, flags: SpeedFlags, recompute: str = "none") -> None:
 
 
 @pytest.mark.parametrize(
-    "config", (LABELS, CAPTIONS, MIXED, MOVIEGEN), ids=("DiT", "vDiT with captions", "mixed", "MovieGen")
+    ("config", "flags"),
+    (
+        *((config, "all") for config in (LABELS, CAPTIONS, MIXED, MOVIEGEN)),
+        (LABELS, "modulate"),
+        (MIXED, "modulate"),
+        (CAPTIONS, "split"),
+    ),
+    ids=lambda value: getattr(value, "kind", value),
 )
-@pytest.mark.parametrize("flags", FLAGS)
 def test_kernels_give_what_torch_gives_one_by_one(config, flags):
     model, given = case(config)
     wanted = given.one_by_one(model)

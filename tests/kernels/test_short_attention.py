@@ -27,9 +27,11 @@ def made(batch: int, heads: int, tokens: int, size: int, packed: bool, dtype=tor
     return [torch.randn(batch, heads, tokens, size, generator=generator).to(DEVICE, dtype) for _ in range(3)]
 
 
-@pytest.mark.parametrize("size", [16, 24, 64, 72, 80, 96, 128])
-@pytest.mark.parametrize("tokens", [1, 37, 128, 130])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("size", "tokens", "packed"),
+    [(size, tokens, (i + j) % 2 == 0) for i, size in enumerate((16, 24, 64, 72, 80, 96, 128))
+     for j, tokens in enumerate((1, 37, 128, 130))],
+)  # fmt: skip
 def test_it_is_attention(size, tokens, packed):
     q, k, v = made(2, 3, tokens, size, packed)
     q, k = 3 * q, k + 0.5  # scores that are not all alike

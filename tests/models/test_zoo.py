@@ -138,10 +138,13 @@ def test_places_are_told_apart(config):
     assert (moved - model(x, t, y)).abs().max() > 1e-3
 
 
+COMPILED = (0, 3, 5, 7, 11, 12)  # every kind of block, input, norm and MLP
+
+
 @every_config
 def test_recomputed_and_compiled_blocks_change_nothing(config):
     model, arguments, grads = model_of(config), inputs(config), []
-    for way in ("plain", "checkpointed", "compiled"):
+    for way in ("plain", "checkpointed", "compiled")[: 3 if CONFIGS.index(config) in COMPILED else 2]:
         model.grad_checkpoint = way == "checkpointed"
         if way == "compiled":
             torch.compiler.reset()  # torch compiles a function, here that of all kinds of blocks, only so many times
@@ -150,7 +153,7 @@ def test_recomputed_and_compiled_blocks_change_nothing(config):
         model(*arguments).square().mean().backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads[:2], strict=True))
-    for name, a, b in zip(dict(model.named_parameters()), grads[0], grads[2], strict=True):
+    for name, a, b in zip(dict(model.named_parameters()), grads[0], grads[-1], strict=True):
         torch.testing.assert_close(b, a, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -32,7 +32,7 @@ from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
 from train import EagerPasses
 
-RANKS, STEPS, SAMPLES, CLIP, LR, DECAY = 4, 4, 16, 0.2, 2e-3, 0.7
+RANKS, STEPS, SAMPLES, CLIP, LR, DECAY = 4, 3, 16, 0.2, 2e-3, 0.7
 # Without qk_norm the gradient of the keys' bias is rounding noise. 5 blocks make unequal stages. Each expert takes 4
 # of the 15 tokens.
 CONFIGS: dict[str, DiTConfig] = {
@@ -126,13 +126,8 @@ CASES = {
     ],
     **{
         name: [
-            Case(dict(tp=2), "zero2", model=name),
             Case(dict(tp=2), "fsdp", model=name, sharding=FREED, micro_batches=2),
-            Case({}, "fsdp", model=name, sharding=FREED, how=CHECKPOINTED),
-            Case({}, "ddp", model=name),
             Case(dict(sp=2), "zero2", model=name, how=CHECKPOINTED),
-            Case(dict(sp=2), "fsdp", model=name, sharding=FREED),
-            Case(dict(pp=2), "zero2", model=name, micro_batches=4),
             Case(dict(pp=2), "fsdp", model=name, micro_batches=4, sharding=FREED, how=CHECKPOINTED),
             Case(dict(pp=2, tp=2), "zero2", model=name, micro_batches=4),
         ]
@@ -147,7 +142,6 @@ HALF_CASES = {
     ],
     "pipeline": [
         Case({}, "zero2", **HALF, **PIPELINE),
-        *(Case(dict(pp=2), plugin, **HALF, **PIPELINE) for plugin in ("zero2", "fsdp", "ddp")),
         *(Case(dict(pp=2), plugin, precision="fp16", **PIPELINE) for plugin in ("zero2", "fsdp", "ddp")),
         Case(dict(pp=2, tp=2), "zero2", **HALF, **PIPELINE),
         Case(dict(pp=4), "zero2", **HALF, **PIPELINE),
@@ -155,13 +149,11 @@ HALF_CASES = {
     "sequence": [
         Case({}, "zero2", **HALF, **SEQUENCE),
         Case(dict(sp=2), "zero2", **HALF, **SEQUENCE, kind="fastseq"),
-        Case(dict(sp=2), "ddp", **HALF, **SEQUENCE, kind="fastseq"),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="fastseq", how=CHECKPOINTED),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ulysses"),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="direct ulysses in groups", how=CHECKPOINTED),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="direct fastseq"),
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ring", how=CHECKPOINTED),
-        Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="ring"),
         Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="usp"),
     ],
     **dict.fromkeys(("experts", "axial", *PUBLIC), []),
@@ -302,7 +294,7 @@ def gathered(engine: Engine, shards: dict[str, Tensor]) -> dict[str, Tensor]:
 def engine_run(mesh: Mesh, case: Case):
     engine = engine_of(mesh, case)
     ema = EMA(engine, DECAY)
-    losses, norms, finite = train(mesh, case, engine, ema, range(STEPS if case.precision == "fp32" else STEPS // 2))
+    losses, norms, finite = train(mesh, case, engine, ema, range(STEPS if case.precision == "fp32" else 2))
     assert all(finite), case
     moments = gathered(engine, {name: engine.moments(name)["exp_avg"] for name in engine.shapes})
     shared = gathered(engine, {name: engine.master(name) for name in engine.shared})

@@ -70,11 +70,10 @@ def fail_to_draw() -> None:
     opendit.training.drawing.SampleGrids.draw_of = draw
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_in_drawing_ends_the_run(start, ranks):
-    run = start(ranks, [*LONG, "--num_workers", "1", "--sample_every", "2"], {0: fail_to_draw})
+def test_an_error_in_drawing_ends_the_run(start):
+    run = start(2, [*LONG, "--num_workers", "1", "--sample_every", "2"], {0: fail_to_draw})
     run.until(lambda: run.steps() >= 2)
-    assert run.ended(time.monotonic()) == [1, 3][:ranks]
+    assert run.ended(time.monotonic()) == [1, 3]
     assert run.last_line(0).endswith("RuntimeError: no picture")
 
 
@@ -92,18 +91,18 @@ def no_memory_at_row_7() -> None:
     DigitsDataset.read = read
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loader_process_that_runs_out_of_memory(start, ranks):
-    run = start(ranks, [*LONG, "--num_workers", "2"], {ranks - 1: no_memory_at_row_7})
+def test_a_loader_process_that_runs_out_of_memory(start):
+    run = start(2, [*LONG, "--num_workers", "2"], {1: no_memory_at_row_7})
     run.until(lambda: (run.outputs / "000-DiT-Ti-2" / "log.jsonl").exists())
     assert run.ended(time.monotonic())[-1] == 1
-    line = run.last_line(ranks - 1)
+    line = run.last_line(1)
     assert "a loader process ran out of memory at row " in line and "lower --num_workers" in line
     assert "Traceback" not in run.logs[-1].read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS])  # of the kernel without memory, without /dev/shm
+@pytest.mark.parametrize(  # the kernel kills so without memory, and without /dev/shm
+    ("ranks", "number"), [(2, signal.SIGKILL), (1, signal.SIGBUS)]
+)
 def test_a_killed_loader_process_ends_the_run(start, ranks, number):
     run = start(ranks, [*LONG, "--num_workers", "2"])
     run.until(lambda: run.steps() >= 2)

@@ -81,10 +81,8 @@ def on_ranks(mesh, outputs: str, *more: str) -> list[str]:
     "more",
     [
         ("--plugin", "zero2"),
-        ("--plugin", "ddp"),
         ("--plugin", "fsdp"),
         ("--plugin", "gemini", "--mixed_precision", "bf16"),
-        ("--tensor_parallel_size", "2"),
         ("--pipeline_parallel_size", "2"),
     ],
     ids=lambda more: "-".join(more).strip("-"),

@@ -155,20 +155,20 @@ def test_packs_are_full_and_ranks_carry_equal_work(mix, packs):
     assert abs(schedule.fill - tokens / (len(steps) * packs * 65536)) < 0.01
 
 
-def test_a_million_samples_on_paper():
+def test_many_samples_on_paper():
     """Each row as often as its neighbours, to within the window."""
     lengths = MIXES["pictures and clips"](np.random.default_rng(2), 100_000)
     schedule = PackSchedule(lengths, 65536, 64, 5, attention=6912)
-    steps = schedule.steps(10)
+    steps = schedule.steps(3)
     counts = np.zeros(len(lengths), dtype=np.int64)
     for step in range(steps):
         np.add.at(counts, schedule.rows(step), 1)
-    remainder = 10 * len(lengths) - counts.sum()
-    assert counts.max() <= 11 and counts.min() >= 9 and abs(remainder) < 10_000
-    assert schedule.epoch(steps) in (9, 10)
+    remainder = 3 * len(lengths) - counts.sum()
+    assert counts.max() <= 4 and counts.min() >= 2 and abs(remainder) < 10_000
+    assert schedule.epoch(steps) in (2, 3)
 
 
-def test_a_million_samples_of_a_blend_on_paper():
+def test_many_samples_of_a_blend_on_paper():
     """Worlds that change and restart at random read what one process reads that never stops."""
     rng, moments = np.random.default_rng(0), random.Random(1)
     short, even = np.full(60_000, 256), 16 * rng.integers(128, 2049, 6000)
@@ -181,7 +181,7 @@ def test_a_million_samples_of_a_blend_on_paper():
         return PackSchedule(lengths, 65_536, 24, 7, sources=sources, attention=6912)
 
     schedule, whole, drawn = make(), [], 0
-    while drawn < 10**6:
+    while drawn < 300_000:
         whole.append((schedule.rows(len(whole)), schedule.ends(len(whole))))
         drawn += len(whole[-1][0])
     step, state = 0, None
@@ -319,14 +319,14 @@ def test_work_counts_the_square():
 
 # ------------------------------------------------------------------------------------------ how often samples are seen
 
-DRAWN = 2500  # samples of an example, about
+DRAWN = 1500  # samples of an example, about
 KINDS = {
     "lognormal": lambda random, n: np.clip(random.lognormal(3.5, 1, n), 1, 300).astype(np.int64),
     "uniform": lambda random, n: random.integers(4, 65, n),
     "constant": lambda random, n: np.full(n, 17),
     "bimodal": lambda random, n: np.where(random.random(n) < 0.7, 5, 90),
 }
-EXAMPLES = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(1, 2000), st.integers(0, 2**40))
+EXAMPLES = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(1, 800), st.integers(0, 2**40))
 
 
 def lengths_of(example):
@@ -356,7 +356,7 @@ def check_packs(schedule, step):
     return rows
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(EXAMPLES, st.floats(0, 3), st.integers(0, 2**32))
 def test_counts_stay_within_two_over_resumes_and_other_worlds(example, more, moments):
     """Ranks, micro-batches and the size of packs change at random steps, at which the run stops and resumes."""
@@ -381,7 +381,7 @@ def test_counts_stay_within_two_over_resumes_and_other_worlds(example, more, mom
         state = json.loads(json.dumps(schedule.state(step)))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(EXAMPLES, EXAMPLES, st.integers(1, 24), st.sampled_from([(1, 1), (9, 1), (1, 50)]), st.integers(0, 2**32))
 def test_the_same_holds_within_each_source_of_a_blend(one, other, packs, weights, moments):
     parts = lengths_of(one), lengths_of(other)
@@ -400,7 +400,7 @@ def test_the_same_holds_within_each_source_of_a_blend(one, other, packs, weights
         state = json.loads(json.dumps(schedule.state(step)))
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(EXAMPLES, st.floats(0, 3), st.integers(1, 24), st.integers(1, 3))
 def test_an_epoch_sees_every_sample_up_to_the_packs_in_flight(example, more, packs, epochs):
     """The samples that an epoch leaves over would fit into the packs of two steps, however badly packed. The next step
@@ -408,7 +408,7 @@ def test_an_epoch_sees_every_sample_up_to_the_packs_in_flight(example, more, pac
     lengths = lengths_of(example)
     schedule = PackSchedule(lengths, int(lengths.max() * (1 + more)), packs, example[2])
     steps, counts = schedule.steps(epochs), np.zeros(len(lengths), dtype=np.int64)
-    if steps * packs > 3000:
+    if steps * packs > 1000:
         return
     for step in range(steps):
         np.add.at(counts, schedule.rows(step), 1)

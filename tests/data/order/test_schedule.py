@@ -33,9 +33,9 @@ def test_every_epoch_has_every_row_once(size, data, seed, epochs):
 
 
 def test_epochs_and_seeds_differ_and_every_row_comes_first_equally_often():
-    first = [BatchSchedule(10, 10, seed).rows(epoch)[0] for seed in range(50) for epoch in range(40)]
+    first = [BatchSchedule(10, 10, seed).rows(epoch)[0] for seed in range(25) for epoch in range(40)]
     counts = np.bincount(first, minlength=10)
-    assert abs(counts - 200).max() < 60  # 4.5 standard deviations
+    assert abs(counts - 100).max() < 45  # 4.7 standard deviations
     schedule = BatchSchedule(100, 100, 0)
     assert schedule.rows(0) != schedule.rows(1) != BatchSchedule(100, 100, 1).rows(1)
     assert schedule.rows(0) != list(range(100))
@@ -106,8 +106,8 @@ def test_epochs_seeds_and_the_order_of_shapes_differ():
     shapes = [[keys[schedule.rows(step)[0]] for step in range(20 * e, 20 * e + 20)] for e in range(3)]
     assert shapes[0] != shapes[1] != shapes[2] and all(sum(s) == 10 for s in shapes)
     assert sorted(schedule.rows(0)) != sorted(BucketSchedule(keys, 4, 1, 1).rows(0))
-    first = np.bincount([BucketSchedule([0, 1] * 5, 2, 1, seed).rows(0)[0] for seed in range(1000)], minlength=10)
-    assert abs(first - 100).max() < 45  # 4.7 standard deviations
+    first = np.bincount([BucketSchedule([0, 1] * 5, 2, 1, seed).rows(0)[0] for seed in range(400)], minlength=10)
+    assert abs(first - 40).max() < 28  # 4.7 standard deviations
 
 
 @settings(deadline=None, max_examples=30)
@@ -152,13 +152,13 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, seed, shaped):
     assert found == {(step, index): row for step in range(64) for index, row in enumerate(whole.rows(step))}
 
 
-def test_a_million_samples_on_paper():
-    """Three shapes, one of them rare: each row comes once an epoch over ten epochs."""
+def test_many_samples_on_paper():
+    """Three shapes, one of them rare: each row comes once an epoch over three epochs."""
     keys = np.repeat(np.array([0, 1, 2], dtype=np.uint8), [70_000, 29_989, 11])
     schedule = BucketSchedule(keys, 256, 2, seed=5)
-    rows = np.concatenate([schedule.rows(step) for step in range(schedule.steps(10))])
+    rows = np.concatenate([schedule.rows(step) for step in range(schedule.steps(3))])
     counts = np.bincount(rows, minlength=len(keys))
-    assert len(rows) > 10**6 - 128 * 3 - 256 and counts.max() == 10 and (10 - counts).sum() == 10**6 - len(rows)
+    assert len(rows) > 300_000 - 128 * 3 - 256 and counts.max() == 3 and (3 - counts).sum() == 300_000 - len(rows)
 
 
 def test_rows_are_computed_in_windows_that_change_nothing(monkeypatch):

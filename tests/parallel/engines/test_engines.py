@@ -11,7 +11,7 @@ from opendit.models import DiT, DiTConfig
 from tests.numbers import off_by
 from tests.ranks import run_ranks
 
-SEED, GLOBAL_BATCH, STEPS = 3, 8, 5
+SEED, GLOBAL_BATCH, STEPS = 3, 8, 3
 LR, CLIP, BETAS = 2e-3, 0.2, (0.8, 0.95)
 # hidden 36 and odd depths: no parameter count divides by 4 ranks throughout.
 CONFIG = DiTConfig(input_size=(4, 6), patch_size=2, in_channels=3, hidden_size=36, depth=3, num_heads=3, num_classes=5)

@@ -22,7 +22,7 @@ from tests.parallel.engines.test_engines import BETAS, CLIP, GLOBAL_BATCH, LR, b
 from tests.parallel.test_sequence import strategy
 from tests.ranks import run_ranks
 
-STEPS = 5
+STEPS = 3
 # As in test_engines, with heads that two ranks can share: 35 rows, say, divide by neither 2 nor 4.
 CONFIG = DiTConfig((4, 6), 2, 3, 36, depth=3, num_heads=6, num_classes=6, mlp_ratio=35 / 36)
 
