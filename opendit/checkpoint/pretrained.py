@@ -498,7 +498,10 @@ def _with_lora(
         model = empty_model(added.config, parameters=False)
         layout = _divide(model, mesh)
         fill(model, weights.state, device, dtype, layout)
-        merged.add_to(model, layout)
+        if layout is None:
+            merged.add_to(model)
+        else:
+            merged.add_to(model, lambda name, whole: layout.local(name).take(whole))
         return model.place(device, dtype), added
     model = empty_model(added.config)
     initial = InitialValues(model, seed=0)  # for new parameters, which --lora trained as well

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,6 @@ from opendit.models.layers import Projection
 from opendit.models.parameter_names import canonical_name
 from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
-
-if TYPE_CHECKING:
-    from opendit.parallel.layout import Layout
 
 LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters
@@ -150,13 +147,12 @@ class Merged(Mapping[str, Tensor]):
         return self._scale * (b @ a)
 
     @torch.no_grad()
-    def add_to(self, model: DiT, layout: "Layout | None" = None) -> None:
-        """Change the weights of a model that has the base's, or of a rank's part of it."""
+    def add_to(self, model: DiT, part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole) -> None:
+        """Change the weights of a model that has the base's. part: gives a rank's part of a whole tensor, by its
+        name."""
         for name, parameter in model.named_parameters():
             layer = name.removesuffix(".weight")
             if layer + A in self._added:
-                change = self._difference(layer, parameter.device)
-                parameter.add_(change if layout is None else layout.local(name).take(change))
+                parameter.add_(part(name, self._difference(layer, parameter.device)))
             elif name in self._added:
-                whole = self._added[name].to(parameter.device)
-                parameter.copy_(whole if layout is None else layout.local(name).take(whole))
+                parameter.copy_(part(name, self._added[name].to(parameter.device)))

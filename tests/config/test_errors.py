@@ -164,7 +164,7 @@ LINES = {
         "--shard_size 3XB: no size; give one such as 200MB or 1GB"
     ),
     "export difusers --ckpt x --output y": (
-        "FORMAT difusers: not known; give one of diffusers, meta, opendit; did you mean diffusers?"
+        "FORMAT difusers: not known; give one of diffusers, meta, opendit, lora; did you mean diffusers?"
     ),
     "export meta --output y": "--ckpt: missing; give --ckpt PATH",
     "export opendit --ckpt pictures/a.pt --output y": "--output y: the format opendit is a .safetensors file; name one",

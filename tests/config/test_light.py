@@ -70,7 +70,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     files = {path.stem for path in (ROOT / "opendit" / "diffusion" / "samplers").glob("*.py")}
     assert tuple(SAMPLERS) == names.ALL_SAMPLERS and set(SAMPLERS) == files - {"__init__", "base"}
     assert names.TORCH_ATTENTION == tuple(attention.BACKENDS)
-    assert names.RECOMPUTE == tuple(BACKWARD)
+    assert names.RECOMPUTE == (*BACKWARD, names.BUT_ATTENTION)
     assert all(callable(importlib.import_module(f"opendit.data.{name}").open_source) for name in SOURCES)
     assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock"}
     assert tuple(KINDS) == tuple(CLASSES)
