@@ -15,7 +15,8 @@ from opendit.checkpoint.files import damage, intact_before, not_finite
 from opendit.checkpoint.fill import fill
 from opendit.checkpoint.foreign import infer_config, read_pickled, read_pipeline
 from opendit.checkpoint.matched import MatchedTensors
-from opendit.checkpoint.published import TRANSFORMER, is_published, read_published
+from opendit.checkpoint.published import TRANSFORMER, is_published, open_published, read_published
+from opendit.checkpoint.published_lora import PublishedLora
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
 from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, compare, files_of, is_set, open_set
 from opendit.common.stages import Background
@@ -24,6 +25,7 @@ from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families import FAMILIES
 from opendit.models.lora import Merged, check_lora
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
@@ -399,6 +401,7 @@ def load_pretrained(
         name: the model; needed if the file does not say.
         which: the set of weights of a checkpoint.
         lora: a checkpoint of --lora to merge into the weights of ``path``. Classes, size and objective are then its.
+            Of a public model also a LoRA file of others.
         num_classes: of a file that does not say (see :func:`infer_config`).
         notes: gets what :func:`read_newest` adds, and the fixed tables of the files that are not used.
         device: where ``DiT.place`` puts the model.
@@ -410,18 +413,6 @@ def load_pretrained(
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
     """
     says_itself = f"--num_classes {num_classes}: {lora or path} says itself what it draws; leave the flag out"
-    if lora is not None:
-        if num_classes is not None:
-            raise ValueError(says_itself)
-        added = read_newest(lora, which, notes)
-        if "lora" not in added.info:
-            raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
-        base = read_newest(path, which, notes)
-        model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
-        if base.path.is_dir():  # a pipeline's folder, which was named: its VAE and text encoders, too
-            own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
-            weights = replace(weights, path=base.path, info=weights.info | own)
-        return model, weights
 
     def made(weights: Weights) -> tuple[DiT, Weights]:
         if num_classes is not None and "config" in weights.info:
@@ -442,6 +433,21 @@ def load_pretrained(
         with stage("model: weights to the device"):
             load_state(model, weights, device, dtype, layout)
             return model.place(device, dtype), weights
+
+    if lora is not None:
+        if num_classes is not None:
+            raise ValueError(says_itself)
+        added = read_newest(lora, which, notes)
+        base = read_newest(path, which, notes)
+        if not added.info and isinstance(base.state, MatchedTensors):  # a file of others
+            return made(_with_file(base, added))
+        if "lora" not in added.info:
+            raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
+        model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
+        if base.path.is_dir():  # a pipeline's folder, which was named: its VAE and text encoders, too
+            own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
+            weights = replace(weights, path=base.path, info=weights.info | own)
+        return model, weights
 
     with stage("checkpoint: found and verified"):
         model, weights = use_newest(path, which, notes, ControlGroup(ALONE), made)
@@ -472,6 +478,14 @@ def _base_of(added: Weights) -> Weights:
     if not base.exists():
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
     return read_newest(base)
+
+
+def _with_file(base: Weights, added: Weights) -> Weights:
+    """Return a public model's weights with a LoRA file of others."""
+    opened = open_published(base.path, FAMILIES)
+    metadata = added.state.metadata if isinstance(added.state, TensorSet) else {}
+    merged = PublishedLora(opened, added.state, metadata, added.path)
+    return replace(base, state=opened.tensors(weights=merged))
 
 
 def _with_lora(

@@ -109,17 +109,20 @@ class PublishedFolder:
         except (ValueError, KeyError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{self.transformer / CONFIG}: {one_line(error)}") from error
 
-    def tensors(self, shapes: Mapping[str, Sequence[int]] | None = None) -> MatchedTensors:
+    def tensors(
+        self, shapes: Mapping[str, Sequence[int]] | None = None, weights: Mapping[str, Tensor] | None = None
+    ) -> MatchedTensors:
         """Return the weights under our names.
 
         Args:
             shapes: of all parameters of the network; by default those of :meth:`shapes`.
+            weights: under their published names, instead of those in the files.
 
         Raises:
             ValueError: in one line, the file and the weight that does not fit.
         """
         shapes = self.shapes() if shapes is None else shapes
-        return MatchedTensors(self.files, self.pairs, shapes, self.files.path)
+        return MatchedTensors(self.files if weights is None else weights, self.pairs, shapes, self.files.path)
 
     def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
         """Return weights of ours under the published names, in the published shapes and dtypes; the inverse of

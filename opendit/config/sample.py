@@ -48,7 +48,9 @@ class CheckpointFlags(Flags):
     )
     download: bool = flag(False, "fetch --ckpt OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
-    lora: str | None = flag(None, "a run of train.py --lora, merged into --ckpt's weights", unit="folder")
+    lora: str | None = flag(
+        None, "a run of train.py --lora, or a public model's LoRA file, merged into --ckpt", unit="path"
+    )
     model: str | None = flag(
         None, "needed only when the checkpoint does not say (Meta's .pt)", common=True, unit="name"
     )

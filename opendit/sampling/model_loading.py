@@ -15,6 +15,7 @@ import torch
 
 from opendit.checkpoint.foreign import assumption
 from opendit.checkpoint.pretrained import ALONE, find_weights, load_pretrained, read_info
+from opendit.checkpoint.published import is_published
 from opendit.checkpoint.run_folders import newest_run
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
@@ -159,7 +160,7 @@ def load_model(
     vae: see :func:`vae_of`. The other arguments and errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
-    begun = loader.begin(lora or path, which, vae)
+    begun = loader.begin(path if is_published(path) else lora or path, which, vae)
     dtype = PRECISIONS[loader.precision]
     network, weights = load_pretrained(path, name, which, lora, num_classes, notes, loader.device, dtype, stage, mesh)
     notes += assumption(weights, network.config)

@@ -99,7 +99,8 @@ def load(
         weights: "ema" or "model", of a run or checkpoint.
         model: its name, where the file does not say (Meta's .pt): "DiT-XL/2".
         num_classes: the number of classes, where the file does not say.
-        lora: a run of ``train.py --lora``, merged into the weights of ``path``.
+        lora: a run of ``train.py --lora``, merged into the weights of ``path``; for a public model also a LoRA file of
+            others, with diffusers' names.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
         vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
         vae_compile: the decoder of pictures and frames is compiled.
