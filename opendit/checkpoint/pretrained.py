@@ -475,7 +475,7 @@ def check_name(weights: Weights, name: str | None) -> None:
 def _base_of(added: Weights) -> Weights:
     """Read the weights that a checkpoint of --lora adds to."""
     base = Path(added.info["lora"]["base"])
-    if not base.exists():
+    if not (base.is_file() or is_published(base)):
         raise ValueError(f"{added.path} adds to {base}, which is not there; give its new place to --ckpt, and --lora")
     return read_newest(base)
 
