@@ -210,6 +210,8 @@ class TrainConfig(
 
     def _check_kind(self) -> None:
         if is_video(self.model) != self.use_video:
+            if self.pretrained and "model" not in self.given and not Path(self.pretrained).expanduser().exists():
+                raise ValueError(f"--pretrained {self.pretrained}: doesn't exist; name a file or folder that does")
             raise ValueError(
                 f"--model {self.model}: takes clips; add --use_video"
                 if is_video(self.model)

@@ -122,6 +122,8 @@ LINES = {
     ),
     "train --lora_alpha 3": "--lora_alpha: does nothing without --lora; add that, or leave it out",
     "train --lora 4": "--lora: adds to trained weights; say which with --pretrained",
+    "train --use_video --pretrained ./nowhere/a": "--pretrained ./nowhere/a: doesn't exist; name a file or folder that "
+    "does",
     "train --use_video": "--use_video: --model DiT-XL/2 takes pictures; clips need a vDiT, e.g. vDiT-XL/222",
     "train --model vDiT-S/222": "--model vDiT-S/222: takes clips; add --use_video",
     "train --sequence_parallel_size 2": (
