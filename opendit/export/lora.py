@@ -1,6 +1,5 @@
 """The LoRA of a public model, under the names of diffusers' ``load_lora_weights``: peft's, below ``transformer.``."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from opendit.models.lora import A, B, Lora, check_lora
 LARGEST = 50 * 10**9  # bytes: always one file
 
 
-def published_lora(
+def under_published_names(
     state: Mapping[str, Tensor], scale: float, pairs: tuple[Pair, ...], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return a LoRA of our layers as one of the published layers, whose products B A are the same.
@@ -77,8 +76,10 @@ def export_lora(ckpt: str, output: Path, base: str | None, families: Mapping[str
     opened = open_published(base or lora.base, families)
     try:
         scale = lora.alpha / lora.rank
-        found = published_lora(weights.state, scale, opened.pairs, opened.files.shapes)
-        metadata = {"format": "pt", "base": name_of(opened), "rank": str(lora.rank), "alpha": json.dumps(lora.alpha)}
+        found = under_published_names(weights.state, scale, opened.pairs, opened.files.shapes)
+        # Not as "rank" and "alpha", which a reader may apply once more: B is multiplied already.
+        trained = {"trained_rank": str(lora.rank), "trained_alpha": f"{lora.alpha:g}"}
+        metadata = {"format": "pt", "base": name_of(opened), **trained}
         metadata |= {"license": opened.family.license} if opened.family.license else {}
     finally:
         opened.close()
