@@ -52,6 +52,7 @@ from opendit.models.layers import (
     TableModulation,
     layer_norm,
     modulation,
+    multiply,
 )
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
@@ -368,11 +369,11 @@ class NormalisedProjection:
     def __call__(self, z: Tensor) -> Tensor:
         return self.norm(self.layer(z))
 
-    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Return norm(layer(z)); see :meth:`Projection.product`."""
         return self.norm(self.before_norm(z, multiply))
 
-    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Return layer(z), for operations that normalise it themselves."""
         return self.layer.product(z, self.layer.bias, multiply)
 

@@ -21,9 +21,9 @@ from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a
 from opendit.common.records import WriteFailures
 from opendit.config.names import PLUGINS
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
-from opendit.models import DiT, DiTConfig, empty_model
+from opendit.models import DiT, DiTConfig, empty_model, plan_of
 from opendit.models.adapt import adapt
-from opendit.models.lora import add_lora
+from opendit.models.lora import Lora, add_lora, lora_layers
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import Engine, StepResult, Values, build_engine
 from opendit.parallel.experts import expert_group
@@ -73,11 +73,11 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """FLOPs of a model's training passes over latents of any size."""
+    """FLOPs of a model's training passes over latents of any size. lora: all that is trained; None if all is."""
 
-    def __init__(self, config: DiTConfig):
+    def __init__(self, config: DiTConfig, lora: Lora | None = None):
         self._patch = config.patch
-        self._of_size = cache(lambda size: 3 * replace(config, input_size=size).forward_flops())
+        self._of_size = cache(lambda size: training_flops(replace(config, input_size=size), lora))
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
         """Return the FLOPs of this rank's micro-batch, forward and backward; a pack's padding is not counted."""
@@ -85,6 +85,18 @@ class TrainingFlops:
             grids = (grid[-len(self._patch) :] for grid in micro_batch.segments.grids)
             return sum(self._of_size(tuple(n * p for n, p in zip(grid, self._patch, strict=True))) for grid in grids)
         return len(micro_batch.x0) * self._of_size(tuple(micro_batch.x0.shape[2:]))
+
+
+def training_flops(config: DiTConfig, lora: Lora | None = None) -> int:
+    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, the gradients of frozen weights are left
+    out; its own products are counted as if all layers of a block saw the media's tokens."""
+    whole = 3 * config.forward_flops()
+    if lora is None:
+        return whole
+    linear = (term for term in plan_of(config).flops if term.keys is None)
+    frozen = sum(term.flops(config) * (config.depth if term.per_block else 1) for term in linear)
+    thin = sum(rank * (inputs + outputs) for rank, inputs, outputs in lora_layers(config, lora).values())
+    return whole - frozen + 3 * 2 * config.tokens * thin
 
 
 def build_model_and_engine(spec: RunSpecification) -> Engine:
@@ -457,7 +469,7 @@ def build(
                 runner=runner,
                 batches=Batches(loader, count, monitor, pace, diagnosis, interrupt, _interchangeable(spec)),
                 inputs=inputs,
-                flops=TrainingFlops(spec.model_config),
+                flops=TrainingFlops(spec.model_config, spec.lora),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
                 periodic=PeriodicWork(flags, spec.last_step),
