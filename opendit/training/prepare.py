@@ -394,9 +394,7 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
         flags = replace(flags, lora=lora.rank, lora_alpha=lora.alpha, lora_targets=list(lora.targets))
     if flags.pretrained is None:
         if not Path(stored["base"]).exists():
-            raise ValueError(
-                f"--load: adds to {stored['base']}, which is not there; give its new place to --pretrained"
-            )
+            raise ValueError(f"--load: adds to {stored['base']}, which is gone; give its new place to --pretrained")
         flags = replace(flags, pretrained=stored["base"])
     flags.check_lora()
     return flags
@@ -409,12 +407,8 @@ def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None,
     if resume is not None:
         stored = Lora(**read_info(resume.model)["lora"])
         if (stored.rank, stored.alpha, *stored.targets) != (lora.rank, lora.alpha, *lora.targets):
-            made = " ".join(
-                [
-                    f"--lora {stored.rank} --lora_alpha {stored.alpha:g}",
-                    *(stored.targets and ["--lora_targets", *stored.targets]),
-                ]
-            )
+            made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
+            made += f" --lora_targets {' '.join(stored.targets)}" if stored.targets else ""
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")

@@ -14,6 +14,7 @@ from typing import Any, cast
 from opendit.config.names import AXIAL, BYTES
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
+from opendit.models.lora import Lora, lora_layers
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline import chunks_of
@@ -122,6 +123,18 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
         count = config.depth if term.per_block else 1
         found.append((count, term.flops(config), None if term.keys is None else term.keys(config)))
     return tuple(part for part in found if part[1])
+
+
+def training_flops(config: DiTConfig, lora: Lora | None = None) -> int:
+    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients; its
+    own products are counted as if all layers of a block saw the media's tokens."""
+    whole = 3 * config.forward_flops()
+    if lora is None:
+        return whole
+    linear = (term for term in plan_of(config).flops if term.keys is None)
+    frozen = sum(term.flops(config) * (config.depth if term.per_block else 1) for term in linear)
+    thin = sum(rank * (inputs + outputs) for rank, inputs, outputs in lora_layers(config, lora).values())
+    return whole - frozen + 3 * 2 * config.tokens * thin
 
 
 class _Step:
