@@ -133,7 +133,7 @@ class StartFlags(Flags):
         unit="rank",
     )
     lora_alpha: float | None = flag(
-        None, "they are scaled by this / --lora (default: --lora)", above=0, at_most=1e6, unit="number"
+        None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"
     )
     lora_targets: list[str] = flag(
         [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"

@@ -11,5 +11,5 @@ def parse_target(text: str) -> tuple[str, int | None]:
     """
     found = re.fullmatch(r"([\w*]+(?:\.[\w*]+)*)(?::([1-9]\d{0,4}))?", text, re.ASCII)
     if found is None:
-        raise ValueError(f"--lora_targets {text}: give a layer's name, as qkv, attn.* or fc1:4 for a rank of its own")
+        raise ValueError(f"--lora_targets {text}: no layer's name; give one as qkv, attn.*, or fc1:4 for rank 4")
     return found[1], None if found[2] is None else int(found[2])

@@ -213,7 +213,7 @@ def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.flatten(0, -2).sum(0, dtype=torch.float32).to(dtype)
 
 
-class _LinearWithLowRank(Function):
+class _LinearBesideLora(Function):
     """x W^T + bias + scale * (x a^T) b^T, the thin products in x's dtype. They are added where the wide ones are
     written, forward and backward. An x that is there in float8 alone is converted for them, and saved as it is."""
 
@@ -317,7 +317,7 @@ def multiply(
     if low_rank is None:
         return _Linear.apply(x.stand_in, x.data, weight, bias)
     factors = in_working_dtype(*low_rank[:2])
-    return _LinearWithLowRank.apply(x.stand_in, x.data, weight, bias, *factors, low_rank.scale)
+    return _LinearBesideLora.apply(x.stand_in, x.data, weight, bias, *factors, low_rank.scale)
 
 
 def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:

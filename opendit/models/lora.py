@@ -90,7 +90,9 @@ def check_targets(config: DiTConfig, lora: Lora) -> None:
             with on_meta():
                 names = _linear_layers(build_model(config))
             ends = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in names})
-            raise ValueError(f"--lora_targets {text}: fits no linear layer of the blocks: {', '.join(ends)}")
+            raise ValueError(
+                f"--lora_targets {text}: fits no linear layer of the blocks; give one of {', '.join(ends)}"
+            )
     for rank, *widths in lora_layers(config, lora).values():
         if rank >= min(widths):
             flag = f"--lora {rank}" if rank == lora.rank else f"--lora_targets with rank {rank}"

@@ -127,14 +127,16 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 def training_flops(config: DiTConfig, lora: Lora | None = None) -> int:
     """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients; its
-    own products are counted as if all layers of a block saw the media's tokens."""
+    own products are counted as if all layers but modulations saw the media's tokens."""
     whole = 3 * config.forward_flops()
     if lora is None:
         return whole
     linear = (term for term in plan_of(config).flops if term.keys is None)
     frozen = sum(term.flops(config) * (config.depth if term.per_block else 1) for term in linear)
-    thin = sum(rank * (inputs + outputs) for rank, inputs, outputs in lora_layers(config, lora).values())
-    return whole - frozen + 3 * 2 * config.tokens * thin
+    thin = 0
+    for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
+        thin += (1 if "modulation" in name else config.tokens) * rank * (inputs + outputs)
+    return whole - frozen + 3 * 2 * thin
 
 
 class _Step:
