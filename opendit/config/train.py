@@ -410,8 +410,8 @@ class TrainConfig(
             parse_target(target)
         if "lora" in PLUGINS[self.plugin].rejects:
             raise ValueError(
-                f"--lora: does not work with --plugin {self.plugin}, whose chunks of weights are trained as a whole or "
-                "not at all; leave one of them out"
+                f"--lora: does not work with --plugin {self.plugin}, which has frozen weights whole on every GPU; use "
+                "--plugin fsdp"
             )
 
     def _check_tensor_parallel(self, world_size: int) -> None:

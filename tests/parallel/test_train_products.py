@@ -126,7 +126,7 @@ def test_lora_and_its_resumption_follow_one_process(tmp_path):
         ("4 --pipeline_parallel_size 3", "--pipeline_parallel_size 3: does not divide the 4 processes"),
         ("4 --pipeline_parallel_size 2 --tensor_parallel_size 4", "2 with --tensor_parallel_size 4: does not divide"),
         ("4 --pipeline_parallel_size 2 --plugin gemini", "does not work with --plugin gemini"),
-        ("4 --lora 2 --pretrained x --plugin gemini", "does not work with --plugin gemini, whose chunks of weights"),
+        ("4 --lora 2 --pretrained x --plugin gemini", "with --plugin gemini, which has frozen weights whole"),
         (
             "4 --lora 2 --pretrained x --lora_targets qkw",
             "qkw: fits no linear layer .*; give one of adaLN_modulation.1, ",
