@@ -21,6 +21,7 @@ from opendit.training.from_flags import (
     check_pretrained,
     fit_captions,
     last_step_of,
+    lora_of,
     memory_setup,
     open_data,
     plan_model,
@@ -40,7 +41,7 @@ from opendit.training.memory import (
     stage_setups,
 )
 from opendit.training.specification import make_schedule, samples_at_once, shape_samples
-from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
+from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
 
 # Memory of an RTX 4090, an L40S, an H100 and an H200, as torch reports it.
 CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
@@ -88,7 +89,7 @@ def _dry_run(flags: TrainConfig) -> None:
     ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
     together = samples_at_once(flags, config)
-    flop, tensor = 3 * config.forward_flops(), flags.tensor_parallel_size
+    flop, tensor = training_flops(config, lora_of(flags)), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
     rows |= {
