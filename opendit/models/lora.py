@@ -1,14 +1,13 @@
 """LoRA: y = W x + (alpha / rank) B A x with W frozen, for the linear layers of a model's attention and MLPs (Hu et al.,
-"LoRA: Low-Rank Adaptation of Large Language Models", 2021). peft trains it; merging it is one product.
+"LoRA: Low-Rank Adaptation of Large Language Models", 2021). peft trains it; opendit.checkpoint.lora merges it.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -111,48 +110,3 @@ def check_lora(weights: "Weights") -> None:
             raise ValueError(
                 f"{weights.path}: {name[:100]} of shape {list(value.shape)[:8]} fits no layer of the model it adds to"
             )
-
-
-class Merged(Mapping[str, Tensor]):
-    """The base's weights with (alpha / rank) B A added to every W, and the layers that were trained in full. A weight
-    is made when it is asked for, in the base's dtype.
-
-    base: weights by canonical names. added: a checkpoint of a run with --lora.
-    """
-
-    def __init__(self, base: Mapping[str, Tensor], added: "Weights"):
-        lora = Lora(**added.info["lora"])
-        self._base, self._added, self._scale = base, added.state, lora.alpha / lora.rank
-
-    @property
-    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-        """Dtype and shape of every weight, if the base knows them; none is made for it."""
-        return getattr(self._base, "kinds", None)
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._base[name]
-        if name in self._added:
-            return self._added[name].to(weight.dtype)
-        layer = name.removesuffix(".weight")
-        return weight if layer + A not in self._added else (weight.float() + self._difference(layer)).to(weight.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
-
-    def _difference(self, layer: str, device: torch.device | str = "cpu") -> Tensor:
-        a, b = (self._added[layer + part].to(device).float() for part in (A, B))
-        return self._scale * (b @ a)
-
-    @torch.no_grad()
-    def add_to(self, model: DiT, part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole) -> None:
-        """Change the weights of a model that has the base's. part: gives a rank's part of a whole tensor, by its
-        name."""
-        for name, parameter in model.named_parameters():
-            layer = name.removesuffix(".weight")
-            if layer + A in self._added:
-                parameter.add_(part(name, self._difference(layer, parameter.device)))
-            elif name in self._added:
-                parameter.copy_(part(name, self._added[name].to(parameter.device)))
