@@ -169,7 +169,7 @@ def path_and_weight(text: str) -> tuple[str, float]:
 def check_lora_weight(path: object, weight: float) -> None:
     """Check what the products of a LoRA are multiplied by."""
     if not -100 <= weight <= 100:
-        raise ValueError(f"--lora {path}:{weight:g}: out of range; give a weight from -100 to 100")
+        raise ValueError(f"--lora {path}: its weight {weight:g} is out of range; give one from -100 to 100")
 
 
 def check_file(path: str, flag_name: str, what: str) -> None:

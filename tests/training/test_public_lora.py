@@ -1,5 +1,7 @@
 """LoRA of public models: from the folder of a pipeline to weights that diffusers adds to its own."""
 
+import json
+
 import diffusers
 import numpy as np
 import pytest
@@ -91,3 +93,14 @@ def test_two_ranks_have_the_curve_of_one(folders, trained, tmp_path):  # noqa: F
     for way in tmp_path.iterdir():
         (found,) = way.glob("0*")
         assert off_by(losses(found), losses(trained[way.name.split()[0]])) < 2e-5, way.name
+
+
+def test_the_recipe_fits_a_run_to_this_machine(folders, tmp_path, capsys):  # noqa: F811
+    """Without a GPU to host memory, in fp32; flags that are given stay."""
+    found = run(folders, "z_image", tmp_path, "--recipe", "lora", "--batch_size", "2", steps=2)
+    said = capsys.readouterr().out
+    words = "--lora 16 --mixed_precision fp32 --recompute none --batch_size 2 --grad_accumulation 2 --plugin zero2"
+    assert f"--card auto: {words}\n" in said and "GiB (host memory) by the estimate: states" in said
+    flags = json.loads((found / "config.json").read_text())["flags"]
+    assert (flags["lora"], flags["batch_size"], flags["grad_accumulation"], flags["card"]) == (16, 2, 2, "auto")
+    assert len(losses(found)) == 2
