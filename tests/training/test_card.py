@@ -7,8 +7,8 @@ import pytest
 import train
 
 LARGE = (
-    "--dry_run {} --data_path mock --model vDiT-7B/122 --use_video --num_frames 8 --image_size 256 --text_encoder bytes "
-    "--max_text_tokens 16 --cross_attention --pretrained no.safetensors --global_batch_size 4 --enable_flashattn "
+    "--dry_run {} --data_path mock --model vDiT-7B/122 --use_video --num_frames 8 --image_size 256 --text_encoder bytes"
+    " --max_text_tokens 16 --cross_attention --pretrained no.safetensors --global_batch_size 4 --enable_flashattn "
     "--enable_layernorm_kernel --enable_modulate_kernel --mixed_precision bf16"
 )
 SMALL = "--dry_run --data_path mock --model DiT-S/2 --image_size 256 --vae none --pretrained no.safetensors"
@@ -51,7 +51,7 @@ def test_flags_that_are_given_stay(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (f"{LARGE.format(1)} --lora 16 --card 6", r"--card 6: 5.6 GiB can be used, and --lora 16 .* needs [\d.]+; take"),
+        (f"{LARGE.format(1)} --lora 16 --card 6", r"--card 6: 5.6 GiB can be used, and --lora 16 .* needs [\d.]+;"),
         (f"{SMALL} --lora 4 --card Z80", "--card Z80: not known; give its GiB, or one of H200, "),
         (f"{SMALL} --lora 4 --card 0.5", "--card 0.5: out of range; give GiB from 1 to 10,000"),
         (f"{SMALL} --lora 4 --card 24 --parallel auto", "--card: does nothing with --parallel auto"),
