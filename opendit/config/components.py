@@ -335,6 +335,12 @@ class PluginFlags(Flags):
         "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ...",
         unit="name",
     )
+    card: str | None = flag(
+        None,
+        "fit rank, FP8, what is recomputed and the micro-batch of --lora to a card's memory: auto (this one), its GiB, "
+        "or H200, H100, ...",
+        unit="name",
+    )
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS), common="what shards the state")
     tensor_parallel_size: int = flag(
         1, "processes that divide every layer of the model", at_least=1, at_most=4096, unit="processes"

@@ -79,6 +79,7 @@ class TrainConfig(
         "python train.py --model DiT-S/2 --data_path PICTURES --image_size 256",
         "python train.py --model DiT-S/2 --data_path PICTURES --load latest    # resumes",
         "torchrun --standalone --nproc_per_node=8 train.py --recipe dit_xl_imagenet256",
+        "python train.py --recipe lora --pretrained Z-Image --data_path photos    # fitted to this card",
         "python train.py --recipe pretrain_7b --dry_run 64    # what it would need",
     )
 
@@ -300,7 +301,9 @@ class TrainConfig(
         if self.pretrained is None:
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
-            unused |= dict.fromkeys(("lora_alpha", "lora_targets"), "does nothing without --lora")
+            unused |= dict.fromkeys(("lora_alpha", "lora_targets", "card"), "does nothing without --lora")
+        if self.parallel == "auto":
+            unused["card"] = "does nothing with --parallel auto, which chooses by the memory of --hardware"
         if self.parallel != "auto" and self.dry_run is None:
             unused["hardware"] = "does nothing without --parallel auto or --dry_run"
         if self.plugin != "fsdp" and self.parallel != "auto":

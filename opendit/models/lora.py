@@ -1,16 +1,16 @@
 """LoRA: y = W x + (alpha / rank) B A x with W frozen, for the linear layers of a model's attention and MLPs (Hu et al.,
 "LoRA: Low-Rank Adaptation of Large Language Models", 2021). It is a term of a layer's own product
-(:class:`opendit.models.layers.Projection`); parameters have the names that peft gives them.
+(:class:`opendit.models.layers.Projection`); parameters have the names that peft gives them. opendit/checkpoint/lora.py
+merges it.
 """
 
 import functools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opendit.common.torch_utils import on_meta
 from opendit.config.lora_targets import parse_target
@@ -143,48 +143,3 @@ def check_lora(weights: "Weights") -> None:
             raise ValueError(
                 f"{weights.path}: {name[:100]} of shape {list(value.shape)[:8]} fits no layer of the model it adds to"
             )
-
-
-class Merged(Mapping[str, Tensor]):
-    """The base's weights with (alpha / rank) B A added to every W, and the layers that were trained in full. A weight
-    is made when it is asked for, in the base's dtype.
-
-    base: weights by canonical names. added: a checkpoint of a run with --lora.
-    """
-
-    def __init__(self, base: Mapping[str, Tensor], added: "Weights"):
-        lora = Lora(**added.info["lora"])
-        self._base, self._added, self._scale = base, added.state, lora.scale
-
-    @property
-    def kinds(self) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-        """Dtype and shape of every weight, if the base knows them; none is made for it."""
-        return getattr(self._base, "kinds", None)
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = self._base[name]
-        if name in self._added:
-            return self._added[name].to(weight.dtype)
-        layer = name.removesuffix(".weight")
-        return weight if layer + A not in self._added else (weight.float() + self._difference(layer)).to(weight.dtype)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
-
-    def _difference(self, layer: str, device: torch.device | str = "cpu") -> Tensor:
-        a, b = (self._added[layer + part].to(device).float() for part in (A, B))
-        return self._scale * (b @ a)
-
-    @torch.no_grad()
-    def add_to(self, model: DiT, part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole) -> None:
-        """Change the weights of a model that has the base's. part: gives a rank's part of a whole tensor, by its
-        name."""
-        for name, parameter in model.named_parameters():
-            layer = name.removesuffix(".weight")
-            if layer + A in self._added:
-                parameter.add_(part(name, self._difference(layer, parameter.device)))
-            elif name in self._added:
-                parameter.copy_(part(name, self._added[name].to(parameter.device)))

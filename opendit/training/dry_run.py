@@ -17,6 +17,7 @@ from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline import stages_of
 from opendit.parallel.sequence import sequence_shape
 from opendit.training.auto_parallel import Circumstances, choose, report
+from opendit.training.card import fit, on_card
 from opendit.training.from_flags import (
     check_pretrained,
     fit_captions,
@@ -65,12 +66,18 @@ def _dry_run(flags: TrainConfig) -> None:
     world = flags.world_size()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     hardware, origin = find_hardware(flags.hardware, card)
+    if flags.card is not None:
+        hardware = on_card(flags.card, hardware)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
     if flags.parallel == "auto":
         settled, notes = flags.resolve(world, has_gpu=True)
         chosen, config = choose(flags, _data(settled, notes), where)
         print("\n".join(report(chosen, config, where, origin)), flush=True)
         flags = chosen[0].candidate.on(flags)
+    elif flags.card is not None:
+        settled, notes = flags.resolve(world, has_gpu=True)
+        flags, lines = fit(flags, _data(settled, notes), where)
+        print("\n".join(lines), flush=True)
     flags, notes = flags.resolve(world, has_gpu=True)
     dataset = _data(flags, notes)
     flags, of_captions = fit_captions(flags, dataset, text_before(flags))

@@ -25,7 +25,9 @@ NAMED = """
     moviegen_5b moviegen_30b st_dit_xl ec_dit_1b
 """.split()
 GPUS = 64
-OF_A_FOLDER = {"wan_14b_finetune", "mock_wan_14b_finetune"}  # their model is what the folder holds
+OF_A_FOLDER = {
+    f"{mock}{name}" for name in ("wan_14b_finetune", "lora") for mock in ("", "mock_")
+}  # their model is what the folder holds
 
 
 def dry_run(argv: list[str], capsys) -> str:

@@ -15,13 +15,14 @@ from torch.func import functional_call
 
 import sample
 import train
+from opendit.checkpoint.lora import Merged, of_run
 from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.kernels import operations
 from opendit.kernels.operations import MODULATE, NORM, SPLIT
 from opendit.models import DiT, TextConfig, build_model, encode_bytes, model_config
 from opendit.models.initialization import initialize
 from opendit.models.layers import TORCH_OPS
-from opendit.models.lora import A, B, Lora, Merged, add_lora, targets
+from opendit.models.lora import A, B, Lora, add_lora, targets
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
@@ -255,7 +256,7 @@ def test_peft_s_layers_are_the_product_and_merging_is_the_same_model(name, tmp_p
         assert torch.allclose(one, other, rtol=1e-8, atol=1e-12) and one.abs().max() > 0
 
     state = {name: p.detach() for name, p in trained.items()}
-    Merged({}, Weights(state, tmp_path, {"lora": Lora(3, 5.0, "base").to_dict()})).add_to(base)
+    Merged({}, *of_run(Weights(state, tmp_path, {"lora": Lora(3, 5.0, "base").to_dict()}))).add_to(base)
     assert torch.allclose(base(x, t, y), out, rtol=1e-5, atol=1e-6)  # merged in fp32
 
 
