@@ -238,6 +238,9 @@ class BatchFlags(Flags):
     max_steps: int | None = flag(
         None, "stop after this many steps, whatever --epochs is", common="stop after this many", unit="steps", **COUNT
     )
+    max_hours: float | None = flag(
+        None, "save and stop before the program has run this long; --load goes on", above=0, at_most=1e5, unit="hours"
+    )
 
     @property
     def tokens(self) -> int | None:
