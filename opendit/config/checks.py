@@ -152,6 +152,22 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
         raise OnThisMachine(f"{flag_name} {path}: no checkpoint there; give {what}")
 
 
+def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
+    """Return the captions of a flag, or the lines of its text file. Raises OnThisMachine."""
+    if len(prompts) != 1 or not prompts[0].endswith(".txt"):
+        return prompts
+    try:
+        lines = Path(prompts[0]).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise OnThisMachine(
+            f"{flag_name} {prompts[0]}: can't be read ({_reason(error)}); give captions, or a file of them"
+        ) from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise OnThisMachine(f"{flag_name}: the file holds no caption; one a line is expected")
+    return found
+
+
 def check_file(path: str, flag_name: str, what: str) -> None:
     """Check that a path exists and is not a folder; see :func:`check_exists`."""
     check_exists(path, flag_name, what)

@@ -456,6 +456,9 @@ class GridFlags(Flags):
     )
     sample_steps: int = flag(50, "sampling steps of those grids", **SAMPLING_STEPS)
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", **GUIDANCE)
+    sample_prompts: list[str] = flag(
+        [], "captions that those grids show, or one file with a caption a line", free=True, unit="caption"
+    )
 
 
 @dataclass(frozen=True)

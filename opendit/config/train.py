@@ -16,6 +16,7 @@ from opendit.config.checks import (
     check_workers,
     check_writable,
     fetched,
+    read_prompts,
     resolve_precision,
 )
 from opendit.config.components import (
@@ -280,6 +281,7 @@ class TrainConfig(
         check_vae(self.vae)
         if self.dry_run is None:
             check_loggers(self.loggers)
+            read_prompts(self.sample_prompts, "--sample_prompts")
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained", pipeline=True)
             for name in ("data_path", "validate_path"):
@@ -327,7 +329,7 @@ class TrainConfig(
         # --sample_every 0 disables grids; the other flags of grids may stay.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
-            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
+            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
             if self.sample_every != 0:
                 unused["sample_every"] = why
             of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")

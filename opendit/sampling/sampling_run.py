@@ -290,25 +290,10 @@ def conditions_to_draw(
     if config.text is None:
         names = class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose_labels(flags, len(names)), names
-    prompts = read_prompts(flags.prompt) or weights.info.get("captions") or [""]
+    prompts = read_prompts(flags.prompt, "--prompt") or weights.info.get("captions") or [""]
     assert isinstance(conditioner, CaptionConditioner)
     count = flags.num_samples or max(len(prompts), len(flags.image), len(flags.clip))
     return conditioner.encode(prompts), torch.arange(count) % len(prompts), prompts
-
-
-def read_prompts(prompts: list[str]) -> list[str]:
-    """Return the captions of --prompt, or the lines of its text file."""
-    if len(prompts) == 1 and prompts[0].endswith(".txt"):
-        try:
-            lines = Path(prompts[0]).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ValueError(
-                f"--prompt {prompts[0]}: can't be read ({error.strerror}); give captions, or a file of them"
-            ) from error
-        prompts = [line.strip() for line in lines if line.strip()]
-        if not prompts:
-            raise ValueError("--prompt: the file holds no caption; one a line is expected")
-    return prompts
 
 
 def choose_labels(flags: "SampleConfig", num_classes: int) -> Tensor:
