@@ -148,8 +148,17 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
         found = not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
     except OSError as error:
         raise OnThisMachine(f"{flag_name} {path}: can't be read ({_reason(error)}); give {what}") from error
-    if not found:
+    if not found or not _may_hold_weights(Path(path).expanduser()):
         raise OnThisMachine(f"{flag_name} {path}: no checkpoint there; give {what}")
+
+
+def _may_hold_weights(path: Path) -> bool:
+    """Return False for a file that neither its name nor its first bytes make one of weights."""
+    if not path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".json"):
+        return True
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return start.startswith((b"PK", b"\x80")) or start.endswith(b"{")  # a zip of torch, a pickle, safetensors' header
 
 
 def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
