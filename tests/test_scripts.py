@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -112,6 +113,25 @@ def test_the_tests_set_up_what_they_need(tmp_path):
     assert setup == ["install.sh", "test"]
     assert [call[:2] for call in lint] == [["ruff", "check"], ["ruff", "format"], ["python", "scripts/check_pages.py"]]
     assert tests[:3] == ["python", "-m", "pytest"] and tests[-2:] == ["-k", "nothing"]
+
+
+def test_install_in_an_environment_without_this_clone(tmp_path):
+    """All packages are there but opendit: -S leaves out what an editable installation adds to the path."""
+    shutil.copy(ROOT / "install.sh", tmp_path)
+    (tmp_path / "opendit").mkdir()
+    (tmp_path / "opendit/__init__.py").touch()
+    packages = f"PYTHONPATH={sysconfig.get_path('purelib')}"
+    python = f'[ "$2" = pip ] && exit 7\n{packages} exec {sys.executable} -S "$@"\n'
+    (tmp_path / "python").write_text(f"#!/bin/bash\n{python}")
+    (tmp_path / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "active"}
+    environment["OPENDIT_LATEST"] = "1"  # without constraints.txt
+    command = ["bash", str(tmp_path / "install.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7 and done.stderr == ""  # of pip, which is asked for what is missing
+    first, *others = done.stdout.splitlines()
+    assert first == "setting up in the active environment active; missing: opendit of this folder"
+    assert any("colossalai's pins" in line for line in others)
 
 
 def test_install_refuses_what_it_does_not_know():

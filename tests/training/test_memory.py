@@ -194,7 +194,7 @@ def test_advice_is_the_cheapest_that_is_enough():
 def test_the_line_of_the_opening_block():
     setup = Setup(recompute="mlp")
     line = describe(XL, setup, 128, 139.8 * GIB)
-    assert line.startswith("28.35 GiB a rank estimated: states 11.31, activations 16.86 (--recompute mlp)")
+    assert line.startswith("28.35 GiB a rank estimated: states 11.31, activations 16.86, libraries 0.18 (--recompute mlp)")
     assert line.endswith(f"the GPU has 139.8, enough for --batch_size {largest_batch(XL, setup, 0.94 * 139.8 * GIB)}")
     assert "on a CPU in fp32" in describe(XL, Setup(precision="fp32"), 128, None)
 
