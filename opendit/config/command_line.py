@@ -227,7 +227,7 @@ class CommandLine(argparse.ArgumentParser):
         if ours is None and like:
             ours = f"did you mean --{like}{'' if word.startswith('-') else f' {value}'}?"
         no_flag = f"{name}: no such flag" if word.startswith("-") else f"{word}: no flag"
-        return f"{no_flag}; {ours} {shows_all}" if ours else f"{no_flag} {shows_all}"
+        return f"{no_flag}; {ours} {shows_all}" if ours else f"{no_flag}; {shows_all[1:-1]}"
 
 
 def underscored(word: str) -> str:
