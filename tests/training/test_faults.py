@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 
@@ -280,7 +281,7 @@ def test_the_hours_leave_time_for_a_step_and_a_save():
     """A run of 20 s more than this process has had: it goes on, unless a save would take longer than that."""
     mesh, hours = Mesh(0, 1, 0, torch.device("cpu")), (process_seconds() + 20) / 3600
     for save_seconds, why in ((1.0, None), (30.0, "hours_up")):
-        with Interrupt(mesh, hours, lambda: save_seconds) as interrupt:
+        with Interrupt(mesh, hours, partial(float, save_seconds)) as interrupt:
             assert interrupt.why is None
             interrupt.ask()
             assert interrupt.answer() == (why is not None) and interrupt.why == why
