@@ -316,7 +316,7 @@ def choose_labels(flags: "SampleConfig", names: list[str]) -> Tensor:
 
 
 def _label(word: str, names: list[str]) -> int:
-    if not re.fullmatch("[+-]?[0-9]+", word, re.ASCII):
+    if not re.fullmatch("[+-]?[0-9]{1,9}", word):
         try:
             return class_number(word, names)
         except ValueError as error:
