@@ -163,7 +163,7 @@ def class_number(name: str, names: Sequence[str]) -> int:
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]
     found = found or [n for n, each in enumerate(names) if wanted in map(str.strip, each.casefold().split(","))]
     if not found:
-        raise ValueError(f"{name!r}: no such class; did you mean {nearest(name, names)!r}?")
+        raise ValueError(f"{name[:80]!r}: no such class; did you mean {nearest(name, names)!r}?")
     if len(found) > 1:
-        raise ValueError(f"{name!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
+        raise ValueError(f"{name[:80]!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
     return found[0]
