@@ -241,6 +241,9 @@ class BatchFlags(Flags):
     max_steps: int | None = flag(
         None, "stop after this many steps, whatever --epochs is", common="stop after this many", unit="steps", **COUNT
     )
+    max_hours: float | None = flag(
+        None, "save and stop before the program has run this long; --load goes on", above=0, at_most=1e5, unit="hours"
+    )
 
     @property
     def tokens(self) -> int | None:
@@ -462,6 +465,9 @@ class GridFlags(Flags):
     )
     sample_steps: int = flag(50, "sampling steps of those grids", **SAMPLING_STEPS)
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", **GUIDANCE)
+    sample_prompts: list[str] = flag(
+        [], "captions that those grids show, or one file with a caption a line", free=True, unit="caption"
+    )
 
 
 @dataclass(frozen=True)

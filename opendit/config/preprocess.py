@@ -91,10 +91,11 @@ def _add_check(check: CommandLine) -> None:
     check.option(
         "--image_size",
         whole(0, SIDE["at_most"], "pixels"),
-        "drop what has fewer pixels on its shorter side, that is, would be enlarged by training at this size; 0: none",
+        "count what training at this size would enlarge; it is kept",
         0,
-        alias="--min_size",
     )
+    pixels = whole(0, SIDE["at_most"], "pixels")
+    check.option("--min_size", pixels, "drop what has fewer pixels on its shorter side; 0: none", 0)
 
 
 def _add_look(look: CommandLine) -> None:

@@ -1,11 +1,19 @@
 """The configuration of train.py: all of its flags, and the checks across them."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from opendit.config import components as component
-from opendit.config.architectures import KINDS, canonical_name, is_video, parse_given
+from opendit.config.architectures import (
+    KINDS,
+    canonical_name,
+    depth_and_heads,
+    is_video,
+    parse_given,
+    patch_size,
+)
 from opendit.config.checks import (
     check_data,
     check_exists,
@@ -16,6 +24,7 @@ from opendit.config.checks import (
     check_workers,
     check_writable,
     fetched,
+    read_prompts,
     resolve_precision,
 )
 from opendit.config.components import (
@@ -137,6 +146,7 @@ class TrainConfig(
             flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
         flags._check_pipeline_parallel(world_size)
+        flags._check_sizes()
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
         flags._check_expert_parallel(world_size)
         flags, note = flags._resolve_tokens()
@@ -223,6 +233,32 @@ class TrainConfig(
                 else f"--use_video: --model {self.model} takes pictures; clips need a vDiT, e.g. vDiT-XL/222"
             )
 
+    def _check_sizes(self) -> None:
+        """Raise ValueError for sizes that the model's name rules out. What depends on the data, the VAE or a folder is
+        checked later."""
+        patch = patch_size(self.model)
+        side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
+        what = f"patch of {self.model}: {side}"
+        if "vae" in self.given and self.vae in ("ema", "mse"):
+            side, what = 8 * side, f"--vae {self.vae}: 8, {what}"
+        if self.image_size % side:
+            fits = max(side, round(self.image_size / side) * side)
+            raise ValueError(f"--image_size {self.image_size}: does not divide by {side} ({what}); use {fits}")
+        if (found := depth_and_heads(self.model)) is None:
+            return
+        (depth, heads), size, stages = found, self.tensor_parallel_size, self.pipeline_parallel_size
+        if heads % size:
+            works = [str(n) for n in range(2, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"--tensor_parallel_size {size}: the {heads} heads of --model {self.model} can't be divided by it; use "
+                + ", ".join(works)
+            )
+        if stages > depth:
+            raise ValueError(
+                f"--pipeline_parallel_size {stages}: the {depth} blocks of --model {self.model} make at most {depth} "
+                f"stages; use {depth} or less"
+            )
+
     def _check_speed(self) -> None:
         check_precision(self.plugin, self.mixed_precision)
         if self.reduce_dtype not in ("fp32", self.mixed_precision):
@@ -282,9 +318,12 @@ class TrainConfig(
         check_workers(self.num_workers, "num_workers" in self.given)
         if self.load not in (None, "latest"):
             check_exists(self.load, "--load", "latest, a run folder or a checkpoint folder")
+            if self.dry_run is None:
+                check_weights(self.load, "--load", pipeline=True)
         check_vae(self.vae)
         if self.dry_run is None:
             check_loggers(self.loggers)
+            read_prompts(self.sample_prompts, "--sample_prompts")
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained", pipeline=True)
             for name in ("data_path", "validate_path"):
@@ -334,7 +373,7 @@ class TrainConfig(
         # --sample_every 0 disables grids; the other flags of grids may stay.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
-            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
+            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
             if self.sample_every != 0:
                 unused["sample_every"] = why
             of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")

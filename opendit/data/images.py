@@ -1,6 +1,7 @@
 """Pictures in folders: finding, checking and reading them."""
 
 import os
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -148,7 +149,8 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
         train = os.path.join(folder, "train")
         if all(os.path.dirname(path) != train for path in pictures["train"]):
             raise ValueError(
-                f"--data_path {printable(folder)}: holds splits, not classes; pass --data_path {printable(train)}"
+                f"--data_path {printable(folder)}: holds splits, not classes; pass --data_path "
+                + shlex.quote(printable(train))
             )
     empty = [name for name, paths in pictures.items() if not paths]
     unreadable = [line for name in empty for line in others[name].unreadable]
@@ -259,7 +261,7 @@ def open_source(asked: Request) -> FolderDataset | None:
     if asked.use_video:
         raise ValueError(
             f"{asked.shown}: is a folder; --use_video needs a CSV of clips: to make one of the clips in it "
-            f"run: python preprocess.py folder {printable(asked.data_path)} --output videos.csv"
+            f"run: python preprocess.py folder {shlex.quote(printable(asked.data_path))} --output videos.csv"
         )
     asked.check_split()
     path = str(asked.located)

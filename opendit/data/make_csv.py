@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,4 +157,5 @@ def run(kind: str, root: str, output: str) -> None:
     sources = ", ".join(f"{count:,} from {source}" for source, count in found.sources.items())
     pictures = sum(row.is_picture for row in found.rows)
     kinds = f"{len(found.rows) - pictures:,} clips" + (f" and {pictures:,} pictures" if pictures else "")
-    print(f"{kinds} with captions ({sources}): {output}\nnext: python preprocess.py check {output} --output CSV")
+    print(f"{kinds} with captions ({sources}): {output}")
+    print(f"next: python preprocess.py check {shlex.quote(output)} --output checked.csv")

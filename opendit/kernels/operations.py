@@ -23,7 +23,7 @@ from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual, gate_rmsnorm_residual_rmsnorm_modulate
-from opendit.kernels.join_heads import Heads, join_heads
+from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
@@ -155,7 +155,7 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
     eps = norms[0].eps if norms else 0.0
     found = []
     for q, k, v, q_norm, k_norm, table in streams:
-        found.append(Heads(q, k, v, q_norm and q_norm.weight, k_norm and k_norm.weight, table))
+        found.append(StreamHeads(q, k, v, q_norm and q_norm.weight, k_norm and k_norm.weight, table))
     return join_heads(found, eps)
 
 

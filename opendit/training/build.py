@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import load_checkpoint
-from opendit.checkpoint.run_folders import folder_name
+from opendit.checkpoint.run_folders import ENDED, folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.names import PLUGINS
@@ -37,6 +38,7 @@ from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.monitor import Monitor
 from opendit.training.profiling import StepProfiler
+from opendit.training.run_end import begin_run, write_end
 from opendit.training.runners import EagerPasses, Runner, build_runner
 from opendit.training.specification import RunSpecification
 from opendit.training.step_cost import training_flops
@@ -378,6 +380,30 @@ def _interchangeable(spec: RunSpecification) -> bool:
 
 
 @contextlib.contextmanager
+def recorded_end(run: Run, folder: Path, supervisor: Supervisor) -> Iterator[None]:
+    """Write how the run ended, on rank 0, when the block has."""
+    if not run.mesh.is_main:
+        yield
+        return
+    failures = run.monitor.failures
+
+    def write(failed: bool, why: str | None = None) -> None:
+        how = {name: name == why for name in ("stopped", "hours_up")}
+        with failures.survive(ENDED, run.done):
+            write_end(folder, run.done, done=run.done >= run.last_step, **how, failed=failed)
+
+    with failures.survive(ENDED):
+        begin_run(folder)
+    supervisor.closes(lambda _: write(failed=True))
+    try:
+        yield
+    except BaseException:
+        write(failed=True)
+        raise
+    write(bool(run.checkpoints.failures or failures.count), run.interrupt.why)
+
+
+@contextlib.contextmanager
 def build(
     spec: RunSpecification,
     supervisor: Supervisor,
@@ -423,11 +449,11 @@ def build(
             open_checkpoints(spec, engine, ema, monitor, supervisor, evaluated) as checkpoints,
             open_profiler(spec, monitor) as profiler,
             supervisor.announced(),
-            Interrupt(mesh) as interrupt,
+            Interrupt(mesh, flags.max_hours, lambda: checkpoints.stall_s + checkpoints.write_s) as interrupt,
         ):
             sampler = EMASampler(spec, engine, ema, monitor)
             skipped_before = spec.resume.state["skipped"] if spec.resume else 0
-            yield Run(
+            run = Run(
                 mesh=mesh,
                 schedule=spec.schedule,
                 first_step=spec.first_step,
@@ -453,8 +479,10 @@ def build(
                 fingerprint=spec.fingerprint,
                 done=spec.first_step,
             )
-            profiler.close()
-            loader.close()
-            checkpoints.wait()
+            with recorded_end(run, spec.folder, supervisor):
+                yield run
+                profiler.close()
+                loader.close()
+                checkpoints.wait()
         if mesh.is_main:
             summarise(spec, monitor, checkpoints)

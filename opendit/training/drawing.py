@@ -148,6 +148,9 @@ class SampleGrids:
     def _what(self) -> tuple[Condition, list[str]]:
         """Return the conditions of a sample grid, and the captions above its pictures."""
         spec = self._spec
+        if spec.prompts is not None:
+            captions, y = spec.prompts
+            return y, captions
         if spec.model_config.text is not None:
             count, conditioner = 8 if spec.flags.use_video else 16, spec.conditioner
             if isinstance(conditioner, PublishedConditioner) and conditioner.encoder is None:

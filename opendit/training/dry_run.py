@@ -173,9 +173,11 @@ def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstan
         graph=flags.enable_cuda_graph,
     )
     rate = tokens_per_second(config, setup, together, flags.grad_accumulation, cost.total)
-    work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in cost.work.items())
+    spent = cost.work | {"communication not hidden": cost.exposed, "waiting for the host": cost.waiting}
+    work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in spent.items() if seconds)
     rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
-    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}); in ms: {work}"
+    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}), without "
+    rows["time"] += f"reading data, saving and drawing; in ms: {work}"
     if where.world > 1:
         rows["received a step"] = budget(cost)
     return rows

@@ -151,7 +151,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
-    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
+    for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
         if getattr(flags, name):  # a recipe's

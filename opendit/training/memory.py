@@ -139,10 +139,15 @@ class Estimate:
     host: dict[str, float] = field(default_factory=dict)
 
     @property
+    def peak(self) -> dict[str, float]:
+        """What is there besides the states at the moment of the peak, which is either end of the backward pass."""
+        first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
+        last = {"gradients": self.gradients_at_the_end, "gathered weights": self.gathered_at_the_end}
+        return max(first, last, key=lambda parts: sum(parts.values()))
+
+    @property
     def total(self) -> float:
-        beginning = self.activations + self.gradients + self.gathered
-        end = self.gradients_at_the_end + self.gathered_at_the_end
-        return sum(self.states.values()) + max(beginning, end) + LIBRARIES
+        return sum(self.states.values()) + sum(self.peak.values()) + LIBRARIES
 
     @property
     def host_total(self) -> float:
@@ -383,12 +388,13 @@ def card_memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def parts(needs: Estimate) -> str:
-    """Describe the parts of an estimate in words."""
+def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
+    """Describe the parts of an estimate in words; on a GPU they are its total."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
-    text = f"states {sum(needs.states.values()) / GIB:,.2f}{encoders}, activations {needs.activations / GIB:,.2f}"
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
-    text += f", gathered weights {needs.gathered / GIB:,.2f}{float8}" if needs.gathered else ""
+    shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
+    text = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in shown.items() if size)
+    text = text.replace("gathered weights", f"gathered weights{float8}")
     return text + (f"; in host memory {' and '.join(needs.host)} {needs.host_total / GIB:,.2f}" if needs.host else "")
 
 
@@ -399,7 +405,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     if capacity is None:  # nothing is staged where kernels don't run
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
-    text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs)}"
+    text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
     if setup.plugin == "fsdp" and setup.alike > 1:
         text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":

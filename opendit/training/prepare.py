@@ -13,7 +13,7 @@ from opendit.checkpoint.load import Checkpoint, find_checkpoint
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
-from opendit.config.checks import check_writable
+from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.public_models import family_in
@@ -29,7 +29,7 @@ from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import DiTConfig
+from opendit.models import Condition, DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
 from opendit.models.lora import Lora
 from opendit.models.weights import Weights
@@ -137,7 +137,10 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     codec = _codec(flags, dataset, vae, mesh, notes)
     # Grids of a public model are drawn with the embeddings of the cache; its encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
-    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn)
+    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn or bool(flags.sample_prompts))
+    prompts = _prompts(flags, conditioner)
+    if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
+        conditioner.encoder = None  # its memory is for the model
     if mesh.is_main:
         encoder = getattr(conditioner, "encoder", None)
         if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
@@ -193,6 +196,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         notes=notes,
         ema_warmup=ema_warmup,
         validation=validation,
+        prompts=prompts,
         samples_at_once=samples,
     )
     spec.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)
@@ -398,6 +402,14 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
         flags = replace(flags, pretrained=stored["base"])
     flags.check_lora()
     return flags
+
+
+def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:
+    """Return the captions of --sample_prompts and their condition."""
+    if not flags.sample_prompts or not isinstance(conditioner, CaptionConditioner):
+        return None
+    captions = read_prompts(flags.sample_prompts, "--sample_prompts")
+    return captions, conditioner.encode(captions)
 
 
 def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None, notes: list[str]) -> Lora:

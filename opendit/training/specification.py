@@ -23,7 +23,7 @@ from opendit.encoders.folder import KNOWN
 from opendit.encoders.vae import ImageCodec, codec_geometry
 from opendit.encoders.video_vae import VideoCodec, video_geometry
 from opendit.kernels.select import KernelChoice
-from opendit.models import DiTConfig, config_from_dict
+from opendit.models import Condition, DiTConfig, config_from_dict
 from opendit.models.lora import Lora
 from opendit.models.weights import Weights
 from opendit.models.zoo import model_shapes
@@ -67,6 +67,7 @@ class RunSpecification:
     ema_warmup: float  # of the averages, see opendit.checkpoint.ema.EMA
     samples_at_once: int  # in a rank's micro-batch, by the model's configured size
     validation: MediaDataset | None = None  # samples of the held-out loss
+    prompts: tuple[list[str], Condition] | None = None  # what sample grids show instead of captions of the data set
     clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 

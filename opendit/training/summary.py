@@ -75,7 +75,8 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         f"{spec.schedule.global_batch}{_unit(flags)}; {spec.schedule.mean_steps_per_epoch:,.2f} steps an epoch",
         **({"an epoch": spec.schedule.passes} if spec.schedule.passes else {}),
         "steps": f"{spec.first_step} to {spec.last_step}"
-        + (f", resumed from {spec.resume.folder}" if spec.resume else ""),
+        + (f", resumed from {spec.resume.folder}" if spec.resume else "")
+        + f"; {spec.last_step / spec.schedule.mean_steps_per_epoch:,.2f} epochs in all",
         "run folder": str(spec.folder),
     }
     print_block("OpenDiT training", rows)

@@ -143,7 +143,13 @@ def folder(tmp_path_factory):
 
 def test_every_reason_is_counted_once(folder, tmp_path, capsys):
     check_csv.run(
-        str(folder / "clips.csv"), str(folder / "ok.csv"), num_frames=16, frame_interval=2, image_size=32, num_workers=3
+        str(folder / "clips.csv"),
+        str(folder / "ok.csv"),
+        num_frames=16,
+        frame_interval=2,
+        min_size=32,
+        num_workers=3,
+        image_size=64,
     )
     rows = read_csv(folder / "ok.csv")
     assert [(row.path.name, row.text, row.extra) for row in rows] == [
@@ -154,6 +160,7 @@ def test_every_reason_is_counted_once(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     lines = {line.split(":")[0].strip(): line for line in out.splitlines() if ": " in line}
     assert "kept 3 of 11 rows, dropped 8" in out
+    assert "kept, and enlarged by training at 64: 2 (" in out and "long.mp4: 64x64" not in out  # no reason to drop
     for reason, count, names in [
         ("missing", 1, ["gone.mp4"]),
         ("undecodable", 4, ["zero.mp4", "text.mp4", "broken.png", "cut.mp4"]),

@@ -16,7 +16,7 @@ from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_mode
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.collectives import Group
 from opendit.parallel.tensor import divide
-from opendit.training.memory import GIB, Setup, advice, describe, estimate, largest_batch, lora_parameters
+from opendit.training.memory import GIB, Setup, advice, describe, estimate, largest_batch, lora_parameters, parts
 from opendit.training.step_cost import training_flops
 from tests.memory import kept_bytes
 from tests.models.test_dit import randomised
@@ -215,10 +215,19 @@ def test_advice_is_the_cheapest_that_is_enough():
     assert advice(apart, Setup(world=8), 1, card) == "32 ranks and --sequence_parallel_size 32 --grad_checkpoint"
 
 
+@pytest.mark.parametrize("setup", [Setup(), Setup(world=8), Setup("fsdp", world=8, recompute="cheap")])
+@pytest.mark.parametrize("batch", [1, 64])  # the peak is at the end of the backward pass, or at its beginning
+def test_the_parts_that_are_named_are_all(setup, batch):
+    needs = estimate(XL, setup, batch)
+    named = [float(number.replace(",", "")) for number in re.findall(r" ([\d,]+\.\d\d)", parts(needs))]
+    assert sum(named) == pytest.approx(needs.total / GIB, abs=0.005 * len(named))
+
+
 def test_the_line_of_the_opening_block():
     setup = Setup(recompute="mlp")
     line = describe(XL, setup, 128, 139.8 * GIB)
-    assert line.startswith("28.35 GiB a rank estimated: states 11.31, activations 16.86 (--recompute mlp)")
+    named = "states 11.31, activations 16.86, libraries 0.18"
+    assert line.startswith(f"28.35 GiB a rank estimated: {named} (--recompute mlp)")
     assert line.endswith(f"the GPU has 139.8, enough for --batch_size {largest_batch(XL, setup, 0.94 * 139.8 * GIB)}")
     assert "on a CPU in fp32" in describe(XL, Setup(precision="fp32"), 128, None)
 
