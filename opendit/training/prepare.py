@@ -137,10 +137,12 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
     conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn)
     if mesh.is_main:
+        notes += everything.describe().notes
         encoder = getattr(conditioner, "encoder", None)
         if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
+            notes += validated_apart.describe().notes
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(
