@@ -144,13 +144,6 @@ class DataFlags(Flags):
     group: ClassVar[str] = "Data: the samples, and what they are turned into"
 
     data_path: str = flag("digits", data_path_help(), common="folder, CSV, tars, latents; digits", unit="data")
-    file_column: str | None = flag(None, "of a table or metadata.*: its column of files (default: path, or file_name)")
-    caption_column: str | None = flag(None, "of a table or metadata.*: its column of captions (default: text)")
-    caption_prefix: str | None = flag(
-        None, "words before every caption; in a folder also for files without one", free=True, unit="words"
-    )
-    shuffle_tags: bool = flag(False, "of captions that are tags with commas between: another order at each use")
-    tag_drop: float = flag(0.0, "share of these tags that a use leaves out", **SHARE)
     image_size: int = flag(256, "side of the training pictures in pixels", common="side of the pictures", **SIDE)
     use_video: bool = flag(False, "train a vDiT on clips", common=True)
     num_frames: int = flag(16, "frames of a clip", common=True, **FRAMES)
@@ -177,6 +170,21 @@ class DataFlags(Flags):
         1.25, "of --bucket_tokens, --pack_tokens: enlarge nothing by more; smaller samples get smaller shapes", **SCALE
     )
     label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", **SHARE)
+
+
+@dataclass(frozen=True)
+class WordFlags(Flags):
+    """Where captions come from, and what training changes about them."""
+
+    group: ClassVar[str] = "Words: where captions come from, and what is changed about them"
+
+    file_column: str | None = flag(None, "of a table or metadata.*: its column of files (default: path, or file_name)")
+    caption_column: str | None = flag(None, "of a table or metadata.*: its column of captions (default: text)")
+    caption_prefix: str | None = flag(
+        None, "words before every caption; in a folder also for files without one", free=True, unit="words"
+    )
+    shuffle_tags: bool = flag(False, "of captions that are tags with commas between: another order at each use")
+    tag_drop: float = flag(0.0, "share of these tags that a use leaves out", **SHARE)
 
 
 @dataclass(frozen=True)
