@@ -90,6 +90,7 @@ setup(
         "test": TEST,
         "dev": ["pre-commit", *TEST],
         "lora": ["peft>=0.17"],
+        "parquet": ["pyarrow>=15"],
         "flash": ["flash-attn"],
         "completion": COMPLETION,
         "page": PAGE,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from opendit.common.utils import printable
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
-PYTHON = "python"  # --data_path of a data set that a program hands over
+MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set that a program hands over
 FALLBACK = "any_folder"  # source of a folder that no other source recognises
 ADDRESSES = "shards.source"  # source of addresses
 ENERGON, BLENDS, TABLES = "energon.source", "blend", "captioned"
@@ -38,7 +38,7 @@ SOURCES = {
     "digits": SourceDescription("digits", "digits"),
     "energon.source": SourceDescription(None, "an Energon folder or metadataset"),
     "latents": SourceDescription(None, "a folder of cached latents"),
-    "mock": SourceDescription("mock", "mock: random latents"),
+    MOCK: SourceDescription(MOCK, "mock: random latents"),
     "python_data": SourceDescription(PYTHON, "python: what a program hands to opendit.train"),
     "any_folder": SourceDescription(None, "a folder of pictures, or of captioned pictures and clips"),
     "blend": SourceDescription(None, "a YAML file of several sources"),

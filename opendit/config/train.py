@@ -331,7 +331,8 @@ class TrainConfig(
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
             if self.sample_every != 0:
                 unused["sample_every"] = why
-            of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")
+            of_files = ("random_flip", "random_crop", "frame_interval", "fps", "short_clips", "video_reader")
+            of_files += tuple(item.name for item in fields(component.WordFlags))
             unused |= dict.fromkeys(of_files, "does nothing with --data_path mock")
         if self.data_path in named_sources() and self.data_path != PYTHON:
             unused["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"

@@ -106,7 +106,8 @@ def resize_and_crop(
     """
     # Cut first, so that both axes have one scale (of a square exactly) and a long thin frame costs no more than others.
     height, width = frames.shape[1:3]
-    down, across, place = Crop(size, size) if isinstance(size, int) else Crop(*size)
+    place = size.place if isinstance(size, Crop) else None
+    down, across = (size, size) if isinstance(size, int) else size[:2]
     unit = min(height / down, width / across)
     high, wide = min(height, round(down * unit)), min(width, round(across * unit))
     top, left = start_of_crop(height - high, width - wide, place)

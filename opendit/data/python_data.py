@@ -64,7 +64,7 @@ class PythonDataset(PicturesAndClips):
 
     An image is a PIL picture, a tensor (1 or 3, H, W) uint8 or of floats in [0, 1], or an array (H, W, 3) uint8. A
     video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples have the keys of the
-    first. Classes are named by ``data.classes``, or numbered below ``num_classes``.
+    first; the caption is taken if there is a class, too. Classes are named by ``data.classes``, or numbered below ``num_classes``.
 
     A run resumes exactly if ``data[i]`` is the same at each call and in each process; samples are addressed by their
     number. ``data.fingerprint``, a text, should change with the data. Without it the contents of 32 samples, spread
@@ -79,12 +79,13 @@ class PythonDataset(PicturesAndClips):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) or not len(data):
             raise ValueError(f"{name}: no map-style data set with samples; give it __len__ and __getitem__")
         first = data[0]
-        keys = [key for key in ("image", "video", "text", "label") if isinstance(first, dict) and key in first]
-        if len(keys) != 2 or keys[0] not in ("image", "video") or keys[1] not in ("text", "label"):
+        keys = first.keys() if isinstance(first, dict) else ()
+        found = [next((key for key in pair if key in keys), "") for pair in (("image", "video"), ("text", "label"))]
+        if not all(found):
             raise ValueError(
                 f"{name}: a sample is a dict of image or video, and text or label, not {_kind(first)}; wrap it so"
             )
-        self.data, self.name, (self.medium, self.condition) = data, name, keys
+        self.data, self.name, (self.medium, self.condition) = data, name, found
         if self.medium == "video" and not self.use_video:
             raise ValueError(f"{name}: holds videos; set use_video=True")
         self.class_names: list[str] = []

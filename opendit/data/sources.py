@@ -17,6 +17,7 @@ from opendit.config.data_sources import (
     BLENDS,
     ENERGON,
     FALLBACK,
+    MOCK,
     SOURCES,
     TABLES,
     check_address,
@@ -135,6 +136,8 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
                     f"--energon_cooker {asked.energon_cooker}: {asked.shown} is no folder that Energon prepared; leave "
                     "it out"
                 )
+            if module == MOCK:  # which stands for any data in a dry run
+                return dataset
             if any(asked.columns) and module not in (TABLES, FALLBACK, BLENDS):
                 raise ValueError(
                     f"{asked.shown}: is no table of captioned media; leave --file_column and --caption_column out"
@@ -161,8 +164,8 @@ def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
         raise ValueError(f"--{given}: {asked.shown} has classes and no captions; leave it out")
     if about.text_encoder is not None:
         raise ValueError(
-            f"--{given}: the captions of {asked.shown} are embedded already; leave it out, or make the latents again, "
-            + ("with it" if given == "caption_prefix" else "without --text_encoder")
+            f"--{given}: the captions of {asked.shown} are embedded already; leave it out, or "
+            + ("make the latents again with it" if given == "caption_prefix" else "train on the files themselves")
         )
     return Recaptioned(dataset, asked.caption_prefix or "", shuffle=asked.shuffle_tags, drop=asked.tag_drop)
 

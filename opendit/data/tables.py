@@ -75,18 +75,20 @@ def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, 
                 raise ValueError(f'{here}: not an object like {{"file_name": ..., "text": ...}}; correct the line')
             if text:
                 lines.append((here, values))
-    found = columns.find({key for _, values in lines for key in values})
-    if lines and None in found:
-        raise NoColumns(f"{name}: {columns.missing(*found)}")
+    if not lines:
+        return
+    file_column, caption_column = columns.find({key for _, values in lines for key in values})
+    if file_column is None or caption_column is None:
+        raise NoColumns(f"{name}: {columns.missing(file_column, caption_column)}")
     for here, values in lines:
-        yield here, values.get(found[0]), values.get(found[1])
+        yield here, values.get(file_column), values.get(caption_column)
 
 
 def _parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
     """Yield where each row is, its file and its caption."""
     try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
+        from pyarrow import ArrowException  # pyright: ignore[reportMissingImports]
+        from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(
             f"{name}: needs the package pyarrow to be read; pip install pyarrow, or save it as .jsonl"
