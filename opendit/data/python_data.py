@@ -64,7 +64,8 @@ class PythonDataset(PicturesAndClips):
 
     An image is a PIL picture, a tensor (1 or 3, H, W) uint8 or of floats in [0, 1], or an array (H, W, 3) uint8. A
     video is a tensor (T, 1 or 3, H, W), an array (T, H, W, 3) or a list of pictures. All samples have the keys of the
-    first; the caption is taken if there is a class, too. Classes are named by ``data.classes``, or numbered below ``num_classes``.
+    first; the caption is taken if there is a class, too. Classes are named by ``data.classes``, or numbered below
+    ``num_classes``.
 
     A run resumes exactly if ``data[i]`` is the same at each call and in each process; samples are addressed by their
     number. ``data.fingerprint``, a text, should change with the data. Without it the contents of 32 samples, spread
