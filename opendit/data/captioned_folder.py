@@ -28,6 +28,7 @@ FILE_NAME = "file_name"  # column of such a table
 # Kinds of what is left out.
 BARE, UNREAD = "files without a caption", "files whose caption can't be read"
 LONELY, GONE = "captions without a picture or clip", "captions of files that are missing"
+ALONE = "--caption_prefix alone"  # where the caption of a file without one comes from
 
 
 @dataclass
@@ -86,7 +87,7 @@ def find_captions(
             if why:
                 found.leave_out(UNREAD, f"{path}: {why}")
             elif text or bare:
-                found.add(path, text, source or "nothing")
+                found.add(path, text, source or ALONE)
             else:
                 found.leave_out(BARE, path)
     captioned = {os.path.splitext(path)[0] for path in media}
@@ -157,7 +158,7 @@ def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: 
     for path in media:
         if os.path.normpath(path) not in named:
             if bare:
-                found.add(Path(path), "", "nothing")
+                found.add(Path(path), "", ALONE)
             else:
                 found.leave_out(BARE, path)
 

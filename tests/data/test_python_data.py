@@ -46,6 +46,8 @@ def test_every_form_of_a_picture_is_the_same():
     wanted = to_tensor(center_crop(Image.fromarray(array), 8), False)
     assert all(torch.equal(data.read(row).x, wanted) and data.read(row).text == "a" for row in range(4))
     assert data.describe().conditioning == "text" and data.sample_shape == (3, 8, 8)
+    nearly = opened(Listed({"image": torch.full((3, 8, 8), 0.999), "text": "a"}))
+    assert (nearly.read(0).x == 1).all()  # rounded
     grey = opened(Listed({"image": pixels[:1], "label": 1}, classes=["no", "yes"]))
     assert torch.equal(grey.read(0).x[0], grey.read(0).x[2]) and grey.label(0) == 1
     assert grey.describe().class_names == ["no", "yes"]

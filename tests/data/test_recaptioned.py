@@ -57,6 +57,7 @@ def test_tags_are_lost_or_moved_and_nothing_else(tags, key, drop, shuffle):
     assert got and not Counter(got) - Counter(given_tags)
     if not drop:
         assert Counter(got) == Counter(given_tags)
+    assert Counter(got) == Counter(change_tags(text, key, shuffle=not shuffle, drop=drop).split(", "))
     if not shuffle:
         places = iter(given_tags)
         assert all(tag in places for tag in got)  # in their order
@@ -106,6 +107,7 @@ def test_ranks_and_resumes_see_the_same_and_epochs_do_not(pictures):
     assert samples_of(data, 2, 1) == samples_of(data, 4, 1) == samples_of(data, 2, 2) == one
     assert samples_of(data, 1, 1, start=3) == {key: value for key, value in one.items() if key[0] >= 3}
     assert len({text for text, _ in one.values()}) > 16 and len({x for _, x in one.values()}) > 8
+    assert len({data[SampleKey(0, step, 0)].text for step in range(20)}) > 10
     other = samples_of(opened(pictures, seed=4, shuffle_tags=True, random_crop=True), 1, 1)
     assert other != one
 
