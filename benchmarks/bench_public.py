@@ -9,12 +9,15 @@ it. It runs kernel by kernel, and with its repeated blocks compiled, as ``compil
 is cuDNN's, which is its fastest one here (in training torch's flash attention, for cuDNN's gradients are wrong under
 torch.compile). Ours runs kernel by kernel, and recorded as a CUDA graph.
 
-Forward passes take turns for --rounds rounds in one process; the median counts. The floor is the time of a forward
-pass's matrix products and attention alone, measured one by one. Differences of outputs and latents are relative to the
-RMS of diffusers' eager ones. What rounding alone does is the difference between its two ways to run, and to a
-reference: diffusers' network in fp32 with TF32 products. Latents are drawn without a second pass for guidance and stay
-fp32, in our sampler as in the loop around diffusers' scheduler. In bf16 its FLUX.1 also rounds the time; "rounded
-times" are latents of ours with the same rounding.
+Forward passes take turns for --rounds rounds of --repeats calls in one process; the median counts. The floor is the
+time of a forward pass's matrix products and attention alone, in the network's order and with its weights, recorded as a
+CUDA graph. It takes turns as well, because a GPU at its limit of power is slower than in the first second. "Modulated
+beforehand" leaves out the embeddings of time and captions, as sampling does.
+
+Differences of outputs and latents are relative to the RMS of diffusers' eager ones. What rounding alone does is the
+difference between its two ways to run, and to a reference: diffusers' network in fp32 with TF32 products. Latents are
+drawn without a second pass for guidance and stay fp32, in our sampler as in the loop around diffusers' scheduler. In
+bf16 its FLUX.1 also rounds the time; "rounded times" are latents of ours with the same rounding.
 
 Each part prints its line, and appends its rows, as soon as it is done; one that fails says so in one line, and the
 others run. After --seconds nothing new is begun.
@@ -41,12 +44,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.results import add_flags, record
 from opendit.checkpoint.matched import check_matched
 from opendit.diffusion.published_schedules import published_schedule
 from opendit.diffusion.random import initial_noise
 from opendit.diffusion.sampling import sample_latents
+from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder
 from opendit.kernels.select import KernelSwitches, select_kernels
 from opendit.models.blocks import MLPS, BlockSpec
@@ -58,6 +63,8 @@ from opendit.models.families.public_config import public_config
 SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # bf16 holds this time, and this scale times 1000
 COMPILE_SECONDS = 45  # that must be left to begin compiling
 OURS, RECORDED, PLAIN = "ours", "ours recorded", "ours without kernels"
+BEFOREHAND, FLOAT8 = "ours modulated beforehand", "ours in FP8 modulated beforehand"
+FLOOR = "products and attention alone"
 EAGER, COMPILED = "diffusers eager", "diffusers compiled"
 INFERENCE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 TRAINING = INFERENCE[1:]
@@ -293,31 +300,51 @@ def products_of(config: Any, captions: int) -> tuple[Counter, Counter]:
     return products, attentions
 
 
+class Calls(TorchFunctionMode):
+    """Records the linear layers of several rows and the attentions that a network calls."""
+
+    def __init__(self):
+        self.linears: list[tuple[tuple[int, ...], Tensor] | None] = []  # None: an attention, which the other list has
+        self.attentions: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.linear and args[0].numel() > len(args[0]) * args[0].shape[-1]:
+            self.linears.append((tuple(args[0].shape), args[1]))
+        elif func is F.scaled_dot_product_attention:
+            self.linears.append(None)
+            self.attentions.append((tuple(args[0].shape), tuple(args[1].shape)))
+        return func(*args, **(kwargs or {}))
+
+
 @torch.inference_mode()
-def floor(config: Any, captions: int, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the milliseconds of a forward pass's products and attention, and of attention alone."""
-    products, attentions = products_of(config, captions)
-    total = attention = 0.0
-    for (rows, inner, outer), count in products.items():
-        x, w = (
-            torch.randn(rows, inner, device=device, dtype=dtype),
-            torch.randn(outer, inner, device=device, dtype=dtype),
-        )
-        total += count * least(lambda x=x, w=w: F.linear(x, w), device)
-    for (queries, keys, heads, size), count in attentions.items():
-        q, k, v = (torch.randn(1, heads, n, size, device=device, dtype=dtype) for n in (queries, keys, keys))
-        found = []
-        for backend in INFERENCE[:2] if device.type == "cuda" else INFERENCE[3:]:
-            with contextlib.suppress(RuntimeError), sdpa_kernel(backend):
-                found.append(least(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v), device))
-        attention += count * min(found)
-    return total + attention, attention
+def floor_of(forward: Callable[[], Tensor], device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """Return a call that makes the products and attentions of ``forward`` alone, in its order, on random inputs."""
+    calls = Calls()
+    with calls:
+        forward()
+    made: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
+    def random(shape: tuple[int, ...], number: int = 0) -> Tensor:
+        if (shape, number) not in made:
+            made[shape, number] = torch.randn(shape, device=device, dtype=dtype)
+        return made[shape, number]
 
-def least(work: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of a call: the least of three means over several."""
-    calls = 6 if device.type == "cuda" else 1
-    return min(milliseconds(lambda: [work() for _ in range(calls)], device) for _ in range(4)) / calls
+    work: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = []
+    attentions = iter(calls.attentions)
+    for linear in calls.linears:
+        if linear is not None:
+            work.append((F.linear, (random(linear[0]), linear[1])))
+        else:
+            queries, keys = next(attentions)
+            inputs = random(queries, 1), random(keys, 2), random(keys, 3)
+            work.append((F.scaled_dot_product_attention, inputs))
+
+    def floor() -> None:
+        with sdpa_kernel(INFERENCE, set_priority=True) if device.type == "cuda" else contextlib.nullcontext():
+            for call, inputs in work:
+                call(*inputs)
+
+    return floor
 
 
 def milliseconds(work: Callable[[], object], device: torch.device) -> float:
@@ -423,9 +450,9 @@ class Pair:
         self.time = torch.full((1,), TIME, device=device)
         self.compiled = False
 
-    def select(self, inference: bool) -> Any:
+    def select(self, inference: bool, switches: KernelSwitches | None = None) -> Any:
         config, bench = self.config, self.bench
-        choose = self.switches, bench.device, bench.dtype, config.head_dim, config.tokens
+        choose = switches or self.switches, bench.device, bench.dtype, config.head_dim, config.tokens
         return select_kernels(*choose, inference=inference)
 
     # ------------------------------------------------------------------------------------------------- ways to run
@@ -467,10 +494,37 @@ class Pair:
 
         return call
 
-    def ways(self) -> dict[str, Callable[[], Network]]:
-        found: dict[str, Callable[[], Network]] = {OURS: lambda: self.ours}
+    def beforehand(self, model: PublicDiT) -> Network:
+        """Record what is left of our forward pass once modulations and captions are ready, for one time."""
+        c, context = model.condition(self.time, self.y)
+        ready = list(model.modulations(c))
+        return self.always(lambda: model.predict(self.noise, ready, context))
+
+    def in_float8(self) -> Network:
+        kernels = self.select(inference=True, switches=replace(self.switches, fp8=True))
+        model = with_weights(self.config, dict(self.model.named_parameters()))
+        keep_weights(model)
+        return self.beforehand(model.use(ops=kernels.ops, attend=kernels.attend))
+
+    def floor(self) -> Network:
+        self.plain.use(attend=F.scaled_dot_product_attention)
+        return self.always(
+            floor_of(lambda: self.ours_plain(self.noise, self.time), self.noise.device, self.bench.dtype)
+        )
+
+    def always(self, work: Callable[[], Any]) -> Network:
+        """Record work that needs no inputs, where there is a GPU."""
         if self.bench.device.type == "cuda":
-            found |= {RECORDED: self.recorded, PLAIN: lambda: self.ours_plain}
+            out, work = GraphRecorder().record(work)
+        else:
+            out = work()
+        return lambda x, t: work() if out is None else (work(), out)[1]
+
+    def ways(self) -> dict[str, Callable[[], Network]]:
+        found: dict[str, Callable[[], Network]] = {FLOOR: self.floor, OURS: lambda: self.ours}
+        found[BEFOREHAND] = lambda: self.beforehand(self.model)
+        if self.bench.device.type == "cuda":
+            found |= {RECORDED: self.recorded, FLOAT8: self.in_float8, PLAIN: lambda: self.ours_plain}
         return found | {EAGER: lambda: self.eager, COMPILED: self.compile}
 
     def close(self) -> None:
@@ -489,7 +543,6 @@ class Measurement:
         self.networks: dict[str, Network] = {}
         self.outputs: dict[str, Tensor] = {}
         self.latents: dict[str, Tensor] = {}
-        self.floor: float | None = None
         parameters = sum(p.numel() for p in self.pair.theirs.parameters()) / 1e9
         kernels, config = self.pair.kernels, self.pair.config
         bench.say(f"{self.case}: {parameters:.3f} B weights, {config.tokens:,} + {subject.tokens} tokens")
@@ -499,7 +552,6 @@ class Measurement:
         """Run all parts, each for itself."""
         bench = self.bench
         for name, part, seconds in (
-            ("floor", self.measure_floor, 0.0),
             ("forward", self.measure_forward, 0.0),
             ("latents", self.draw_latents, 15.0),
             ("train", self.measure_training, COMPILE_SECONDS),
@@ -512,12 +564,6 @@ class Measurement:
 
     # ----------------------------------------------------------------------------------------------------- forward
 
-    def measure_floor(self) -> None:
-        pair, bench = self.pair, self.bench
-        self.floor, attention = floor(pair.config, self.subject.tokens, bench.device, bench.dtype)
-        bench.say(f"floor of a forward pass {self.floor:.1f} ms, of which attention {attention:.1f}")
-        bench.rows({"case": f"{self.case} floor", "metric": "forward ms", "value": f"{self.floor:.2f}"})
-
     @torch.inference_mode()
     def measure_forward(self) -> None:
         bench, pair, peaks = self.bench, self.pair, {}
@@ -528,22 +574,25 @@ class Measurement:
             with bench.part(name):
                 start = time.perf_counter()
                 network = build()
-                self.outputs[name] = network(x, t).clone()
+                output = network(x, t)
                 synchronize(bench.device)
                 first = time.perf_counter() - start
                 peak = self.peak(name, lambda network=network: network(x, t))
-                if name != RECORDED:  # whose memory is set aside before
+                if name in (OURS, PLAIN, EAGER, COMPILED):  # a graph's memory is set aside before
                     peaks[name] = peak
                 self.networks[name] = network
-                finite = "" if self.outputs[name].isfinite().all() else "; THE OUTPUT IS NOT FINITE"
+                if name != FLOOR:
+                    self.outputs[name] = output.clone()
+                finite = "" if output is None or output.isfinite().all() else "; THE OUTPUT IS NOT FINITE"
                 bench.say(f"{name}: first call {first:.1f} s{finite}")
         self.compare_outputs()
         times: dict[str, list[float]] = {name: [] for name in self.networks}
         for _ in range(bench.args.rounds):
             for name, network in self.networks.items():
                 if bench.left > 0 or not times[name]:
-                    times[name].append(milliseconds(lambda network=network: network(x, t), bench.device))
-        self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "forward", self.floor)
+                    work = lambda network=network: [network(x, t) for _ in range(bench.args.repeats)]  # noqa: E731
+                    times[name].append(milliseconds(work, bench.device) / bench.args.repeats)
+        self.report({name: statistics.median(found) for name, found in times.items()}, peaks, "forward")
 
     def peak(self, name: str, work: Callable[[], object]) -> float:
         """Return the peak memory of a call in GiB, without the other network's weights."""
@@ -556,7 +605,7 @@ class Measurement:
         synchronize(self.bench.device)
         return torch.cuda.max_memory_allocated() / 2**30 - sum(p.nbytes for p in other.parameters()) / 2**30
 
-    def report(self, times: dict[str, float], peaks: dict[str, float], what: str, least: float | None = None) -> None:
+    def report(self, times: dict[str, float], peaks: dict[str, float], what: str) -> None:
         """Print and append times in ms, with their ratios to diffusers compiled, or else eager."""
         base = next((name for name in (COMPILED, EAGER) if name in times), None)
         for name, value in times.items():
@@ -566,8 +615,8 @@ class Measurement:
             if base and name != base:
                 line += f", {ratio} of {base}"
                 row |= {"baseline": base, "baseline_value": f"{times[base]:.2f}"}
-            if least:
-                line += f", floor {least / value:.3f} of it"
+            if FLOOR in times and name != FLOOR:
+                line += f", floor {times[FLOOR] / value:.3f} of it"
             rows = [row]
             if name in peaks:
                 line += f", peak {peaks[name]:.1f} GiB"
@@ -594,7 +643,7 @@ class Measurement:
             if usual and name != yard:
                 row |= {"baseline": yard, "baseline_value": f"{usual[1]:.3e}"}
             rounding = max(usual[1] if usual else 0.0, 4 * torch.finfo(self.bench.dtype).eps)
-            if not pair[1] < 4 * rounding:
+            if name != FLOAT8 and not pair[1] < 4 * rounding:
                 line += " <- MORE THAN ROUNDING"
             self.bench.say(line)
             self.bench.table.append((self.case, what, f"{name} - {of}", f"{pair[1]:.2e}", ""))
@@ -790,10 +839,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="small networks of the same layouts, to try this file")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="by default bf16 on a GPU, else fp32")
     parser.add_argument("--train", action="store_true", help="also a training step of Wan-1.3B")
-    parser.add_argument("--rounds", type=int, default=5, help="timed calls of each way to run")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each way to run")
+    parser.add_argument("--repeats", type=int, default=3, help="calls in a turn of a forward pass")
     parser.add_argument(
         "--without", nargs="*", default=[],
-        help=f"leave out: floor, forward, latents, train, reference, {EAGER!r}, {COMPILED!r}, {RECORDED!r}, {PLAIN!r}",
+        help=f"leave out: forward, latents, train, reference, {', '.join(map(repr, (FLOOR, FLOAT8, BEFOREHAND)))}, "
+        f"{EAGER!r}, {COMPILED!r}, {RECORDED!r}, {PLAIN!r}",
     )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=330, help="after which nothing new is begun")
     parser.add_argument("--reference_seconds", type=float, default=40, help="that latents in fp32 may take")

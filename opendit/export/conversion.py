@@ -32,6 +32,7 @@ from opendit.diffusion.objectives import DDPMObjective, objective_from_dict
 from opendit.encoders.folder import PIPELINE_INDEX, encoder_name
 from opendit.encoders.vae import HUB, IMAGE_CLASSES, load_vae
 from opendit.models.dit import DiT, DiTConfig
+from opendit.models.families.public_config import PublicConfig
 from opendit.models.layers import PLAIN
 from opendit.models.weights import Weights
 from opendit.models.zoo import empty_model
@@ -45,6 +46,10 @@ SCHEDULER: dict[str, Any] = dict(
 
 def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) -> None:
     """Raise ValueError for models that Meta's DiT, and so diffusers', can't express."""
+    if config.kind == PublicConfig.kind and target == "diffusers":
+        raise ValueError(
+            f"--base: left out; name the folder of the public model {info.get('model', '')} that was trained"
+        )
     if config.kind != DiTConfig.kind:
         what = "video DiT" if config.is_video else f"{config.kind} model"
         raise ValueError(f"{target} has no {what}; a {config.kind} can't be exported")

@@ -16,19 +16,23 @@ from torch import Tensor
 from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels.fp8 import Float8
-from opendit.kernels.fp8_linear import EPS, Modulated, check_widths
+from opendit.kernels.fp8_linear import EPS, Modulated, check_widths, residual_rmsnorm_modulate
 from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_residual import gate_residual
+from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import head_views
+from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import Projection, RMSNorm
 
 # If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales. cuBLAS 13 has only
 # one tile size for products that apply them, which can't fill the GPU. fc2 of DiT-XL/2 on an H200, with and without
 # row scales: 512 rows 15.0 and 8.6 us, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
 TILES = 1024
-CAST_FROM = 8192  # least number of rows for which an activation is cast; below it the product is in the input's dtype
+# Least number of rows times columns of a product for which an activation is cast, that is read once more and written:
+# what a row gains grows with the columns. Below it the product is in the input's dtype.
+CAST_FROM = 8192 * 1152
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,18 @@ class QuantizedRows:
         return self.data.data.shape
 
 
-def _in_float8(x: Tensor | QuantizedRows | Modulated) -> Tensor | QuantizedRows:
-    """Cast x for a product, or return it unchanged if the product is to be in its own dtype."""
+def _in_float8(x: Tensor | QuantizedRows | Modulated, columns: int) -> Tensor | QuantizedRows:
+    """Cast x for a product with so many columns, or return it unchanged if the product is to be in its own dtype."""
     if isinstance(x, Modulated):
         return QuantizedRows(x.rows, x.x.dtype)
-    if isinstance(x, Tensor) and x.numel() // x.shape[-1] >= CAST_FROM:
+    if isinstance(x, Tensor) and x.numel() // x.shape[-1] * columns >= CAST_FROM:
         return QuantizedRows(rows_in_float8(x), x.dtype)
     return x
 
 
 def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + bias, (..., out)."""
-    x = _in_float8(x)
+    x = _in_float8(x, len(weight))
     if isinstance(x, Tensor):
         return F.linear(x, weight, bias)
     check_widths(weight)
@@ -66,7 +70,7 @@ def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor
 
 def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return y (..., out) and scale (rows, 1) or None: x W^T is y with its rows multiplied by the scale."""
-    x = _in_float8(x)
+    x = _in_float8(x, len(weight))
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
     # In fp16 rows without their scale could overflow.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
@@ -102,6 +106,9 @@ def linear_gelu(x: Tensor | QuantizedRows | Modulated, linear: Projection) -> Qu
 
 def linear_gate_residual(x: Tensor, gate: Tensor, z: Tensor | QuantizedRows | Modulated, linear: Projection) -> Tensor:
     """Compute x + gate * linear(z)."""
+    if isinstance(linear, NormalisedProjection):
+        branch = linear.before_norm(cast(Tensor, z), multiply)
+        return gate_rmsnorm_residual(x, gate, branch, linear.norm.weight, linear.norm.eps)
     return gate_residual(x, gate, linear.product(cast(Tensor, z), multiply=multiply), linear.bias)
 
 
@@ -124,8 +131,10 @@ def linear_gate_residual_rmsnorm_modulate(
     norm: RMSNorm,
     shift: Tensor,
     scale: Tensor,
-) -> tuple[Tensor, QuantizedRows]:
+) -> tuple[Tensor, QuantizedRows | Modulated]:
     """Compute h = x + gate * linear(z), and RMSNorm(h) * (1 + scale) + shift for the next linear layer."""
+    if isinstance(linear, NormalisedProjection):
+        return residual_rmsnorm_modulate(linear_gate_residual(x, gate, z, linear), norm, shift, scale)
     branch = linear.product(cast(Tensor, z), multiply=multiply)
     vectors = modulation_with_weight(x, norm.weight, shift, scale)
     h, y, _, _ = joined.gate_residual_layernorm_modulate_float8(

@@ -29,8 +29,10 @@ from opendit.kernels.capability import missing, pretending
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.fp8_weight import weight_in_float8
+from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
 from opendit.kernels.split_heads import gather_heads_float8, head_views
+from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import Projection, RMSNorm
 
 EPS = 1e-6
@@ -285,8 +287,12 @@ def linear_gate_residual_rmsnorm_modulate(
     shift: Tensor,
     scale: Tensor,
     sample_of_row: Tensor | None = None,
-) -> tuple[Tensor, Quantized]:
+) -> tuple[Tensor, Quantized | Modulated]:
     """Compute h = x + gate * linear(z), and RMSNorm(h) * (1 + scale) + shift for the next linear layer."""
+    if isinstance(linear, NormalisedProjection):
+        branch = linear.before_norm(cast(Tensor, z), multiply)
+        h = gate_rmsnorm_residual(x, gate, branch, linear.norm.weight, linear.norm.eps, sample_of_row)
+        return residual_rmsnorm_modulate(h, norm, shift, scale, sample_of_row)
     vectors = modulation_with_weight(x, norm.weight, shift, scale)
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 

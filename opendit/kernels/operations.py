@@ -9,7 +9,7 @@ What all of them require of device, dtype and widths: :func:`opendit.kernels.com
 :func:`opendit.kernels.fp8_linear.float8_available`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual, gate_rmsnorm_residual_rmsnorm_modulate
+from opendit.kernels.join_heads import Heads, join_heads
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
@@ -150,6 +151,15 @@ def _normalise_rotate(
     return rotate_heads(q, k, q_norm.weight, k_norm.weight, table, q_norm.eps, across)
 
 
+def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+    norms = [norm for *_, q_norm, k_norm, _ in streams for norm in (q_norm, k_norm) if norm is not None]
+    eps = norms[0].eps if norms else 0.0
+    found = []
+    for q, k, v, q_norm, k_norm, table in streams:
+        found.append(Heads(q, k, v, q_norm and q_norm.weight, k_norm and k_norm.weight, table))
+    return join_heads(found, eps)
+
+
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
 
 # The last row of an operation that the switches allow is used. ``keeps``: activations for the backward pass, by the
@@ -191,6 +201,7 @@ KERNELS = (
     Kernel("swiglu", swiglu, {MODULATE}, keeps=("x",)),
     Kernel("add_table", add_table, {MODULATE}),
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
+    Kernel("join_heads", _join_heads, {MODULATE, INFERENCE}),
     # In float8 every input of a projection is saved in one byte per value, and so is its weight.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("residual_rmsnorm_modulate", fp8_linear.residual_rmsnorm_modulate, {FLOAT8}, keeps=("x",)),
@@ -221,6 +232,7 @@ KERNELS = (
     Kernel("swiglu", swiglu, {FLOAT8}, keeps=("x",)),
     Kernel("add_table", add_table, {FLOAT8}),
     Kernel("normalise_rotate", _normalise_rotate, {FLOAT8}, keeps=("q", "k")),
+    Kernel("join_heads", _join_heads, {FLOAT8, INFERENCE}),
     *(
         Kernel(name, getattr(fp8_inference, name), {FLOAT8, INFERENCE}, float8=True, takes_projection=True)
         for name in ("linear_heads", "linear_gelu", "linear_gate_residual_layernorm_modulate")

@@ -146,12 +146,13 @@ def _sums(x, ACROSS: tl.constexpr):
 
 @triton.jit
 def _forward_rows(
-    x_ptr, weight_ptr, table_ptr, y_ptr, first, stop, length, batch_stride, token_stride, head_stride, table_stride,
-    eps,
+    x_ptr, weight_ptr, table_ptr, y_ptr, first, stop, length, out_length, batch_stride, token_stride, head_stride,
+    table_stride, eps,
     H: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Write y of rows, across heads of tokens, first .. stop."""
+    """Write y of rows, across heads of tokens, first .. stop. y has ``out_length`` tokens a sample, x the first of
+    them."""
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -171,7 +172,8 @@ def _forward_rows(
             turned = even * cos - odd * sin
             odd = even * sin + odd * cos
             even = turned
-        _store_pairs(y_ptr, even, odd, (token.to(tl.int64) * H + head) * HEAD, live, HEAD, BLOCK, ROWS)
+        to = _place(token, head, length, out_length * H, H, 1, HEAD)
+        _store_pairs(y_ptr, even, odd, to, live, HEAD, BLOCK, ROWS)
 
 
 @triton.jit(
@@ -201,14 +203,16 @@ def _rotate_heads_forward_kernel(
     if tl.program_id(0) < q_programs:
         first = tl.program_id(0) * CHUNK
         _forward_rows(
-            q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, q_batch,
-            q_token, q_head, table_stride, eps, H, HEAD, BLOCK, Q_UNIT, Q_ROWS, STAGES, NORM, TURN, ACROSS,
+            q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, length,
+            q_batch, q_token, q_head, table_stride, eps,
+            H, HEAD, BLOCK, Q_UNIT, Q_ROWS, STAGES, NORM, TURN, ACROSS,
         )  # fmt: skip
     else:
         first = (tl.program_id(0) - q_programs) * CHUNK
         _forward_rows(
-            k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, k_batch,
-            k_token, k_head, table_stride, eps, K, HEAD, BLOCK, K_UNIT, K_ROWS, STAGES, NORM, TURN, ACROSS,
+            k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, length,
+            k_batch, k_token, k_head, table_stride, eps,
+            K, HEAD, BLOCK, K_UNIT, K_ROWS, STAGES, NORM, TURN, ACROSS,
         )  # fmt: skip
 
 

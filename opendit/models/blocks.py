@@ -177,12 +177,22 @@ class ResidualStream:
         self._parts: tuple[Any, ...] = (x,)  # or x, gate, z, last of x + gate * last(z)
         self._routing: tuple[Tensor, Routing] | None = None
         self._rows, self._stack, self._outside = rows, stack, True
+        self._streams: list[ResidualStream] | None = None
+
+    def split(self, sizes: Sequence[int], ops: BlockOps) -> "list[ResidualStream]":
+        """Return the residual streams of parts of the sequence, of ``sizes`` tokens. They are joined when x is asked
+        for, so that a stack of joint blocks does not copy them at its borders."""
+        if self._streams is None:
+            self._streams = [ResidualStream(part, stack=self._stack) for part in self.take(ops).split(sizes, dim=1)]
+        return self._streams
 
     def norm(
         self, ops: BlockOps, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, joined: bool = True
     ) -> Tensor:
         """Return norm(x) * (1 + scale) + shift, by LayerNorm where ``norm`` is None. joined: the sum before it may be
         made in the same pass, whose result in FP8 only the linear layers of ``BlockOps`` can read."""
+        if self._streams is not None:
+            self.put(self.take(ops))
         if joined and len(self._parts) > 1:
             x, y = ops.residual_then_norm(*cast(Sum, self._taken()), shift, scale, norm, self._rows)
         elif self._outside or norm is not None:  # its backward pass adds up the two gradients of x
@@ -211,6 +221,9 @@ class ResidualStream:
 
     def take(self, ops: BlockOps) -> Tensor:
         """Return x with everything added to it, and empty the stream."""
+        if self._streams is not None:
+            streams, self._streams = self._streams, None
+            return torch.cat([stream.take(ops) for stream in streams], dim=1)
         x = self._taken()[0] if len(self._parts) == 1 else ops.linear_gate_residual(*self._taken(), *self._rows)
         if self._routing is not None:
             (gate, routing), self._routing = self._routing, None
@@ -421,10 +434,14 @@ class JointBlock(nn.Module):
         self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
     ) -> Tensor:
         """x (B, N, D) to (B, N, D); arguments as of :meth:`Block.forward`."""
+        residual = ResidualStream(x)
+        self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
+        return residual.take(self._ops)
+
+    def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
+        """Run the block on a stream of several blocks; arguments as of :meth:`forward`."""
         assert grid is not None, "a grid says which tokens are of which stream"
-        m = self.modulate(*m) if isinstance(m, tuple) else m
-        streams = self.streams
-        residuals = [ResidualStream(part) for part in x.split(grid.streams, dim=1)]
+        streams, residuals = self.streams, x.split(grid.streams, self._ops)
         vectors = [stream.vectors(part) for stream, part in zip(streams, m.chunk(len(streams), dim=1), strict=True)]
         for branch, name in streams[0].branches:
             gates, outputs = [], []
@@ -443,11 +460,6 @@ class JointBlock(nn.Module):
                 ]
             for residual, gate, more in zip(residuals, gates, found, strict=True):
                 residual.add(gate, *more)
-        return torch.cat([residual.take(self._ops) for residual in residuals], dim=1)
-
-    def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
-        """Run the block on a stream of several blocks; arguments as of :meth:`forward`."""
-        x.put(self(x.take(self._ops), m, context, grid))
 
     def keys_values(self, context: Context | None) -> Context | None:
         """Return the context: these blocks have no cross-attention."""
@@ -462,12 +474,17 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
     if grid.rotary is not None and grid.shards is None:
         tables, rotated = grid.rotary.split(grid.streams, dim=-3), replace(grid, rotary=None)
     attend, projected = GridAttention(layers[0], rotated, ops, normalised=True), []
+    joins = ops.join_heads if grid.shards is None and not any(layer.across for layer in layers) else None
     for layer, x, table in zip(layers, inputs, tables, strict=True):
-        prepared = layer.prepare(*layer.project(x, ops), TokenGrid(grid.sizes, table), ops)
-        projected.append([part.transpose(1, 2) for part in prepared])
+        parts = layer.project(x, ops)
+        if joins is None:
+            parts = layer.prepare(*parts, TokenGrid(grid.sizes, table), ops)
+        more = () if joins is None else (layer.q_norm, layer.k_norm, table)
+        projected.append((*(part.transpose(1, 2) for part in parts), *more))
     if grid.shards is not None:
         return cast(StreamShards, grid.shards).attention_of_streams(projected, attend)
-    q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
+    joined = joins(projected) if joins is not None else [torch.cat(parts, 1) for parts in zip(*projected, strict=True)]
+    q, k, v = (part.transpose(1, 2) for part in joined)
     return attend(q, k, v).transpose(1, 2).flatten(2).split(grid.streams, dim=1)
 
 

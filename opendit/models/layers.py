@@ -169,6 +169,8 @@ class BlockOps:
     pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
     ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
     The same two with ``rmsnorm`` in their names take an RMSNorm before shift and scale, and normalise by it.
+    ``join_heads(streams)``, when given, takes (q, k, v, q_norm, k_norm, table) of every stream of a joint sequence, as
+    ``normalise_rotate`` does without the values, and returns q, k and v (B, N, H, d) of all its tokens.
     ``swiglu`` is given the linear layer's output: the blocks that have it have no biases, unless asked for.
     All that take a shift, a scale or a gate (B, D) take one more tensor for packs, last: ``sample_of_row`` (N,), see
     :func:`over_rows`. Blocks of packs give it, as ``*of_rows``; the others nothing.
@@ -186,6 +188,7 @@ class BlockOps:
     swiglu: Callable[[Tensor], Tensor] = swiglu
     add_table: Callable[[Tensor, Tensor], Tensor] = add_table
     normalise_rotate: Callable[..., tuple[Tensor, Tensor]] = normalise_rotate
+    join_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     kernels: tuple[Kernel, ...] = ()  # the kernels that replace references
 
     @classmethod

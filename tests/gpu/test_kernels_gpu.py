@@ -24,6 +24,7 @@ from tests.kernels.cases import (
     WIDTHS,
     arguments_of,
     check,
+    check_join_heads,
     check_rotate_heads,
     check_split_heads,
     make_inputs,
@@ -326,6 +327,14 @@ def test_rotate_heads(dtype, norm, head_dim):
             for layout in ("projection", "heads first"):
                 check_rotate_heads(batch, length, heads, head_dim, dtype, norm, table, layout, "cuda")
         check_rotate_heads(2, 1000, (12, 3), head_dim, dtype, norm, table, "inside out", "cuda", FLOAT32)
+
+
+@dtypes
+@pytest.mark.parametrize("norm", (False, True))
+@pytest.mark.parametrize("table", (None, "shared", "of samples"))
+def test_join_heads(dtype, norm, table):
+    for batch, lengths, heads, head_dim in ((1, (512, 4096), (24, 24), 128), (3, (7, 255, 1), (12, 3), 72)):
+        check_join_heads(batch, lengths, heads, head_dim, dtype, norm, table, "cuda", FLOAT32)
 
 
 @dtypes

@@ -24,6 +24,7 @@ from opendit.kernels.gate_rmsnorm_residual import (
     gate_rmsnorm_residual_rmsnorm_modulate,
     gate_rmsnorm_residual_rmsnorm_modulate_reference,
 )
+from opendit.kernels.join_heads import Heads, join_heads
 from opendit.kernels.layernorm_modulate import (
     layernorm_modulate,
     layernorm_modulate_reference,
@@ -333,6 +334,38 @@ def check_rotate_heads(
         assert error <= BOUNDS[bounds] and largest <= max(LARGEST[bounds], BOUNDS[bounds]), (
             f"{name}: {error}, {largest}"
         )
+
+
+def check_join_heads(
+    batch: int, lengths: tuple[int, ...], heads: tuple[int, int], head_dim: int, dtype: torch.dtype, norm: bool,
+    table: str | None, device="cpu", weight_dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Assert the bounds of join_heads for streams of these lengths, whose q, k and v are views of a projection. Values
+    are copied exactly."""
+    streams, wanted, eps = [], [], 1e-5
+    for number, length in enumerate(lengths):
+        generator = torch.Generator(device).manual_seed(number)
+        random = functools.partial(torch.randn, generator=generator, device=device)
+        total = random(batch, length, (heads[0] + 2 * heads[1]) * head_dim).to(dtype).unflatten(-1, (-1, head_dim))
+        q, k, v = total.split((*heads, heads[1]), dim=2)
+        weights = [random(head_dim).to(weight_dtype or dtype) if norm else None for _ in range(2)]
+        turns = None
+        if table is not None:
+            angles = random(*((batch,) if table == "of samples" else ()), length, head_dim // 2) * 3
+            turns = torch.stack([angles.cos(), angles.sin()], dim=-1)
+        streams.append(Heads(q, k, v, *weights, turns))
+        exact = [None if weight is None else weight.double() for weight in weights]
+        turned = [exact_rotated_heads(x.double(), exact[i], turns, eps, False) for i, x in enumerate((q, k))]
+        wanted.append([*turned, v.double()])
+    with poisoned_memory():
+        outputs = join_heads(streams, eps)
+    want = [torch.cat(parts, dim=1) for parts in zip(*wanted, strict=True)]
+    assert torch.equal(outputs[2].double(), want[2])
+    for name, value, reference in zip("qk", outputs[:2], want[:2], strict=True):
+        assert value.dtype == dtype and value.is_contiguous() and value.shape == reference.shape, name
+        difference = value.double() - reference
+        error, largest = difference.norm() / reference.norm(), difference.abs().max() / reference.abs().max()
+        assert error <= BOUNDS[dtype] and largest <= max(LARGEST[dtype], BOUNDS[dtype]), f"{name}: {error}, {largest}"
 
 
 def check(op: Operator, leaves: dict[str, Tensor], sample_of_row: Tensor | None = None) -> None:

@@ -244,11 +244,15 @@ def pixels_of(drawn):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_run_is_drawn_from_and_exported(folders, whole, name, tmp_path):
+def test_a_run_is_drawn_from_and_exported(folders, whole, name, tmp_path, capsys):
     """sample.py and opendit.load of the run, and both of the folder that it is exported to, draw the same."""
     folder, clips = folders / name, name == "wan"
     encoders = {"vae": str(folder / "vae"), "text_encoder": str(folder)}
-    export(["diffusers", "--ckpt", str(whole[name]), "--base", str(folder), "--output", str(tmp_path / "tuned")])
+    argv = ["diffusers", "--ckpt", str(whole[name]), "--output", str(tmp_path / "tuned")]
+    with pytest.raises(SystemExit):
+        export(argv)
+    assert "error: --base: left out" in capsys.readouterr().err
+    export([*argv, "--base", str(folder)])
     how = {"steps": 3, "guidance": 2.0, "seed": 1, **({"frames": 5, "size": 32} if clips else {"size": 64})}
     pipe = opendit.load(whole[name], **encoders)
     drawn = pixels_of(getattr(each, "frames", each) for each in pipe(["seven", "a"], **how))
