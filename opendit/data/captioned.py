@@ -70,8 +70,8 @@ class CaptionedDataset(PicturesAndClips):
         # In arrays, which forked workers share; see PathTable.
         self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
-        columns = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
-        self.column_sizes = np.array(columns, dtype=np.int32)  # from the table's columns height, width and num_frames
+        sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
+        self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
         if found is None:
             check_files(self.path, self.paths, self.max_bad)
 
