@@ -179,6 +179,7 @@ def start(flags: TrainConfig) -> Path | None:
     from opendit.parallel.supervisor import Supervisor
     from opendit.training.auto_parallel import choose_on_ranks
     from opendit.training.build import build
+    from opendit.training.card import fit_on_ranks
     from opendit.training.dry_run import dry_run
     from opendit.training.prepare import RUN_ERRORS, USER_ERRORS, prepare
 
@@ -194,6 +195,8 @@ def start(flags: TrainConfig) -> Path | None:
         )
         if flags.parallel == "auto":
             flags, mesh = choose_on_ranks(flags, mesh)
+        elif flags.card is not None:
+            flags = fit_on_ranks(flags, mesh)
         flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
         spec = prepare(flags, mesh, notes)
         evaluation = None

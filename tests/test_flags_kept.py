@@ -20,6 +20,8 @@ NETS = ROOT / "tests" / "nets"
 LOST_OR_RENAMED: dict[tuple[str, str], str] = {}
 # (program, flag, "default", "choices" or "values"): why that is another now.
 CHANGED: dict[tuple[str, str, str], str] = {
+    ("sample", "--lora", "values"): "several, each with a weight; one path is as before",
+    ("evaluation", "--lora", "values"): "as of sample.py",
     ("train", "--ema_warmup", "default"): "new runs warm the average up; --no_ema_warmup is as before",
     ("train", "--max_text_tokens", "default"): "the bytes encoder of a new run takes a length that fits the data",
 }

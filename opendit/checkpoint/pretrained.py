@@ -2,7 +2,7 @@
 (opendit/checkpoint/foreign.py), into models and shards of models.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from opendit.checkpoint.files import damage, intact_before, not_finite
 from opendit.checkpoint.fill import fill
 from opendit.checkpoint.foreign import infer_config, read_pickled, read_pipeline
+from opendit.checkpoint.lora import Merged, Products, of_file, of_run
 from opendit.checkpoint.matched import MatchedTensors
 from opendit.checkpoint.published import TRANSFORMER, is_published, open_published, read_published
-from opendit.checkpoint.published_lora import PublishedLora
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
 from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, compare, files_of, is_set, open_set
 from opendit.common.stages import Background
@@ -26,7 +26,7 @@ from opendit.encoders.folder import CONFIG, PIPELINE_INDEX
 from opendit.models.adapt import Adaptation, adapt, check_same_blocks
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.families import FAMILIES
-from opendit.models.lora import Merged, check_lora
+from opendit.models.lora import check_lora
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import sincos_position_table
 from opendit.models.weights import Weights
@@ -38,6 +38,7 @@ from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.tensor import divide, layout_of, tensor_group
 
 METADATA_KEY = "opendit"
+WeightedLora = tuple[str | Path, float]  # a path, and what its products are multiplied by
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 T = TypeVar("T")
 ROUNDING = 1e-6  # fp32 tolerance: the tables in Meta's files were computed by other libraries
@@ -384,7 +385,7 @@ def load_pretrained(
     path: str | Path,
     name: str | None = None,
     which: str = "ema",
-    lora: str | Path | None = None,
+    lora: Sequence[WeightedLora] = (),
     num_classes: int | None = None,
     notes: list[str] | None = None,
     device: torch.device | str = "cpu",
@@ -400,8 +401,8 @@ def load_pretrained(
         path: as :func:`find_weights` takes it.
         name: the model; needed if the file does not say.
         which: the set of weights of a checkpoint.
-        lora: a checkpoint of --lora to merge into the weights of ``path``. Classes, size and objective are then its.
-            Of a public model also a LoRA file of others.
+        lora: checkpoints of --lora to merge into the weights of ``path``, each with its weight. Classes, size and
+            objective are then those of the first. Of a public model also LoRA files of others.
         num_classes: of a file that does not say (see :func:`infer_config`).
         notes: gets what :func:`read_newest` adds, and the fixed tables of the files that are not used.
         device: where ``DiT.place`` puts the model.
@@ -412,13 +413,15 @@ def load_pretrained(
     Raises:
         FileNotFoundError, ValueError: nothing there, unreadable, or another model.
     """
-    says_itself = f"--num_classes {num_classes}: {lora or path} says itself what it draws; leave the flag out"
+    says_itself = (
+        f"--num_classes {num_classes}: {lora[0][0] if lora else path} says itself what it draws; leave the flag out"
+    )
 
     def made(weights: Weights) -> tuple[DiT, Weights]:
         if num_classes is not None and "config" in weights.info:
             raise ValueError(says_itself)
         if "lora" in weights.info:
-            return _with_lora(_base_of(weights), weights, name, notes, device, dtype, mesh)
+            return _with_lora(_base_of(weights), [(weights, 1.0)], name, notes, device, dtype, mesh)
         config = weights.config
         if config is None:
             if name is None:
@@ -434,15 +437,13 @@ def load_pretrained(
             load_state(model, weights, device, dtype, layout)
             return model.place(device, dtype), weights
 
-    if lora is not None:
+    if lora:
         if num_classes is not None:
             raise ValueError(says_itself)
-        added = read_newest(lora, which, notes)
+        added = [(read_newest(each, which, notes), weight) for each, weight in lora]
         base = read_newest(path, which, notes)
-        if not added.info and isinstance(base.state, MatchedTensors):  # a file of others
-            return made(_with_file(base, added))
-        if "lora" not in added.info:
-            raise ValueError(f"--lora {lora}: {added.path} holds a whole model, not what --lora trains; use --ckpt")
+        if "lora" in base.info:  # a run, and more on top of it
+            added, base = [(base, 1.0), *added], _base_of(base)
         model, weights = _with_lora(base, added, name, notes, device, dtype, mesh)
         if base.path.is_dir():  # a pipeline's folder, which was named: its VAE and text encoders, too
             own = {key: base.info[key] for key in ("vae", "text_encoder") if key in base.info}
@@ -480,47 +481,69 @@ def _base_of(added: Weights) -> Weights:
     return read_newest(base)
 
 
-def _with_file(base: Weights, added: Weights) -> Weights:
-    """Return a public model's weights with a LoRA file of others."""
-    opened = open_published(base.path, FAMILIES)
-    metadata = added.state.metadata if isinstance(added.state, TensorSet) else {}
-    merged = PublishedLora(opened, added.state, metadata, added.path)
-    return replace(base, state=opened.tensors(weights=merged))
-
-
 def _with_lora(
-    weights: Weights,
-    added: Weights,
+    base: Weights,
+    added: Sequence[tuple[Weights, float]],
     name: str | None,
     notes: list[str] | None,
     device: torch.device | str,
     dtype: torch.dtype,
     mesh: Mesh,
 ) -> tuple[DiT, Weights]:
-    """Build the model of ``weights`` with what a run of --lora added to them; arguments as of
-    :func:`load_pretrained`."""
-    check_name(added, name)
-    assert added.config is not None  # whatever has "lora" has one
-    check_size(added.config, weights.shapes | added.shapes, added.path)
-    check_lora(added)
-    found = weights.config or infer_config(weights.state, added.info["model"], weights.path, weights.num_classes)
-    check_same_blocks(found, added.config, weights.path)
-    if notes is not None:
-        notes += table_notes(found, weights.state, weights.path)
-    merged = Merged(weights.state, added)
-    if isinstance(weights.state, MatchedTensors):  # which fit as they are; parts of them are read
-        model = empty_model(added.config, parameters=False)
-        layout = _divide(model, mesh)
-        fill(model, weights.state, device, dtype, layout)
-        if layout is None:
-            merged.add_to(model)
+    """Build the model of ``base`` with the weighted LoRAs of runs and of files; arguments as of
+    :func:`load_pretrained`.
+
+    Return it with the first run, or with ``base`` if there is none.
+    """
+    found = base.config
+    products: Products = {}
+    full: dict[str, Tensor] = {}
+    first = base
+    for each, weight in added:
+        if "lora" in each.info:
+            check_name(each, name)
+            assert each.config is not None  # whatever has "lora" has one
+            check_size(each.config, base.shapes | each.shapes, each.path)
+            check_lora(each)
+            found = found or infer_config(base.state, each.info["model"], base.path, base.num_classes)
+            check_same_blocks(found, each.config, base.path)
+            more, trained = of_run(each, weight)
+            if trained and full:
+                raise ValueError(
+                    f"--lora {each.path}: it and {first.path} trained whole layers ({min(trained)}), and a model has "
+                    "one of them; leave one out"
+                )
+            if first is base or trained:
+                first = each
+            full |= trained
+        elif each.info:
+            raise ValueError(f"--lora {each.path}: holds a whole model, not what --lora trains; use --ckpt")
+        elif not isinstance(base.state, MatchedTensors):
+            raise ValueError(
+                f"--lora {each.path}: is of no run, and {base.path} is no public model; give a run of train.py --lora"
+            )
         else:
-            merged.add_to(model, lambda name, whole: layout.local(name).take(whole))
-        return model.place(device, dtype), added
-    model = empty_model(added.config)
+            metadata = each.state.metadata if isinstance(each.state, TensorSet) else {}
+            opened = open_published(base.path, FAMILIES)
+            more = of_file(opened, each.state, metadata, each.path, weight, notes)
+            opened.close()
+        for key, several in more.items():
+            products.setdefault(key, []).extend(several)
+    config = first.config
+    assert found is not None and config is not None
+    if notes is not None:
+        notes += table_notes(found, base.state, base.path)
+    merged = Merged(base.state, products, full)
+    if isinstance(base.state, MatchedTensors):  # which fit as they are; parts of them are read
+        model = empty_model(config, parameters=False)
+        layout = _divide(model, mesh)
+        fill(model, base.state, device, dtype, layout)
+        merged.add_to(model, layout)
+        return model.place(device, dtype), first
+    model = empty_model(config)
     initial = InitialValues(model, seed=0)  # for new parameters, which --lora trained as well
-    start = adapt(model, weights, found, added.info.get("class_names") or (), fresh=initial.whole)
-    FirstWeights(start, weights.state, initial).fill(model)
+    start = adapt(model, base, found, first.info.get("class_names") or (), fresh=initial.whole)
+    FirstWeights(start, base.state, initial).fill(model)
     merged.add_to(model)
     _divide(model, mesh)
-    return model.place(device, dtype), added
+    return model.place(device, dtype), first

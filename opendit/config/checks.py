@@ -152,6 +152,26 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
         raise OnThisMachine(f"{flag_name} {path}: no checkpoint there; give {what}")
 
 
+def path_and_weight(text: str) -> tuple[str, float]:
+    """Return the path and the weight of PATH or PATH:WEIGHT; the weight is 1 by default. A path that exists is one,
+    whatever its name ends in."""
+    path, colon, number = text.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        return text, 1.0
+    if not colon or Path(text).expanduser().exists():
+        return text, 1.0
+    check_lora_weight(path, weight)
+    return path, weight
+
+
+def check_lora_weight(path: object, weight: float) -> None:
+    """Check what the products of a LoRA are multiplied by."""
+    if not -100 <= weight <= 100:
+        raise ValueError(f"--lora {path}: its weight {weight:g} is out of range; give one from -100 to 100")
+
+
 def check_file(path: str, flag_name: str, what: str) -> None:
     """Check that a path exists and is not a folder; see :func:`check_exists`."""
     check_exists(path, flag_name, what)

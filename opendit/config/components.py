@@ -135,6 +135,9 @@ class StartFlags(Flags):
     lora_alpha: float | None = flag(
         None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"
     )
+    lora_targets: list[str] = flag(
+        [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"
+    )
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,12 @@ class PluginFlags(Flags):
         "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ...",
         unit="name",
     )
+    card: str | None = flag(
+        None,
+        "fit rank, FP8, what is recomputed and the micro-batch of --lora to a card's memory: auto (this one), its GiB, "
+        "or H200, H100, ...",
+        unit="name",
+    )
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS), common="what shards the state")
     tensor_parallel_size: int = flag(
         1, "processes that divide every layer of the model", at_least=1, at_most=4096, unit="processes"
@@ -452,9 +461,9 @@ class ParallelFlags(Flags):
                 "its own; leave one of them out"
             )
 
-    def sequence_types(self, types: tuple[str, ...], attention: str, lora: bool = False) -> tuple[str, ...]:
-        """Return those of a model's strategies that these flags, --attention and --lora allow."""
-        excluded = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
+    def sequence_types(self, types: tuple[str, ...], attention: str) -> tuple[str, ...]:
+        """Return those of a model's strategies that these flags and --attention allow."""
+        excluded = OWN_ATTENTION if attention != "auto" else ()
         return tuple(kind for kind in types if kind not in excluded)
 
 

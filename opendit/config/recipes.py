@@ -111,6 +111,11 @@ RECIPES = {
         f"--model EC-DiT-1B/2 {PRETRAIN.replace('--use_video ', '')} {EDM} {PICTURES.replace('--num_frames 1 ', '')} "
         "--global_batch_size 2304 --batch_size 72",
     ),
+    "lora": Preset(
+        "a LoRA of a public model on a folder of pictures, fitted to the card's memory (docs/finetuning.md)",
+        f"--pretrained ./Z-Image --data_path ./photos --lora 16 --card auto --global_batch_size 4 --batch_size 4 "
+        f"--lr 1e-4 --warmup_steps 50 --max_steps 2000 --ckpt_every 250 --ckpt_keep 3 {FAST}",
+    ),
     "wan_14b_finetune": Preset(
         "all weights of Wan 2.1 14B on clips of 81 frames of about 480p, on 4 H200s or 8 H100s (docs/public_models.md)",
         f"--pretrained ./Wan2.1-T2V-14B-Diffusers --use_video --data_path ./data.csv --num_frames 81 --bucket_tokens "

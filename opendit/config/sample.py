@@ -15,6 +15,7 @@ from opendit.config.checks import (
     check_weights,
     check_writable,
     fetched,
+    path_and_weight,
     resolve_precision,
 )
 from opendit.config.components import ParallelFlags, SpeedFlags
@@ -48,8 +49,8 @@ class CheckpointFlags(Flags):
     )
     download: bool = flag(False, "fetch --ckpt OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
-    lora: str | None = flag(
-        None, "a run of train.py --lora, or a public model's LoRA file, merged into --ckpt", unit="path"
+    lora: list[str] = flag(
+        [], "PATH[:WEIGHT] of runs of train.py --lora and LoRA files of public models, merged into --ckpt", unit="path"
     )
     model: str | None = flag(
         None, "needed only when the checkpoint does not say (Meta's .pt)", common=True, unit="name"
@@ -186,6 +187,7 @@ class SampleConfig(
     examples: ClassVar[tuple[str, ...]] = (
         "python sample.py --ckpt outputs/000-DiT-XL-2 --class_labels 207 360 --cfg_scale 4",
         "python sample.py --model DiT-XL/2 --image_size 256 --ckpt model.pt    # Meta's weights",
+        'python sample.py --ckpt Z-Image --lora RUN:0.8 style.safetensors:0.5 --prompt "a lighthouse"',
         'python sample.py --ckpt outputs/001-vDiT-XL-222 --use_video --prompt "a seven moving left"',
         "torchrun --standalone --nproc_per_node=8 sample.py --num_samples 50000 --npz fid.npz",
     )
@@ -216,9 +218,10 @@ class SampleConfig(
             if self.cfg_scale == 1:
                 raise ValueError("--cfg_parallel: --cfg_scale 1 is no guidance and has one half; leave one of them out")
             check_cfg_parallel(self.sequence_parallel_size, self.tensor_parallel_size, world_size)
-        for path, name in ((self.ckpt, "ckpt"), (self.lora, "lora")):
-            if path not in (None, "latest"):
-                check_weights(path, f"--{name}", pipeline=name == "ckpt")
+        if self.ckpt != "latest":
+            check_weights(self.ckpt, "--ckpt", pipeline=True)
+        for text in self.lora:
+            check_weights(path_and_weight(text)[0], "--lora")
         for name, what in (("image", "a picture"), ("clip", "a clip")):
             for path in getattr(self, name):
                 check_file(path, f"--{name}", what)

@@ -31,6 +31,7 @@ from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import PYTHON, check_inline, named_sources
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
+from opendit.config.lora_targets import parse_target
 from opendit.config.names import BUT_ATTENTION, DESCRIPTIONS, DIGITS, OWN_ATTENTION, PLUGINS, check_precision
 from opendit.config.parallel_sizes import (
     check_expert_parallel_size,
@@ -45,6 +46,9 @@ from opendit.config.recipes import find_recipe
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
+
+
+NO_BASE = "--lora: adds to trained weights; say which with --pretrained"
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class TrainConfig(
         "python train.py --model DiT-S/2 --data_path PICTURES --image_size 256",
         "python train.py --model DiT-S/2 --data_path PICTURES --load latest    # resumes",
         "torchrun --standalone --nproc_per_node=8 train.py --recipe dit_xl_imagenet256",
+        "python train.py --recipe lora --pretrained Z-Image --data_path photos    # fitted to this card",
         "python train.py --recipe pretrain_7b --dry_run 64    # what it would need",
     )
 
@@ -128,7 +133,7 @@ class TrainConfig(
         flags._check_validation()
         flags._check_evaluation()
         if flags.lora is not None:
-            flags._check_lora()
+            flags.check_lora()
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
             flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
@@ -297,7 +302,9 @@ class TrainConfig(
         if self.pretrained is None:
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
-            unused["lora_alpha"] = "does nothing without --lora"
+            unused |= dict.fromkeys(("lora_alpha", "lora_targets", "card"), "does nothing without --lora")
+        if self.parallel == "auto":
+            unused["card"] = "does nothing with --parallel auto, which chooses by the memory of --hardware"
         if self.parallel != "auto" and self.dry_run is None:
             unused["hardware"] = "does nothing without --parallel auto or --dry_run"
         if self.plugin != "fsdp" and self.parallel != "auto":
@@ -400,18 +407,17 @@ class TrainConfig(
                 f"multiple of {ranks}"
             )
 
-    def _check_lora(self) -> None:
-        if self.pretrained is None:
-            raise ValueError("--lora: adds to trained weights; say which with --pretrained")
-        clashes = {
-            f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].rejects,
-            "--fp8": self.fp8,
-            f"--recompute {self.recompute}": self.recompute not in ("none", BUT_ATTENTION),
-            "--sequence_parallel_type fastseq, which reads whole projections": self.sequence_parallel_type == "fastseq",
-        }
-        for name, clash in clashes.items():
-            if clash:
-                raise ValueError(f"--lora: does not work with {name}; leave one of them out")
+    def check_lora(self) -> None:
+        """Raise ValueError if --lora can't be trained beside the other flags."""
+        if self.pretrained is None and self.load is None:
+            raise ValueError(NO_BASE)
+        for target in self.lora_targets:
+            parse_target(target)
+        if "lora" in PLUGINS[self.plugin].rejects:
+            raise ValueError(
+                f"--lora: does not work with --plugin {self.plugin}, which has frozen weights whole on every GPU; use "
+                "--plugin fsdp"
+            )
 
     def _check_tensor_parallel(self, world_size: int) -> None:
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
@@ -422,7 +428,6 @@ class TrainConfig(
             f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": rejected,
             "--fp8, whose operations read a projection's whole weight": self.fp8,
             "--compile, which can't follow the exchange inside of a layer": self.compile,
-            "--lora, whose products go beside those of whole layers": self.lora is not None,
         }
         self._reject("tensor_parallel_size", clashes)
 
@@ -434,7 +439,6 @@ class TrainConfig(
         rejected = "pipeline_parallel_size" in PLUGINS[self.plugin].rejects
         clashes = {
             f"--plugin {self.plugin}, whose chunks are of all processes together": rejected,
-            "--lora, which adds little that stages could share": self.lora is not None,
             "--checkpoint_format whole, for no process gathers the stages": self.checkpoint_format == "whole",
         }
         self._reject("pipeline_parallel_size", clashes)
@@ -450,12 +454,8 @@ class TrainConfig(
         sharing = self.sequence_parallel_size, self.tensor_parallel_size
         copies, stages = self.data_parallel_replicate, self.pipeline_parallel_size
         check_expert_parallel_size(size, *sharing, copies, world_size, stages)
-        clashes = {
-            "--compile, which can't follow tokens to other ranks": self.compile,
-            "--lora, which trains no experts": self.lora is not None,
-        }
         if size > 1:
-            self._reject("expert_parallel_size", clashes)
+            self._reject("expert_parallel_size", {"--compile, which can't follow tokens to other ranks": self.compile})
 
     def _resolve_recompute(self) -> tuple["TrainConfig", list[str]]:
         """Turn --recompute off where the plugin or --fp8 makes it useless."""

@@ -6,7 +6,7 @@ opendit export opendit --ckpt dit-pipeline --output weights.safetensors
 opendit export opendit --ckpt outputs/001-vDiT-7B --output model.safetensors --max_shard_size 5GB
 opendit export opendit --ckpt DiT-XL-2-256x256.pt --model DiT-XL/2 --output weights.safetensors
 opendit export diffusers --ckpt outputs/002-flux --base FLUX.1-dev --output flux-tuned
-opendit export lora --ckpt outputs/003-flux --output my-style.safetensors
+opendit export lora --ckpt outputs/003-flux --format comfyui --output my-style.safetensors
 """
 
 import os
@@ -20,6 +20,7 @@ from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of, prepare_console
 from opendit.config.flags import Value, one_of, reject_unused
 
+READERS = {"diffusers": "", "comfyui": "ComfyUI reads it from models/loras, ", "kohya": "kohya's trainers read it, "}
 MAX_SHARD_SIZE = "50GB"  # as transformers' save_pretrained since its version 5
 
 
@@ -35,6 +36,7 @@ def build_parser() -> CommandLine:
     parser.option(
         "--base", Value(unit="path"), "of a public model (FLUX.1, Z-Image, Wan): its folder, for all but the weights"
     )
+    parser.option("--format", one_of(tuple(READERS)), "whose names a lora file has (default: diffusers)")
     parser.option("--vae", Value(unit="name"), "ema, mse or a folder; from --ckpt when left out")
     parser.option(
         "--max_shard_size", Value(unit="size"), "weights above it go into several files with an index (default: 50GB)"
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> None:
     parser = build_parser()
     options, given = parser.read(argv)
     to, ckpt, output, model, vae, base = (options[name] for name in ("to", "ckpt", "output", "model", "vae", "base"))
+    form = options["format"] or "diffusers"
     try:
         check(to, ckpt, output, model, vae, given, base)
         most_bytes = read_size(options["max_shard_size"] or MAX_SHARD_SIZE, "--max_shard_size")
@@ -56,7 +59,7 @@ def main(argv: list[str]) -> None:
         if Path(output).exists() and not (Path(output).is_dir() and not os.listdir(output)):
             print(f"{output} is there already and will be replaced", flush=True)
         if to == "lora":
-            convert_lora(ckpt, Path(output), base)
+            convert_lora(ckpt, Path(output), base, form)
         elif base is not None:
             convert_public(ckpt, Path(output), base, most_bytes)
         else:
@@ -79,6 +82,8 @@ def check(
             raise ValueError(f"--output {output}: is what --base names; name another place")
     if to == "lora":
         reject_unused(given, dict.fromkeys(("model", "vae", "max_shard_size"), "does nothing with the format lora"))
+    else:
+        reject_unused(given, {"format": f"is for the format lora alone, and does nothing with {to}"})
     if to == "meta":
         idle = {
             "vae": "does nothing with the format meta, which holds no VAE",
@@ -133,12 +138,12 @@ def convert_public(ckpt: str, output: Path, base: str, most_bytes: int) -> None:
     print(f"wrote {output}")
 
 
-def convert_lora(ckpt: str, output: Path, base: str | None) -> None:
+def convert_lora(ckpt: str, output: Path, base: str | None, form: str) -> None:
     from opendit.export.lora import export_lora  # torch, which the flags need not
     from opendit.models.families import FAMILIES
 
-    export_lora(ckpt, output, base, FAMILIES)
-    print(f"wrote {output}; diffusers reads it by pipeline.load_lora_weights({str(output)!r})")
+    export_lora(ckpt, output, base, FAMILIES, form)
+    print(f"wrote {output}; {READERS[form]}diffusers reads it by pipeline.load_lora_weights({str(output)!r})")
 
 
 if __name__ == "__main__":

@@ -1,64 +1,51 @@
-"""The LoRA of a public model, under the names of diffusers' ``load_lora_weights``: peft's, below ``transformer.``."""
+"""The LoRA of a public model as one file, under the names of diffusers, of ComfyUI, or of kohya's trainers.
+
+diffusers  transformer.LAYER.lora_A.weight             B is multiplied by alpha / rank; no alphas
+comfyui    diffusion_model.LAYER.lora_down.weight      the authors' layers, or diffusers', as ComfyUI reads the family
+kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight                                the authors' layers
+"""
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from opendit.checkpoint.matched import Pair
+from opendit.checkpoint.lora import (
+    ARCHITECTURE,
+    Products,
+    as_one,
+    moved,
+    of_run,
+    original_layers,
+    with_halves_exchanged,
+)
 from opendit.checkpoint.pretrained import read_newest
-from opendit.checkpoint.published import open_published
+from opendit.checkpoint.published import PublishedFolder, open_published
 from opendit.checkpoint.tensor_set import write_weights
 from opendit.export.published import name_of
 from opendit.models.families.base import Family
-from opendit.models.lora import A, B, Lora, check_lora
+from opendit.models.lora import Lora, check_lora
 
 LARGEST = 50 * 10**9  # bytes: always one file
 
 
-def under_published_names(
-    state: Mapping[str, Tensor], scale: float, pairs: tuple[Pair, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """Return a LoRA of our layers as one of the published layers, whose products B A are the same.
-
-    A layer of ours that is several published ones shares its A with them, and its B's rows, or its A's columns, are
-    theirs. Several layers of ours that are one published layer give it the sum of their ranks.
-
-    Args:
-        state: of a run with --lora, by our names.
-        scale: alpha / rank; B is multiplied by it, so that readers need no alpha.
-        pairs: our names, published names, and the dimension along which they are joined.
-        shapes: of the published weights.
-
-    Returns:
-        LAYER.lora_A.weight (rank, in) and LAYER.lora_B.weight (out, rank) of every published layer that changes.
-    """
-    found: dict[str, Tensor] = {}
-    for ours, theirs, dim in pairs:
-        layers = [name.removesuffix(".weight") for name in ours]
-        if not all(layer + A in state for layer in layers):
-            continue
-        first = [state[layer + A] for layer in layers]
-        second = [state[layer + B] * scale for layer in layers]
-        a = torch.block_diag(*first) if dim == 1 else torch.cat(first, dim=0)
-        b = torch.cat(second, dim=1) if dim == 1 else torch.block_diag(*second)
-        start = 0
-        for name in theirs:
-            layer, size = name.removesuffix(".weight"), shapes[name][dim]
-            found[f"{layer}.lora_A.weight"] = (a.narrow(1, start, size) if dim == 1 else a).contiguous()
-            found[f"{layer}.lora_B.weight"] = (b if dim == 1 else b.narrow(0, start, size)).contiguous()
-            start += size
-    return found
-
-
-def export_lora(ckpt: str, output: Path, base: str | None, families: Mapping[str, Family], which: str = "ema") -> None:
-    """Write the LoRA of a run as one file that diffusers loads.
+def export_lora(
+    ckpt: str,
+    output: Path,
+    base: str | None,
+    families: Mapping[str, Family],
+    form: str = "diffusers",
+    which: str = "ema",
+) -> None:
+    """Write the LoRA of a run as one file.
 
     Args:
         ckpt: a checkpoint of a run with --lora, or the run.
         base: the public model's folder; None: the one that the checkpoint names. Its headers are read.
         families: those that are known.
+        form: whose names the file has: diffusers, comfyui or kohya.
         which: the set of weights of a checkpoint.
 
     Raises:
@@ -70,17 +57,66 @@ def export_lora(ckpt: str, output: Path, base: str | None, families: Mapping[str
         raise ValueError(f"{weights.path} holds a whole model, not what --lora trains; export it as diffusers")
     check_lora(weights)
     lora = Lora(**weights.info["lora"])
-    whole = [name for name in weights.state if not name.endswith((A, B))]
-    if whole:
-        raise ValueError(f"{weights.path}: {whole[0]} was trained as a whole, which a LoRA can't hold")
+    products, full = of_run(weights)
+    if full:
+        raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
     opened = open_published(base or lora.base, families)
     try:
-        scale = lora.alpha / lora.rank
-        found = under_published_names(weights.state, scale, opened.pairs, opened.files.shapes)
-        # Not as "rank" and "alpha", which a reader may apply once more: B is multiplied already.
-        trained = {"trained_rank": str(lora.rank), "trained_alpha": f"{lora.alpha:g}"}
-        metadata = {"format": "pt", "base": name_of(opened), **trained}
-        metadata |= {"license": opened.family.license} if opened.family.license else {}
+        state = _named(products, opened, form)
+        metadata = _metadata(lora, opened, form, output.stem)
     finally:
         opened.close()
-    write_weights(output, {f"transformer.{name}": tensor for name, tensor in found.items()}, metadata, LARGEST)
+    write_weights(output, state, metadata, LARGEST)
+
+
+def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, Tensor]:
+    """Return the file's tensors, of products by our names."""
+    family, shapes = opened.family, dict(opened.files.shapes)
+    products = moved(products, opened.pairs, opened.shapes(), shapes)
+    if form == "diffusers":
+        return {
+            f"transformer.{name.removesuffix('.weight')}.lora_{factor}.weight": tensor.contiguous()
+            for name, parts in products.items()
+            for factor, tensor in zip("AB", as_one(parts, shapes[name], scaled=True), strict=True)
+        }
+    if form == "kohya" or family.comfyui == "original":
+        pairs = []
+        joined: set[str] = set()
+        for layer, parts in original_layers(family, shapes).items():
+            theirs = tuple(f"{part}.weight" for part in parts)
+            pairs.append((theirs, (f"{layer}.weight",), 0))
+            shapes[f"{layer}.weight"] = (sum(shapes[name][0] for name in theirs), prod(shapes[theirs[0]][1:]))
+            joined.update(theirs)
+        pairs += [((name,), (name,), 0) for name in products if name not in joined]
+        products = with_halves_exchanged(moved(products, pairs, shapes, shapes), family)
+    state = {}
+    for name, parts in products.items():
+        layer = name.removesuffix(".weight")
+        key = f"diffusion_model.{layer}" if form == "comfyui" else f"lora_unet_{layer.replace('.', '_')}"
+        a, b = as_one(parts, shapes[name])
+        state |= {f"{key}.lora_down.weight": a, f"{key}.lora_up.weight": b}
+        state[f"{key}.alpha"] = torch.tensor(parts[0].scale * len(a))  # one scale in all layers of a run
+    return state
+
+
+def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
+    """Return what the file says of itself.
+
+    The keys of StabilityAI's model specification and of kohya's trainers are what ComfyUI, AUTOMATIC1111 and managers
+    of models show. Nothing here is named rank or alpha, which a reader may apply once more.
+    """
+    family, alpha = opened.family, f"{lora.alpha:g}"
+    found = {
+        "format": "pt",
+        "base": name_of(opened),
+        "trained_rank": str(lora.rank),
+        "trained_alpha": alpha,
+        "modelspec.sai_model_spec": "1.0.0",
+        ARCHITECTURE: f"{family.architecture}/lora",
+        "modelspec.implementation": "diffusers" if form == "diffusers" else form,
+        "modelspec.title": title,
+        "ss_base_model_version": family.architecture,
+    }
+    if form != "diffusers":
+        found |= {"ss_network_dim": str(lora.rank), "ss_network_alpha": alpha}
+    return found | ({"license": family.license, "modelspec.license": family.license} if family.license else {})

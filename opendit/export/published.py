@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from opendit.checkpoint.files import file_id
+from opendit.checkpoint.lora import Merged, of_run
 from opendit.checkpoint.pretrained import read_newest
 from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, open_published
 from opendit.checkpoint.tensor_set import write_weights
@@ -20,7 +21,7 @@ from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, r
 from opendit.config.names import WHOLE
 from opendit.encoders.folder import CONFIG, PICKLES, PIPELINE_INDEX
 from opendit.models.families.base import Family
-from opendit.models.lora import Merged, check_lora
+from opendit.models.lora import check_lora
 from opendit.models.weights import Weights
 
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -169,7 +170,7 @@ def export_run(
             weights = read_newest(ckpt, which, notes)
         if "lora" in weights.info:
             check_lora(weights)
-            weights = replace(weights, state=Merged(opened.tensors(), weights))
+            weights = replace(weights, state=Merged(opened.tensors(), *of_run(weights)))
         left_out = export_published(weights.state, weights.path, opened, output, most_bytes)
     finally:
         opened.close()

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import cublaslt, fp8_inference, fp8_linear
@@ -32,13 +31,13 @@ from opendit.kernels.rotate_heads import fits_across, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
+from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm, multiply
 
 # ------------------------------------------------------------------------ next to a projection: the biases move to them
 
 
 def _linear_heads(
-    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = F.linear
+    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = multiply
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds a bias for free; only its gradient moves to the kernel. Not so for a parameter that

@@ -23,7 +23,7 @@ from opendit.models.weights import Weights
 # Fields of a configuration that decide what stands before and after the blocks; all others must agree.
 AROUND_THE_BLOCKS = {
     "input_size", "patch_size", "in_channels", "num_classes", "null_class", "learn_sigma", "text", "positions",
-    "given_frames",
+    "given_frames", "published",
 }  # fmt: skip
 TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.", "x_embedder.proj.weight"
 
@@ -74,6 +74,9 @@ def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> 
         for name in dict.fromkeys([*ours, *theirs])
         if name not in AROUND_THE_BLOCKS and ours.get(name) != theirs.get(name)
     ]
+    specs = [getattr(config, "spec", None) for config in (found, wanted)]  # of public models, from their config.json
+    if specs[0] != specs[1] and not differs:
+        differs.append("its config.json describes them otherwise")
     kinds = (found.kind, wanted.kind)
     if found.kind != wanted.kind and kinds != (DiTConfig.kind, VDiTConfig.kind):
         differs.insert(0, f"kind {found.kind} there, {wanted.kind} here")

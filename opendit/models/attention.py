@@ -10,7 +10,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
+from opendit.models.layers import (
+    PLAIN,
+    TORCH_OPS,
+    Attend,
+    BlockOps,
+    LowRank,
+    Options,
+    Projection,
+    RMSNorm,
+    multiply,
+    product_of,
+)
 from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
@@ -188,9 +199,12 @@ class Attention(nn.Module):
         and values, with copies of those rows."""
         if self.kv_heads == self.num_heads:
             return self.qkv
-        weight, bias = self.qkv.weight, self.qkv.bias
+        weight, bias, low_rank = self.qkv.weight, self.qkv.bias, self.qkv.low_rank
         heads = self.num_heads, self.kv_heads
-        return MadeProjection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
+        if low_rank is not None:
+            low_rank = low_rank._replace(b=_of_every_head(low_rank.b, *heads))
+        bias = None if bias is None else _of_every_head(bias, *heads)
+        return MadeProjection(_of_every_head(weight, *heads), bias, low_rank)
 
     def attention(
         self,
@@ -257,17 +271,18 @@ class GridAttention:
 
 @dataclass(frozen=True)
 class MadeProjection:
-    """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none."""
+    """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none, LoRA's or none."""
 
     weight: Tensor
     bias: Tensor | None
+    low_rank: LowRank | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
 
-    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Multiply x by the weight; see :meth:`opendit.models.layers.Projection.product`."""
-        return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
+        return product_of(x, self.weight, bias, self.low_rank, multiply)
 
 
 AnyProjection = Projection | MadeProjection  # what makes q, k, v

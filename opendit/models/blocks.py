@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -52,6 +51,7 @@ from opendit.models.layers import (
     TableModulation,
     layer_norm,
     modulation,
+    multiply,
 )
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
@@ -381,11 +381,11 @@ class NormalisedProjection:
     def __call__(self, z: Tensor) -> Tensor:
         return self.norm(self.layer(z))
 
-    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Return norm(layer(z)); see :meth:`Projection.product`."""
         return self.norm(self.before_norm(z, multiply))
 
-    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Return layer(z), for operations that normalise it themselves."""
         return self.layer.product(z, self.layer.bias, multiply)
 

@@ -5,7 +5,7 @@ Used by sample.py and by Python's ``Pipeline``. The messages of ValueErrors name
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from opendit.checkpoint.foreign import assumption
-from opendit.checkpoint.pretrained import ALONE, find_weights, load_pretrained, read_info
+from opendit.checkpoint.pretrained import ALONE, WeightedLora, find_weights, load_pretrained, read_info
 from opendit.checkpoint.published import is_published
 from opendit.checkpoint.run_folders import newest_run
 from opendit.common.stages import Background
@@ -149,7 +149,7 @@ def load_model(
     *,
     name: str | None = None,
     which: str = "ema",
-    lora: str | Path | None = None,
+    lora: Sequence[WeightedLora] = (),
     num_classes: int | None = None,
     vae: str | None = None,
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
@@ -160,7 +160,7 @@ def load_model(
     vae: see :func:`vae_of`. The other arguments and errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
-    begun = loader.begin(path if is_published(path) else lora or path, which, vae)
+    begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
     network, weights = load_pretrained(path, name, which, lora, num_classes, notes, loader.device, dtype, stage, mesh)
     notes += assumption(weights, network.config)

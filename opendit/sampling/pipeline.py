@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from opendit.common.hub import fetched
 from opendit.config.approximations import Approximations
+from opendit.config.checks import check_lora_weight, path_and_weight
 from opendit.config.flags import nearest
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner
@@ -54,6 +55,8 @@ from opendit.sampling.model_loading import (
 from opendit.sampling.output_files import VideoClip
 from opendit.sampling.sampling_engine import SamplingEngine
 
+Place = str | os.PathLike[str]
+LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
 ENGINES = 2  # settings whose recorded steps are kept
 MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # as sample.py's flags
 # flag of sample.py -> argument here, where their names differ
@@ -70,6 +73,16 @@ ARGUMENTS = {
 }
 
 
+def weighted(lora: LoraArgument) -> list[tuple[Path, float]]:
+    """Return the paths and weights of the argument ``lora`` of :func:`load`. Raises ValueError for another weight."""
+    found = []
+    for each in [lora] if isinstance(lora, str | os.PathLike) else lora or ():
+        path, weight = each if isinstance(each, tuple) else path_and_weight(os.fspath(each))
+        check_lora_weight(path, weight)
+        found.append((Path(path).expanduser(), float(weight)))
+    return found
+
+
 def load(
     path: str | os.PathLike[str],
     *,
@@ -79,7 +92,7 @@ def load(
     weights: str = "ema",
     model: str | None = None,
     num_classes: int | None = None,
-    lora: str | os.PathLike[str] | None = None,
+    lora: LoraArgument = None,
     vae: str | None = None,
     vae_tiling: bool = False,
     vae_compile: bool = False,
@@ -99,8 +112,8 @@ def load(
         weights: "ema" or "model", of a run or checkpoint.
         model: its name, where the file does not say (Meta's .pt): "DiT-XL/2".
         num_classes: the number of classes, where the file does not say.
-        lora: a run of ``train.py --lora``, merged into the weights of ``path``; for a public model also a LoRA file of
-            others, with diffusers' names.
+        lora: runs of ``train.py --lora`` and, for a public model, LoRA files of others, merged into the weights of
+            ``path``: a path, or a list of paths and of (path, weight) pairs. A path may end in ":0.8", its weight.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
         vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
         vae_compile: the decoder of pictures and frames is compiled.
@@ -131,7 +144,7 @@ def load(
             VaeLoader(device, precision, vae_tiling, vae_compile),
             name=model,
             which=weights,
-            lora=None if lora is None else Path(lora).expanduser(),
+            lora=weighted(lora),
             num_classes=num_classes,
             vae=vae,
         )

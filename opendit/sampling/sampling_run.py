@@ -17,6 +17,7 @@ from torch import Tensor
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import find_weights, read_config
 from opendit.common.stages import Stages
+from opendit.config.checks import path_and_weight
 from opendit.config.console import print_block
 from opendit.diffusion import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner, preview_labels
@@ -166,7 +167,7 @@ def _load(
         VaeLoader(mesh.device, flags.mixed_precision, flags.vae_tiling, flags.vae_compile),
         name=flags.model,
         which=flags.weights,
-        lora=flags.lora,
+        lora=[path_and_weight(text) for text in flags.lora],
         num_classes=flags.num_classes,
         vae=flags.vae,
         stage=stages,

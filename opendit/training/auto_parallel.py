@@ -153,7 +153,7 @@ class Search:
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
         self.setup = memory_setup(self.asked, self.config, where.world, dataset)
-        self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention, settled.lora is not None)
+        self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention)
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}
         self.least: tuple[float, Candidate] | None = None
@@ -352,17 +352,10 @@ def choose(
 def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     """Return the flags of the best product, which rank 0 chooses and prints, and the mesh for them. Collective. Raises
     as :func:`choose`, on every rank."""
-    has_gpu = mesh.device.type == "cuda"
-    card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
-    here = environment_node_size() or mesh.world_size
-    memory = card_memory(mesh.device)
-    usable = USABLE_OF_A_HOST * host_memory() / here if memory is None else USABLE * memory
-    usable = mesh.least(usable)
     found = None, None
+    where, origin = circumstances(flags, mesh)
     if mesh.is_main:
         try:
-            hardware, origin = find_hardware(flags.hardware, card)
-            where = Circumstances(mesh.world_size, flags.node_size(mesh.world_size), usable, hardware, has_gpu)
             chosen, config = choose(flags, data_of(flags), where)
             print("\n".join(report(chosen, config, where, origin)), flush=True)
             found = chosen[0].candidate, None
@@ -372,6 +365,18 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     if error is not None:
         raise error
     return candidate.on(flags), mesh.divided(candidate.dims(mesh.world_size))
+
+
+def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
+    """Return the machines of a run, with the memory of the smallest card (of a rank's share of the host without one),
+    and the origin of their figures. Collective. Raises ValueError for --hardware."""
+    has_gpu = mesh.device.type == "cuda"
+    card = torch.cuda.get_device_name(mesh.device) if has_gpu else None
+    memory = card_memory(mesh.device)
+    here = environment_node_size() or mesh.world_size
+    usable = mesh.least(USABLE_OF_A_HOST * host_memory() / here if memory is None else USABLE * memory)
+    hardware, origin = find_hardware(flags.hardware, card)
+    return Circumstances(mesh.world_size, flags.node_size(mesh.world_size), usable, hardware, has_gpu), origin
 
 
 def data_of(flags: TrainConfig) -> MediaDataset:

@@ -17,10 +17,12 @@ from opendit.parallel.hardware import find_hardware
 from opendit.parallel.pipeline import stages_of
 from opendit.parallel.sequence import sequence_shape
 from opendit.training.auto_parallel import Circumstances, choose, report
+from opendit.training.card import fit, on_card
 from opendit.training.from_flags import (
     check_pretrained,
     fit_captions,
     last_step_of,
+    lora_of,
     memory_setup,
     open_data,
     plan_model,
@@ -40,7 +42,7 @@ from opendit.training.memory import (
     stage_setups,
 )
 from opendit.training.specification import make_schedule, samples_at_once, shape_samples
-from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
+from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
 
 # Memory of an RTX 4090, an L40S, an H100 and an H200, as torch reports it.
 CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
@@ -64,12 +66,18 @@ def _dry_run(flags: TrainConfig) -> None:
     world = flags.world_size()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     hardware, origin = find_hardware(flags.hardware, card)
+    if flags.card is not None:
+        hardware = on_card(flags.card, hardware)
     where = Circumstances(world, flags.node_size(world), USABLE * hardware.capacity, hardware)
     if flags.parallel == "auto":
         settled, notes = flags.resolve(world, has_gpu=True)
         chosen, config = choose(flags, _data(settled, notes), where)
         print("\n".join(report(chosen, config, where, origin)), flush=True)
         flags = chosen[0].candidate.on(flags)
+    elif flags.card is not None:
+        settled, notes = flags.resolve(world, has_gpu=True)
+        flags, lines = fit(flags, _data(settled, notes), where)
+        print("\n".join(lines), flush=True)
     flags, notes = flags.resolve(world, has_gpu=True)
     dataset = _data(flags, notes)
     flags, of_captions = fit_captions(flags, dataset, text_before(flags))
@@ -89,7 +97,7 @@ def _dry_run(flags: TrainConfig) -> None:
     ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
     together = samples_at_once(flags, config)
-    flop, tensor = 3 * config.forward_flops(), flags.tensor_parallel_size
+    flop, tensor = training_flops(config, lora_of(flags)), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
     rows |= {

@@ -17,7 +17,7 @@ from opendit.config.checks import check_writable
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.public_models import family_in
-from opendit.config.train import TrainConfig
+from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
@@ -31,7 +31,7 @@ from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
-from opendit.models.lora import Lora, check_peft
+from opendit.models.lora import Lora
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
@@ -49,6 +49,7 @@ from opendit.training.from_flags import (
     fit_captions,
     held_out,
     last_step_of,
+    lora_of,
     memory_setup,
     open_data,
     plan_model,
@@ -87,6 +88,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     resume = _checkpoint(flags, flags.model, mesh, notes)
+    flags = _lora_of_resume(flags, resume)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
     plan = plan_model(flags, dataset, resume)
@@ -382,16 +384,33 @@ def _conditioner(
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
+def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
+    """Return the flags with the LoRA of a resumed run, and the base that it is added to, where they are not given."""
+    stored = read_info(resume.model).get("lora") if resume else None
+    if stored is None:
+        if flags.lora is not None and flags.pretrained is None:
+            raise ValueError(NO_BASE)
+        return flags
+    if flags.lora is None:
+        lora = Lora(**stored)
+        flags = replace(flags, lora=lora.rank, lora_alpha=lora.alpha, lora_targets=list(lora.targets))
+    if flags.pretrained is None:
+        if not Path(stored["base"]).exists():
+            raise ValueError(f"--load: adds to {stored['base']}, which is gone; give its new place to --pretrained")
+        flags = replace(flags, pretrained=stored["base"])
+    flags.check_lora()
+    return flags
+
+
 def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None, notes: list[str]) -> Lora:
-    """Return the LoRA settings. Raises ValueError if peft is missing, or if the resumed checkpoint has another rank or
-    scale."""
-    assert start.lora is not None and initial is not None, "--lora adds to --pretrained"
-    check_peft()
-    lora = Lora(start.lora, start.lora_alpha or start.lora, str(initial.path.resolve()))
+    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has another rank, scale, or layers."""
+    assert initial is not None, "--lora adds to --pretrained"
+    lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
     if resume is not None:
         stored = Lora(**read_info(resume.model)["lora"])
-        if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
+        if (stored.rank, stored.alpha, *stored.targets) != (lora.rank, lora.alpha, *lora.targets):
             made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
+            made += f" --lora_targets {' '.join(stored.targets)}" if stored.targets else ""
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")

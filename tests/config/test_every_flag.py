@@ -127,6 +127,7 @@ BESIDE_OF_TRAIN = {
     "num_frames": CLIPS, "frame_interval": CLIPS, "fps": CLIPS, "short_clips": CLIPS, "video_reader": CLIPS,
     "max_bad": f"{TINY} --data_path pictures",
     "lora": f"{TINY} {PRETRAINED}", "lora_alpha": f"{TINY} {PRETRAINED} --lora 4",
+    "lora_targets": f"{TINY} {PRETRAINED} --lora 4",
     "text_encoder": f"{TINY} --data_path mock", "max_text_tokens": f"{TINY} --data_path mock --text_encoder bytes",
     **dict.fromkeys(("data_parallel_replicate", "reshard", "reduce_dtype"), f"{TINY} --plugin fsdp"),
     "expert_capacity": f"{TINY} --model EC-DiT-Ti/2", "flow_shift": f"{TINY} --objective flow",

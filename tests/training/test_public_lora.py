@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import opendit
 from opendit.checkpoint.pretrained import load_pretrained
@@ -53,7 +53,7 @@ def test_diffusers_adds_what_we_merge(folders, trained, name, tmp_path):  # noqa
         metadata = opened.metadata()
     assert changed == {f"{layer}.weight" for layer in layers} and len(changed) > 10
     assert (metadata["base"], metadata["trained_rank"], metadata["trained_alpha"]) == (name, "2", "12")
-    ours, opened = load_pretrained(folders / name, lora=file)[0], open_published(merged, KNOWN).tensors()
+    ours, opened = load_pretrained(folders / name, lora=[(file, 1.0)])[0], open_published(merged, KNOWN).tensors()
     assert all((part - opened.read(key)).abs().max() <= 1e-6 for key, part in ours.named_parameters())
 
 
@@ -74,7 +74,7 @@ def test_what_is_drawn_with_a_lora_is_drawn_from_the_merged_folder(folders, trai
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_of_lora_resumes_bit_for_bit(folders, trained, name, tmp_path):  # noqa: F811
     half = run(folders, name, tmp_path, *LORA, steps=2)
-    run(folders, name, tmp_path, *LORA, "--load", str(half))
+    run(folders, name, tmp_path, *LORA[4:], "--load", str(half), load=True)  # it knows its LoRA and its base
     assert losses(half) == losses(trained[name])
     for file in ("model", "ema", "optimizer_000"):
         one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained[name], half))
@@ -95,65 +95,12 @@ def test_two_ranks_have_the_curve_of_one(folders, trained, tmp_path):  # noqa: F
         assert off_by(losses(found), losses(trained[way.name.split()[0]])) < 2e-5, way.name
 
 
-def foreign(name: str, tokens: str) -> dict[str, torch.Tensor]:
-    """Return a LoRA of all attention layers of a tiny network, drawn at random, in diffusers' names."""
-    with torch.device("meta"):
-        network = getattr(diffusers, KNOWN[name].network)(**json.loads(tokens))
-    generator, found = torch.Generator().manual_seed(4), {}
-    for layer, module in network.named_modules():
-        if isinstance(module, torch.nn.Linear) and "att" in layer:
-            found[f"{layer}.lora_A.weight"] = torch.randn(3, module.in_features, generator=generator)
-            found[f"{layer}.lora_B.weight"] = torch.randn(module.out_features, 3, generator=generator) / 4
-    return found
-
-
-@pytest.mark.parametrize("form", ["diffusers", "peft", "kohya"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_files_of_others_are_added_as_diffusers_adds_them(folders, name, form, tmp_path):  # noqa: F811
-    """Every weight with a random LoRA file; alphas by their keys, by diffusers' metadata, and none."""
-    config = (folders / name / "transformer/config.json").read_text()
-    state, metadata = foreign(name, config), {}
-    if form == "kohya":
-        state = {key.replace("lora_A", "lora_down").replace("lora_B", "lora_up"): part for key, part in state.items()}
-        state |= {key.split(".lora_")[0] + ".alpha": torch.tensor(6.0) for key in [*state]}
-    prefix = {"diffusers": "transformer.", "peft": "base_model.model.", "kohya": "diffusion_model."}[form]
-    if form == "peft":
-        metadata = {"lora_adapter_metadata": json.dumps({"transformer.r": 3, "transformer.lora_alpha": 1.5})}
-    save_file({prefix + key: part for key, part in state.items()}, file := tmp_path / "style.safetensors", metadata)
-    model, _ = load_pretrained(folders / name, lora=file)
-    network = getattr(diffusers, KNOWN[name].network).from_pretrained(folders / name / "transformer")
-    scale = {"diffusers": 1.0, "peft": 0.5, "kohya": 2.0}[form]
-    with torch.no_grad():
-        for layer, part in foreign(name, config).items():
-            if layer.endswith(".lora_B.weight"):
-                a = foreign(name, config)[layer.replace("lora_B", "lora_A")]
-                network.get_submodule(layer.removesuffix(".lora_B.weight")).weight.add_(scale * part @ a)
-    opened = open_published(folders / name, KNOWN)
-    wanted = opened.tensors(weights=network.state_dict())
-    changed = 0
-    for key, parameter in model.named_parameters():
-        assert (parameter - wanted.read(key)).abs().max() <= 1e-6 * wanted.read(key).abs().max(), key
-        changed += not torch.equal(parameter, opened.tensors().read(key))
-    assert changed > 3
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda state: state | {"text_encoder.q.lora_A.weight": torch.ones(3, 4)},
-            "text_encoder.q.lora_A.weight and",
-        ),
-        (lambda state: state | {"lora_unet_blocks_0.lora_down.weight": torch.ones(3, 4)}, "belong to no layer of"),
-        (lambda state: {k: v for k, v in state.items() if "lora_B" not in k}, "has one matrix of a LoRA without the"),
-        (lambda state: {k: v[:, :-1] for k, v in state.items()}, "which do not make"),
-        (lambda state: state | {f"{next(iter(state))}_scale": torch.ones(1)}, "belong to no layer of"),
-    ],
-    ids=["text encoder", "another naming", "half", "another base", "unknown tensor"],
-)
-def test_files_that_fit_nothing_are_refused_in_one_line(folders, change, message, tmp_path):  # noqa: F811
-    state = foreign("z_image", (folders / "z_image/transformer/config.json").read_text())
-    save_file({key: part.contiguous() for key, part in change(state).items()}, file := tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=message) as raised:
-        load_pretrained(folders / "z_image", lora=file)
-    assert str(file) in str(raised.value) and "\n" not in str(raised.value)
+def test_the_recipe_fits_a_run_to_this_machine(folders, tmp_path, capsys):  # noqa: F811
+    """Without a GPU to host memory, in fp32; flags that are given stay."""
+    found = run(folders, "z_image", tmp_path, "--recipe", "lora", "--batch_size", "2", steps=2)
+    said = capsys.readouterr().out
+    words = "--lora 16 --mixed_precision fp32 --recompute none --batch_size 2 --grad_accumulation 2 --plugin zero2"
+    assert f"--card auto: {words}\n" in said and "GiB (host memory) by the estimate: states" in said
+    flags = json.loads((found / "config.json").read_text())["flags"]
+    assert (flags["lora"], flags["batch_size"], flags["grad_accumulation"], flags["card"]) == (16, 2, 2, "auto")
+    assert len(losses(found)) == 2

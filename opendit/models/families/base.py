@@ -6,7 +6,7 @@ diffusers; ``opendit.encoders`` and ``opendit.checkpoint`` read these tables whe
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -133,6 +133,11 @@ class Family:
         steps: of sampling by default.
         image_size: side in pixels by default, or (height, width).
         license: of the published weights, as the hub writes it; what a run or an export states.
+        original: layers by their authors' names, as in LoRA files of ComfyUI and kohya's trainers -> the published
+            layers whose rows are joined in each. ``*`` stands for the number of a block. Others have one name.
+        exchanged: those of ``original`` whose two halves of rows are in the other order.
+        comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
+        architecture: what the metadata of a LoRA file calls the model.
     """
 
     name: str
@@ -148,3 +153,7 @@ class Family:
     image_size: int | tuple[int, int] = 1024
     frames: int | None = None
     license: str = ""
+    original: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    exchanged: frozenset[str] = frozenset()
+    comfyui: Literal["original", "published"] = "original"
+    architecture: str = ""

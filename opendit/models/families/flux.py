@@ -109,6 +109,45 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     return tuple(found)
 
 
+ORIGINAL = {  # of Black Forest Labs
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "final_layer.adaLN_modulation.1": "norm_out.linear",
+    "final_layer.linear": "proj_out",
+    **{
+        f"{name}.{ours}_layer": f"time_text_embed.{theirs}.linear_{number}"
+        for name, theirs in (
+            ("time_in", "timestep_embedder"),
+            ("vector_in", "text_embedder"),
+            ("guidance_in", "guidance_embedder"),
+        )
+        for number, ours in enumerate(("in", "out"), start=1)
+    },
+    **{
+        f"double_blocks.*.{name}": tuple(f"transformer_blocks.*.{part}" for part in parts)
+        for name, parts in {
+            "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+            "img_attn.proj": ("attn.to_out.0",),
+            "img_mod.lin": ("norm1.linear",),
+            "img_mlp.0": ("ff.net.0.proj",),
+            "img_mlp.2": ("ff.net.2",),
+            "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+            "txt_attn.proj": ("attn.to_add_out",),
+            "txt_mod.lin": ("norm1_context.linear",),
+            "txt_mlp.0": ("ff_context.net.0.proj",),
+            "txt_mlp.2": ("ff_context.net.2",),
+        }.items()
+    },
+    **{
+        f"single_blocks.*.{name}": tuple(f"single_transformer_blocks.*.{part}" for part in parts)
+        for name, parts in {
+            "linear1": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+            "linear2": ("proj_out",),
+            "modulation.lin": ("norm.linear",),
+        }.items()
+    },
+}
+
 FAMILY = Family(
     name="flux",
     network="FluxTransformer2DModel",
@@ -127,4 +166,7 @@ FAMILY = Family(
     guidance=Guidance(3.5, "embedded"),
     steps=28,
     license="FLUX.1-dev: flux-1-dev-non-commercial-license; FLUX.1-schnell: apache-2.0",
+    original=ORIGINAL,
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # scale, shift here; shift, scale there
+    architecture="flux-1",
 )

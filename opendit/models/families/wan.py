@@ -92,6 +92,22 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     )
 
 
+ORIGINAL = {
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.head": "proj_out",
+    "blocks.*.ffn.0": "blocks.*.ffn.net.0.proj",
+    "blocks.*.ffn.2": "blocks.*.ffn.net.2",
+    **{
+        f"blocks.*.{name}_attn.{ours}": f"blocks.*.{attention}.{theirs}"
+        for name, attention in (("self", "attn1"), ("cross", "attn2"))
+        for ours, theirs in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+    },
+}
+
 FAMILY = Family(
     name="wan",
     network="WanTransformer3DModel",
@@ -110,4 +126,6 @@ FAMILY = Family(
     image_size=(480, 832),
     frames=81,
     license="apache-2.0",
+    original=ORIGINAL,
+    architecture="wan2.1",
 )

@@ -98,6 +98,17 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     return tuple(found)
 
 
+ORIGINAL = {
+    "x_embedder": "all_x_embedder.2-1",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    "final_layer.linear": "all_final_layer.2-1.linear",
+    **{f"{stack}.*.attention.out": f"{stack}.*.attention.to_out.0" for stack in STACKS.values()},
+    **{
+        f"{stack}.*.attention.qkv": tuple(f"{stack}.*.attention.to_{part}" for part in "qkv")
+        for stack in STACKS.values()
+    },
+}
+
 FAMILY = Family(
     name="z_image",
     network="ZImageTransformer2DModel",
@@ -114,4 +125,7 @@ FAMILY = Family(
     guidance=Guidance(5.0, "cond"),
     steps=50,
     license="apache-2.0",
+    original=ORIGINAL,
+    comfyui="published",
+    architecture="z-image",
 )

@@ -1,0 +1,371 @@
+"""LoRA files of diffusers, ComfyUI and kohya's trainers, out of our runs and into our models, against diffusers' own
+readers; several LoRAs with weights."""
+
+import contextlib
+import inspect
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers.loaders import lora_conversion_utils, lora_pipeline
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import opendit
+from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
+from opendit.config.checks import path_and_weight
+from opendit.export.__main__ import main as export
+from opendit.models import build_model, model_config
+from opendit.models.families.public_config import public_config
+from opendit.models.lora import A, B, targets
+from opendit.models.zoo import empty_model
+from tests.models.families.oracles import ORACLES, inputs
+
+FAMILIES = ("flux", "z_image", "wan")
+LOADERS = {"flux": "FluxLoraLoaderMixin", "z_image": "ZImageLoraLoaderMixin", "wan": "WanLoraLoaderMixin"}
+ALPHA, RANK = 5.0, 2
+# Layers by their authors' names, of the oracles' sizes: (rows, columns).
+FLUX = {
+    **{
+        f"double_blocks.1.{stream}_{layer}": shape
+        for stream in ("img", "txt")
+        for layer, shape in {
+            "attn.qkv": (72, 24), "attn.proj": (24, 24), "mlp.0": (96, 24), "mlp.2": (24, 96), "mod.lin": (144, 24)
+        }.items()
+    },
+    "single_blocks.0.linear1": (168, 24),
+    "single_blocks.2.linear2": (24, 120),
+    "single_blocks.1.modulation.lin": (72, 24),
+}  # fmt: skip
+FLUX_AROUND = {
+    "img_in": (24, 16), "txt_in": (24, 14), "time_in.in_layer": (24, 256), "time_in.out_layer": (24, 24),
+    "vector_in.in_layer": (24, 10), "guidance_in.out_layer": (24, 24), "final_layer.linear": (16, 24),
+    "final_layer.adaLN_modulation.1": (48, 24),
+}  # fmt: skip
+Z_IMAGE = {
+    f"{stack}.{layer}": shape
+    for stack in ("layers.0", "layers.1", "noise_refiner.1", "context_refiner.0")
+    for layer, shape in {
+        "attention.qkv": (108, 36), "attention.out": (36, 36), "feed_forward.w1": (96, 36), "feed_forward.w2": (36, 96)
+    }.items()
+} | {"layers.1.adaLN_modulation.0": (144, 36)}  # fmt: skip
+Z_IMAGE_APART = {
+    name.replace("qkv", f"to_{part}").replace("attention.out", "attention.to_out.0"): (36, 36)
+    for name in Z_IMAGE
+    for part in "qkv"
+    if "attention" in name
+}
+WAN = {
+    f"blocks.{block}.{kind}_attn.{part}": (28, 28) for block in (0, 1) for kind in ("self", "cross") for part in "qkvo"
+}
+WAN |= {f"blocks.{block}.ffn.{part}": shape for block in (0, 1) for part, shape in ((0, (36, 28)), (2, (28, 36)))}
+WAN_AROUND = {
+    "time_projection.1": (168, 28), "head.head": (16, 28), "text_embedding.0": (28, 10), "text_embedding.2": (28, 28)
+}  # fmt: skip
+ATTENTION = {
+    f"transformer_blocks.0.attn.{part}": (24, 24) for part in ("to_q", "to_v", "to_out.0", "add_k_proj", "to_add_out")
+}
+W3 = {"layers.0.feed_forward.w3": (96, 36)}
+PROJ_OUT = {"single_transformer_blocks.1.proj_out": (24, 120)}
+KOHYA, NEW, DOTS = ("lora_down", "lora_up"), ("lora_A", "lora_B"), ("lora.down", "lora.up")
+# family, prefix, names with _ for dots, endings, layers with alphas, layers without
+FOREIGN = {
+    "flux, kohya": ("flux", "lora_unet_", True, KOHYA, FLUX, FLUX_AROUND),
+    "flux, ComfyUI": ("flux", "diffusion_model.", False, KOHYA, FLUX, {}),
+    "flux, diffusers' names by kohya": ("flux", "lora_transformer_", True, KOHYA, ATTENTION, {}),
+    "flux, diffusers": ("flux", "transformer.", False, NEW, {}, ATTENTION | PROJ_OUT),
+    "z_image, kohya": ("z_image", "lora_unet_", True, KOHYA, Z_IMAGE, {"cap_embedder.1": (36, 14)}),
+    "z_image, ComfyUI": ("z_image", "diffusion_model.", False, NEW, Z_IMAGE_APART, W3),
+    "z_image, dots": ("z_image", "", False, DOTS, Z_IMAGE_APART, {}),
+    "wan, musubi": ("wan", "lora_unet_", True, KOHYA, WAN, {}),
+    "wan, ComfyUI": ("wan", "diffusion_model.", False, NEW, WAN, WAN_AROUND),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    """Return diffusers' tiny network of every family, with random parameters, and the folder that it is stored in."""
+    found = {}
+    for name in FAMILIES:
+        oracle = ORACLES[name](torch.float32)
+        folder = tmp_path_factory.mktemp("bases") / name
+        oracle.module.save_pretrained(folder / "transformer")
+        found[name] = oracle, folder
+    return found
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Let diffusers split the oracle's single blocks: its reader has the sizes of the published FLUX.1 in it."""
+    name = "_convert_kohya_flux_lora_to_diffusers"
+    text = inspect.getsource(getattr(lora_conversion_utils, name))
+    assert (sizes := "[3072, 3072, 3072, 12288]") in text
+    space = dict(vars(lora_conversion_utils))
+    exec(text.replace(sizes, "[24, 24, 24, 96]"), space)
+    monkeypatch.setattr(lora_pipeline, name, space[name])
+
+
+@contextlib.contextmanager
+def added(oracle, files):
+    """Add LoRA files to diffusers' network, each with its weight, by the pipelines' own reader and set_adapters."""
+    for number, (file, _) in enumerate(files):
+        loader = getattr(lora_pipeline, LOADERS[oracle.family])
+        state, *_, metadata = loader.lora_state_dict(str(file), return_lora_metadata=True)
+        # Its reader of FLUX.1 leaves the prefix out at layers around the blocks, and its loader then leaves these out.
+        state = {key if key.startswith("transformer.") else f"transformer.{key}": part for key, part in state.items()}
+        oracle.module.load_lora_adapter(state, prefix="transformer", adapter_name=f"a{number}", metadata=metadata)
+    oracle.module.set_adapters([f"a{number}" for number in range(len(files))], [weight for _, weight in files])
+    yield
+    oracle.module.unload_lora()
+
+
+@torch.no_grad()
+def check_same_outputs(oracle, folder, loras, files):
+    """Compare the outputs of our network with ``loras`` and of diffusers' with ``files``, which are to be the same."""
+    given = inputs(oracle, torch.float32, [3, 5], padded=5)
+    plain = oracle.theirs(given.x, given.t, given.y)
+    with added(oracle, files):
+        expected = oracle.theirs(given.x, given.t, given.y)
+    model, _ = load_pretrained(folder, lora=loras, notes=[])
+    assert (model(given.x, given.t, given.y) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (expected - plain).abs().max() > 1e-2
+
+
+def write_run(path, folder, config, name, seed=0, full=()):
+    """Write what a run with --lora leaves, with random numbers; full: layers that it trained as a whole."""
+    model, generator = empty_model(config, parameters=False), torch.Generator().manual_seed(seed)
+    state = {key: torch.randn(dict(model.named_parameters())[key].shape, generator=generator) for key in full}
+    for layer in targets(model):
+        rows, columns = model.get_submodule(layer).weight.shape
+        state[layer + A] = torch.randn(RANK, columns, generator=generator) / 4
+        state[layer + B] = torch.randn(rows, RANK, generator=generator) / 4
+    lora = {"rank": RANK, "alpha": ALPHA, "base": str(folder)}
+    info = {"model": name, "config": config.to_dict(), "vae": "none", "lora": lora}
+    save_file(state, path, {METADATA_KEY: json.dumps(info)})
+    return path
+
+
+def public_run(oracle, folder, path, seed=0):
+    values = json.loads((folder / "transformer/config.json").read_text()) | {"_diffusers_version": "0.1"}
+    config = public_config(oracle.family, values, oracle.shape[1:])
+    return write_run(path, folder, config, f"{oracle.family}/{oracle.family}", seed)
+
+
+def foreign(form, seed=0):
+    """Return the tensors of a random LoRA file of one of FOREIGN, its layers of unequal ranks."""
+    family, prefix, flat, endings, with_alphas, without = FOREIGN[form]
+    generator, found = torch.Generator().manual_seed(seed), {}
+    for number, (layer, (rows, columns)) in enumerate({**with_alphas, **without}.items()):
+        key, rank = prefix + (layer.replace(".", "_") if flat else layer), 1 + number % 5
+        found[f"{key}.{endings[0]}.weight"] = torch.randn(rank, columns, generator=generator) / 4
+        found[f"{key}.{endings[1]}.weight"] = torch.randn(rows, rank, generator=generator) / 4
+        if layer in with_alphas:
+            found[f"{key}.alpha"] = torch.tensor(1.5 + number % 3)
+    return family, found
+
+
+@pytest.mark.parametrize("form", ["diffusers", "comfyui", "kohya"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, form, tmp_path, capsys):
+    oracle, folder = oracles[name]
+    run, file = public_run(oracle, folder, tmp_path / "run.safetensors"), tmp_path / "style.safetensors"
+    export(["lora", "--ckpt", str(run), "--format", form, "--output", str(file)])
+    check_same_outputs(oracle, folder, [(run, 1.0)], [(file, 1.0)])
+    ours, again = (load_pretrained(folder, lora=[(path, 1.0)])[0] for path in (run, file))
+    for (key, one), other in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert (one - other).abs().max() <= 2e-6 * one.abs().max(), key
+    with safe_open(file, "pt") as opened:
+        metadata, keys = opened.metadata(), set(opened.keys())
+    assert metadata["base"] == name and metadata["modelspec.architecture"].endswith("/lora")
+    alphas = {key for key in keys if key.endswith(".alpha")}
+    assert bool(alphas) == (form != "diffusers") == (metadata.get("ss_network_alpha") == "5")
+    first = {
+        "diffusers": "transformer.", "comfyui": "diffusion_model.", "kohya": "lora_unet_"
+    }[form] + {  # fmt: skip
+        "flux": "double_blocks.0.img_attn.qkv", "wan": "blocks.0.self_attn.q", "z_image": "layers.0.attention.qkv"
+    }[name].replace(".", "_" if form == "kohya" else ".")  # fmt: skip
+    original = form == "kohya" or (form == "comfyui" and name != "z_image")
+    assert (f"{first}.lora_down.weight" in keys) == original
+    assert ("ComfyUI" in capsys.readouterr().out) == (form == "comfyui")
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_files_of_others_draw_as_in_diffusers(oracles, narrow, form, tmp_path):
+    name, state = foreign(form)
+    save_file(state, file := tmp_path / "style.safetensors")
+    check_same_outputs(*oracles[name], [(file, 1.0)], [(file, 1.0)])
+
+
+def test_other_spellings_are_the_same_file(oracles, tmp_path):
+    """Names that diffusers does not read: fused layers with dots, and peft's prefix and adapter."""
+    name, state = foreign("z_image, kohya")
+    dotted = {layer.replace(".", "_"): layer for layer in (*Z_IMAGE, "cap_embedder.1")}
+    models = []
+    for prefix, down, up in (
+        (None, *KOHYA),
+        ("diffusion_model.", *KOHYA),
+        ("base_model.model.", "lora_A.default", "lora_B.default"),
+        ("", *NEW),
+    ):
+        spelled = {}
+        for key, part in state.items():
+            layer, ending = key.split(".", 1)
+            layer = layer if prefix is None else prefix + dotted[layer.removeprefix("lora_unet_")]
+            spelled[f"{layer}.{ending.replace('lora_down', down).replace('lora_up', up)}"] = part
+        save_file(spelled, file := tmp_path / "style.safetensors")
+        models.append(load_pretrained(oracles[name][1], lora=[(file, 1.0)])[0])
+    for key, parameter in models[0].named_parameters():
+        assert all(torch.equal(parameter, model.get_parameter(key)) for model in models[1:]), key
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_alphas_in_metadata_are_taken_as_diffusers_takes_them(oracles, tmp_path, rslora):
+    name, state = foreign("flux, diffusers")
+    ranks = {
+        key.split(".lora_B")[0].removeprefix("transformer."): part.shape[1]
+        for key, part in state.items()
+        if "lora_B" in key
+    }
+    about = {"r": 4, "lora_alpha": 3, "rank_pattern": ranks, "use_rslora": rslora, "target_modules": [*ranks],
+             "alpha_pattern": {"transformer_blocks.0.attn.to_v": 7.5}}  # fmt: skip
+    metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in about.items()})}
+    save_file(state, file := tmp_path / "style.safetensors", metadata)
+    check_same_outputs(*oracles[name], [(file, 1.0)], [(file, 1.0)])
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("flux", "flux, ComfyUI"), ("z_image", "z_image, kohya"), ("wan", "wan, musubi")]
+)
+def test_weighted_loras_are_those_of_set_adapters(oracles, narrow, name, form, tmp_path):
+    oracle, folder = oracles[name]
+    run, file, style = (
+        public_run(oracle, folder, tmp_path / "run.safetensors"),
+        tmp_path / "a.safetensors",
+        tmp_path / "b.safetensors",
+    )
+    export(["lora", "--ckpt", str(run), "--output", str(file)])
+    save_file(foreign(form)[1], style)
+    check_same_outputs(oracle, folder, [(run, 0.8), (style, -0.5)], [(file, 0.8), (style, -0.5)])
+    # A run as the model itself, and more on top.
+    one, two = (dict(load_pretrained(path, lora=loras)[0].named_parameters())
+                for path, loras in ((run, [(style, 0.5)]), (folder, [(style, 0.5), (run, 1.0)])))  # fmt: skip
+    assert all((one[key] - two[key]).abs().max() <= 1e-6 * one[key].abs().max() for key in one)
+
+
+def our_base(path, classes=3):
+    config = model_config("DiT-Ti/2", input_size=(4, 4), in_channels=3, num_classes=classes)
+    model = build_model(config, seed=0)
+    save_file(
+        model.state_dict(),
+        path,
+        {METADATA_KEY: json.dumps({"model": "DiT-Ti/2", "config": config.to_dict(), "vae": "none", "image_size": 4})},
+    )
+    return config, dict(model.named_parameters())
+
+
+TABLE = "y_embedder.embedding_table.weight"
+
+
+def test_several_runs_of_our_own_models_are_added_with_their_weights(tmp_path):
+    config, weights = our_base(base := tmp_path / "base.safetensors")
+    more = replace(config, num_classes=5)
+    one = write_run(tmp_path / "1.safetensors", base, config, "DiT-Ti/2", 1)
+    two = write_run(tmp_path / "2.safetensors", base, more, "DiT-Ti/2", 2, (TABLE,))
+    model, found = load_pretrained(base, lora=[(one, 0.5), (two, 2.0)])
+    states, changed = [load_file(path) for path in (one, two)], 0
+    assert model.config.num_classes == 5 and torch.equal(dict(model.named_parameters())[TABLE], states[1][TABLE])
+    for name, parameter in model.named_parameters():
+        layer, expected = name.removesuffix(".weight"), weights[name].double()
+        if layer + A in states[0]:
+            for state, weight in zip(states, (0.5, 2.0), strict=True):
+                expected = expected + weight * ALPHA / RANK * state[layer + B].double() @ state[layer + A].double()
+            changed += 1
+        assert name == TABLE or torch.allclose(parameter.double(), expected, rtol=1e-5, atol=1e-6), name
+    assert changed == 4 * config.depth and found.path == two
+    pipe = opendit.load(base, lora=[f"{one}:0.5", (str(two), 2)], vae="none")
+    assert all(
+        torch.equal(parameter, dict(model.named_parameters())[name])
+        for name, parameter in pipe.model.named_parameters()
+    )
+    with pytest.raises(ValueError, match="trained whole layers .*; leave one out"):
+        load_pretrained(base, lora=[(two, 1.0), (two, 0.5)])
+    save_file({"blocks.0.attn.qkv.lora_A.weight": torch.ones(1, 128)}, other := tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="is no public model; give a run"):
+        load_pretrained(base, lora=[(other, 1.0)])
+    with pytest.raises(ValueError, match="lora .*: its weight nan is out of range; give one from"):
+        opendit.load(base, lora=[(one, math.nan)])
+
+
+def test_a_weight_is_what_follows_the_last_colon_of_no_path(tmp_path):
+    (tmp_path / "a:0.5").touch()
+    texts = ("RUN", "RUN:0.8", "RUN:-1e-1", "a:b", f"{tmp_path}/a:0.5", f"{tmp_path}/a:0.5:2")
+    expected = (("RUN", 1), ("RUN", 0.8), ("RUN", -0.1), ("a:b", 1), (f"{tmp_path}/a:0.5", 1), (f"{tmp_path}/a:0.5", 2))
+    assert tuple(map(path_and_weight, texts)) == expected
+
+
+def refused(oracles, path, state, family="flux", metadata=None, notes=None):
+    save_file(state, path, metadata)
+    with pytest.raises(ValueError) as raised:
+        load_pretrained(oracles[family][1], lora=[(path, 1.0)], notes=notes)
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda k: {k + ".dora_scale": torch.ones(24, 1)}, "qkv.dora_scale belongs to DoRA, which is not read"),
+        (lambda k: {f"{k}.lokr_w{n}": torch.ones(2, 2) for n in (1, 2)},
+         r"2 keys \(.*lokr_w1, ...\) belong to LyCORIS \(LoKr\)"),
+        (lambda k: {k + ".hada_w1_a": torch.ones(2, 2)}, r"belongs to LyCORIS \(LoHa\)"),
+        (lambda k: {k + ".diff_b": torch.ones(72)}, "belongs to whole differences of weights"),
+        (lambda k: {k + ".lora_up.bias": torch.ones(72)}, "lora_up.bias belongs to no layer of .*flux; a LoRA of this"),
+        (lambda k: {"transformer.transformer_blocks.1.attn.to_k.lora_A.weight": torch.ones(1, 24),
+                    "transformer.transformer_blocks.1.attn.to_k.lora_B.weight": torch.ones(24, 1)},
+         "transformer_blocks.1.attn.to_k.weight is there twice, alone and joined with others"),
+        (lambda k: {k.replace("diffusion_model.", "") + ".lora_down.weight": torch.ones(2, 24)},
+         "has its A twice, under two names"),
+        (lambda k: {k + ".alpha": torch.ones(2)}, "alpha is not one number"),
+    ],
+    ids=["DoRA", "LoKr", "LoHa", "difference", "bias", "joined and alone", "two names", "alpha"],
+)  # fmt: skip
+def test_what_is_no_plain_lora_is_refused(oracles, change, message, tmp_path):
+    key = "diffusion_model.double_blocks.1.img_attn.qkv"
+    text = refused(oracles, tmp_path / "a.safetensors", foreign("flux, ComfyUI")[1] | change(key))
+    assert re.search(message, text), text
+
+
+def test_files_that_do_not_fit_are_refused(oracles, tmp_path):
+    path, state = tmp_path / "a.safetensors", foreign("flux, ComfyUI")[1]
+    said = refused(oracles, path, state, "z_image", {"ss_base_model_version": "flux1"})
+    assert "belong to no layer of" in said and said.endswith(
+        "a LoRA of this model is needed (this one was trained on 'flux1')"
+    )
+    half = {key: part for key, part in state.items() if "lora_up" not in key}
+    assert "has one matrix of a LoRA without the other" in refused(oracles, path, half)
+    cut = {key: part[:, :-1].contiguous() if part.dim() == 2 else part for key, part in state.items()}
+    assert "which do not make [24, 24]" in refused(oracles, path, cut)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="a.safetensors is not a readable safetensors file"):
+        load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
+
+
+def test_a_lora_of_a_text_encoder_is_named_and_left_out(oracles, tmp_path):
+    path, state = tmp_path / "a.safetensors", foreign("flux, kohya")[1]
+    text = {"lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight": torch.ones(1, 4)}
+    text |= {"text_encoders.clip_l.transformer.text_model.alpha": torch.ones(())}
+    save_file(state | text, path)
+    notes: list[str] = []
+    model, _ = load_pretrained(oracles["flux"][1], lora=[(path, 1.0)], notes=notes)
+    (line,) = notes
+    assert (
+        "2 keys (lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight, ...) belong to a text encoder" in line
+    )
+    save_file(state, path)
+    plain, _ = load_pretrained(oracles["flux"][1], lora=[(path, 1.0)])
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    assert "belong to no layer" in refused(oracles, path, state | text)  # where nobody would read a note
+    assert "belong to no layer" in refused(oracles, path, text, notes=notes)

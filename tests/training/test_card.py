@@ -1,0 +1,66 @@
+"""--card: what is chosen for a card fits it by the estimate of a plain dry run, and what was faster does not."""
+
+import re
+
+import pytest
+
+import train
+
+LARGE = (
+    "--dry_run {} --data_path mock --model vDiT-7B/122 --use_video --num_frames 8 --image_size 256 --text_encoder bytes"
+    " --max_text_tokens 16 --cross_attention --pretrained no.safetensors --global_batch_size 4 --enable_flashattn "
+    "--enable_layernorm_kernel --enable_modulate_kernel --mixed_precision bf16"
+)
+SMALL = "--dry_run --data_path mock --model DiT-S/2 --image_size 256 --vae none --pretrained no.safetensors"
+
+
+def shown(text: str, capsys) -> str:
+    train.main(text.split())
+    return capsys.readouterr().out
+
+
+def needs(words: str, capsys, world: int = 1) -> float:
+    """Return the GiB that a plain dry run with these flags estimates."""
+    words = re.sub(" --grad_accumulation .", "", words)  # which follows from --global_batch_size
+    found = re.search(r"memory.*? +([\d.]+) GiB a GPU", shown(f"{LARGE.format(world)} {words}", capsys))
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.parametrize(("card", "usable"), [("40", 37.6), ("24", 22.56), ("18.5", 17.39), ("H100", 74.35)])
+def test_the_first_that_fits_is_taken(card, usable, capsys):
+    said = shown(f"{LARGE.format(1)} --lora 16 --card {card}", capsys)
+    chosen, memory, capacity = re.findall(r"--card \S+: (.*)\n  ([\d.]+) of ([\d.]+) GiB", said)[0]
+    assert float(capacity) == pytest.approx(usable, abs=0.01) and "M trained weights, at all linear layers" in said
+    assert needs(chosen, capsys) == float(memory) <= float(capacity)
+    before = re.search(r"faster, if it fitted: (.*), ([\d.]+) GiB", said)
+    if card == "H100":
+        assert before is None
+    else:
+        assert before is not None and needs(before[1], capsys) == float(before[2]) > float(capacity)
+    assert ("--recompute none --batch_size 4" in chosen) == (card == "H100"), chosen
+
+
+def test_flags_that_are_given_stay(capsys):
+    said = shown(f"{LARGE.format(1)} --lora 8 --recompute but_attention --batch_size 1 --card 80", capsys)
+    assert "--card 80: --lora 8 --mixed_precision bf16 --recompute but_attention --batch_size 1 --grad_acc" in said
+    said = shown(f"{LARGE.format(4)} --lora 8 --card 9", capsys)
+    assert "--plugin fsdp" in said.split("\n")[0]  # whose ranks divide the frozen weights
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (f"{LARGE.format(1)} --lora 16 --card 6", r"--card 6: 5.6 GiB can be used, and --lora 16 .* needs [\d.]+;"),
+        (f"{SMALL} --lora 4 --card Z80", "--card Z80: not known; give its GiB, or one of H200, "),
+        (f"{SMALL} --lora 4 --card 0.5", "--card 0.5: out of range; give GiB from 1 to 10,000"),
+        (f"{SMALL} --lora 4 --card 24 --parallel auto", "--card: does nothing with --parallel auto"),
+        (SMALL.replace("--pretrained no.safetensors", "--card 24"), "--card: does nothing without --lora"),
+        (f"{SMALL} --lora 600 --card 24", "--lora 600: out of range; give a rank from 1 to below the width"),
+    ],
+)  # fmt: skip
+def test_what_can_t_be_is_said_in_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv.split())
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and re.search(message, said) and said.count("\n") == 1, said
