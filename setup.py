@@ -89,6 +89,7 @@ setup(
     extras_require={
         "test": TEST,
         "dev": ["pre-commit", *TEST],
+        "parquet": ["pyarrow>=15"],
         "flash": ["flash-attn"],
         "completion": COMPLETION,
         "page": PAGE,

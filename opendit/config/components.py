@@ -168,10 +168,26 @@ class DataFlags(Flags):
         unit="name",
     )
     random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)")
+    random_crop: bool = flag(False, "crop pictures and clips at random places instead of in the middle")
     max_upscale: float = flag(
         1.25, "of --bucket_tokens, --pack_tokens: enlarge nothing by more; smaller samples get smaller shapes", **SCALE
     )
     label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", **SHARE)
+
+
+@dataclass(frozen=True)
+class WordFlags(Flags):
+    """Where captions come from, and what training changes about them."""
+
+    group: ClassVar[str] = "Words: where captions come from, and what is changed about them"
+
+    file_column: str | None = flag(None, "of a table or metadata.*: its column of files (default: path, or file_name)")
+    caption_column: str | None = flag(None, "of a table or metadata.*: its column of captions (default: text)")
+    caption_prefix: str | None = flag(
+        None, "words before every caption; in a folder also for files without one", free=True, unit="words"
+    )
+    shuffle_tags: bool = flag(False, "of captions that are tags with commas between: another order at each use")
+    tag_drop: float = flag(0.0, "share of these tags that a use leaves out", **SHARE)
 
 
 @dataclass(frozen=True)

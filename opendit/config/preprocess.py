@@ -7,7 +7,6 @@ from opendit.common.utils import read_size
 from opendit.config.checks import (
     check_data,
     check_exists,
-    check_file,
     check_output_file,
     check_rate,
     check_vae,
@@ -27,6 +26,7 @@ BY_TIME = "frames a second, by the times in a clip's file, instead"
 CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
 ENERGON = ".nv-meta"  # in what Energon has prepared
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
+PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
 IN_AND_OUT = "Files: what is read and written"
 
 
@@ -52,7 +52,9 @@ def build_parser(doc: str) -> CommandLine:
     _add_latents(parser.command("latents", "encode every picture once with a VAE"))
     shards = parser.command("shards", "pack pictures and clips into tars with an index")
     shards.heading(IN_AND_OUT)
-    shards.option("--data_path", PATH, "a folder of pictures, a CSV of media, or cached latents", required=True)
+    shards.option(
+        "--data_path", PATH, "a folder of pictures or clips, a CSV of media, or cached latents", required=True
+    )
     shards.option("--output", FOLDER, "folder for the tars", required=True)
     shards.option("--shard_size", Value(unit="size"), "largest size of a tar: 200MB, 1GB, ...", "1GB")
     shards.option(
@@ -79,9 +81,15 @@ def build_parser(doc: str) -> CommandLine:
     return parser
 
 
+def _add_columns(parser: CommandLine) -> None:
+    parser.option("--file_column", TEXT, "of a table or metadata.*: its column of files (default: path, or file_name)")
+    parser.option("--caption_column", TEXT, "of a table or metadata.*: its column of captions (default: text)")
+
+
 def _add_check(check: CommandLine) -> None:
     check.heading(IN_AND_OUT)
-    check.option("csv", TEXT, "path,text and any other columns", metavar="CSV")
+    check.option("csv", TEXT, "a table with path, text and any other columns, or a folder", metavar="CSV")
+    _add_columns(check)
     check.option("--output", Value(unit="csv2"), "the CSV of the rows that are left", required=True)
     check.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
     check.heading("Samples: what training will take of a file")
@@ -106,6 +114,8 @@ def _add_look(look: CommandLine) -> None:
     look.option("--samples", whole(0, 1_000_000_000, "rows"), "to look into, spread evenly, by weight; 0: all", 1000)
     look.option("--pictures", whole(1, 10_000, "pictures"), "of these, at most, on the contact sheet", 48)
     look.option("--energon_cooker", TEXT, COOKER)
+    _add_columns(look)
+    look.option("--caption_prefix", WORDS, PREFIX)
     look.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
     look.heading("Tokens: what they are counted at")
     look.option("--image_size", Value(int, **SIDE), "side of a picture (default: 256)")
@@ -118,7 +128,7 @@ def _add_look(look: CommandLine) -> None:
 
 def _add_latents(latents: CommandLine) -> None:
     latents.heading(IN_AND_OUT)
-    latents.option("--data_path", PATH, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
+    latents.option("--data_path", PATH, "digits, a folder, a torchvision set, a CSV or tars", required=True)
     latents.option("--output", FOLDER, "folder for the latents", required=True)
     latents.option(
         "--shard_size",
@@ -170,6 +180,8 @@ def _add_latents(latents: CommandLine) -> None:
         "auto",
     )
     latents.option("--energon_cooker", TEXT, COOKER)
+    _add_columns(latents)
+    latents.option("--caption_prefix", WORDS, PREFIX)
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
@@ -192,7 +204,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
     elif command in ("ucf101", "folder"):
         check_exists(options["root"], "ROOT", "the folder to list")
     elif command == "check":
-        check_file(options["csv"], "CSV", "a CSV of path,text")
+        check_exists(options["csv"], "CSV", "a CSV of path,text, or a folder")
     elif command == "shards":
         check_exists(options["data_path"], "--data_path", "a folder of pictures or a CSV that does")
         options["shard_size"] = read_size(options["shard_size"], "--shard_size")

@@ -37,7 +37,7 @@ from opendit.config.components import (
     ValidationFlags,
 )
 from opendit.config.console import OnThisMachine
-from opendit.config.data_sources import check_inline, named_sources
+from opendit.config.data_sources import PYTHON, check_inline, named_sources
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
 from opendit.config.lora_targets import parse_target
@@ -65,6 +65,7 @@ class TrainConfig(
     component.ModelFlags,
     component.CaptionFlags,
     component.DataFlags,
+    component.WordFlags,
     component.LoaderFlags,
     component.StartFlags,
     component.ObjectiveFlags,
@@ -376,9 +377,10 @@ class TrainConfig(
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
             if self.sample_every != 0:
                 unused["sample_every"] = why
-            of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")
+            of_files = ("random_flip", "random_crop", "frame_interval", "fps", "short_clips", "video_reader")
+            of_files += tuple(item.name for item in fields(component.WordFlags))
             unused |= dict.fromkeys(of_files, "does nothing with --data_path mock")
-        if self.data_path in named_sources():
+        if self.data_path in named_sources() and self.data_path != PYTHON:
             unused["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
         if self.pretrained and self.lora is None and self.load not in (None, "latest"):
             unused["pretrained"] = "does nothing with --load, which brings its own weights"

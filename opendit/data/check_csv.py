@@ -8,8 +8,9 @@ from contextlib import closing
 from statistics import median
 
 from opendit.data.base import DataError, name_few
+from opendit.data.captioned_folder import read_captioned
 from opendit.data.captions import count_texts, says_nothing
-from opendit.data.csv_table import TableRow, read_csv, write_csv
+from opendit.data.csv_table import Columns, TableRow, write_csv
 from opendit.data.files import printable, problem
 from opendit.data.medium import Medium, count_colours
 from opendit.data.open_medium import open_clip, open_picture
@@ -103,6 +104,8 @@ def run(
     csv: str,
     output: str,
     *,
+    file_column: str | None = None,
+    caption_column: str | None = None,
     num_frames: int = 16,
     frame_interval: int = 1,
     fps: float | None = None,
@@ -111,7 +114,8 @@ def run(
     num_workers: int = 2,
 ) -> None:
     """Run ``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
-    rows = read_csv(csv, name=printable(csv))
+    rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
+    print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(
         rows,
         num_frames=num_frames,

@@ -379,6 +379,9 @@ def run(
     short_clips: str = "skip",
     video_reader: str = "auto",
     energon_cooker: str | None = None,
+    file_column: str | None = None,
+    caption_column: str | None = None,
+    caption_prefix: str | None = None,
     pretrained: str | None = None,
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
@@ -414,6 +417,9 @@ def run(
             short_clips=short_clips,
             video_reader=video_reader,
             energon_cooker=energon_cooker,
+            file_column=file_column,
+            caption_column=caption_column,
+            caption_prefix=caption_prefix,
             max_bad=max_bad,
         )
         about = dataset.describe()
@@ -434,7 +440,8 @@ def run(
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
-            print(f"{about.text}\nencoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
+            print("\n".join([about.text, *about.notes]))
+            print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
             # Only to wait for each other at the end, which may be long after the first rank is through.

@@ -86,6 +86,7 @@ def _dry_run(flags: TrainConfig) -> None:
     config, notes = plan.config, notes + plan.notes
     if isinstance(dataset, MockDataset) and flags.tokens is not None:
         notes.append("the samples' sizes are not known: steps are of samples of the configured one")
+    notes += dataset.describe().notes
     dataset = shape_samples(flags, dataset, config)
     if flags.pretrained and Path(flags.pretrained).exists():
         *_, config = check_pretrained(flags.pretrained, flags.model, config, notes)

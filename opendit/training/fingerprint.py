@@ -61,6 +61,9 @@ OF_THE_MODEL = frozenset(
 MADE_INTO = {
     "data_path": "data samples contents blend",
     "energon_cooker": "data",
+    "file_column": "data",
+    "caption_column": "data",
+    "caption_prefix": "data",
     "validate_share": "data samples",
     "vae": "vae",
     "text_encoder": "text_encoder",

@@ -60,6 +60,12 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         short_clips=flags.short_clips,
         video_reader=flags.video_reader,
         energon_cooker=flags.energon_cooker,
+        file_column=flags.file_column,
+        caption_column=flags.caption_column,
+        caption_prefix=flags.caption_prefix,
+        shuffle_tags=flags.shuffle_tags,
+        tag_drop=flags.tag_drop,
+        random_crop=flags.random_crop,
         vae=flags.vae,
         # Random latents have the classes, or the captions, that the flags ask for.
         num_classes=flags.num_classes,

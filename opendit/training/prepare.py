@@ -142,10 +142,12 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
         conditioner.encoder = None  # its memory is for the model
     if mesh.is_main:
+        notes += everything.describe().notes
         encoder = getattr(conditioner, "encoder", None)
         if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
+            notes += validated_apart.describe().notes
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(

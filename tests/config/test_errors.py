@@ -193,7 +193,7 @@ LINES = {
     "preprocess latents --data_path digits --output x --vae none": (
         "--vae none: has no latents to cache; train on the pictures themselves"
     ),
-    "preprocess check nowhere --output x": "CSV nowhere: doesn't exist; give a CSV of path,text",
+    "preprocess check nowhere --output x": "CSV nowhere: doesn't exist; give a CSV of path,text, or a folder",
     "preprocess shards --data_path pictures --output x --shard_size 3XB": (
         "--shard_size 3XB: no size; give one such as 200MB or 1GB"
     ),
