@@ -11,11 +11,12 @@ import numpy as np
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
 from opendit.data.held_out import SomeRows
-from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares
+from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares, shape_table
 from opendit.data.row_arrays import Complement, stream_of
 from opendit.data.size_cache import LARGE, KeptArrays, kept
 
 _LOOKED_AT = 10_000  # media whose crop is measured
+_LAST = 2**62  # after all keys
 
 
 class ShapedDataset(SomeRows):
@@ -50,6 +51,33 @@ class ShapedDataset(SomeRows):
             of_rows = stream_of(self.keys, lambda keys: self.sizes[keys].astype(np.int32))
             self._shaped = hash_parts("shaped", super()._identity(whole), of_rows)
         return self._shaped
+
+
+def crop_media(
+    dataset: MediaDataset,
+    token: TokenSize,
+    most: int,
+    flag: str,
+    *,
+    image_size: int,
+    num_frames: int,
+    frame_interval: int,
+    short_clips: str,
+    fps: float | None,
+    max_upscale: float,
+    fine: bool = False,
+) -> ShapedDataset:
+    """Return the pixels of a data set, each cropped to a shape near its own of at most ``most`` tokens.
+
+    num_frames: of a clip; 1 for pictures alone. fine: see ``shape_table``. Raises ValueError, naming ``flag`` and what
+    to do, as ``shape_table`` and ``shape_media`` do.
+    """
+    try:
+        table = shape_table(image_size, num_frames, token, most, fine=fine)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+    interval = 1 if short_clips == "interval" or fps is not None else frame_interval
+    return shape_media(dataset, table, interval, max_upscale, flag)
 
 
 def shape_media(
@@ -150,8 +178,16 @@ def shape_latents(
     """
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    shapes, chosen = np.unique(np.array(sizes, np.int32)[counts > 0], axis=0, return_inverse=True)
-    keys, counts = chosen.reshape(-1).astype(np.int16), counts[counts > 0]
+    # Shapes are numbered in the order of their keys, which is that of the media that the latents were made of, so that
+    # their batches come in the same order.
+    order = dataset.shapes()
+    first: dict[Size, int] = {}
+    for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):
+        if count:
+            first[size] = min(first.get(size, _LAST), order.key(end - 1))
+    numbers = {size: number for number, size in enumerate(sorted(first, key=lambda size: (first[size], size)))}
+    keys = np.array([numbers[size] for size, count in zip(sizes, counts, strict=True) if count], dtype=np.int16)
+    shapes, counts = np.array(list(numbers), np.int32), counts[counts > 0]
     frames, height, width = shapes.T
     along, (high, wide) = np.where(frames == 1, token.frames, frames), token.side
     bad = (along % token.frames != 0) | (height % high != 0) | (width % wide != 0)
