@@ -42,9 +42,9 @@ class ShapedDataset(SomeRows):
     def _find_keys(self, keys: np.ndarray | int) -> np.ndarray | int:
         return self.keys
 
-    def token_counts(self) -> Lengths:
-        """Return the tokens of every row's sample, int32."""
-        return Lengths(self.keys, self.tokens.astype(np.int32))
+    def token_counts(self, beside: int = 0) -> Lengths:
+        """Return the tokens of every row's sample, int32. beside: tokens that each has besides those of its shape."""
+        return Lengths(self.keys, self.tokens.astype(np.int32) + np.int32(beside))
 
     def _identity(self, whole: Fingerprint) -> str:
         if self._shaped is None:
@@ -169,9 +169,10 @@ def _shapes_of_media(
 
 
 def shape_latents(
-    dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, large: int = LARGE
+    dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0, large: int = LARGE
 ) -> ShapedDataset:
-    """Return cached latents at the shapes that they have. token: with sides in latents. large: see ``shape_media``.
+    """Return cached latents at the shapes that they have. token: with sides in latents. beside: tokens of the most that
+    are a caption's. large: see ``shape_media``.
 
     Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the
     model's patch does not divide.
@@ -196,8 +197,9 @@ def shape_latents(
         raise ValueError(
             f"{flag}: latents of {_shown(shapes[bad.argmax()])} do not divide by the model's patch; take another"
         )
-    if (largest := int(tokens.max())) > most:
-        raise ValueError(f"{flag} {most}: a sample has {largest:,} tokens; raise it to that at least")
+    if (largest := int(tokens.max()) + beside) > most:
+        what = " with its caption" if beside else ""
+        raise ValueError(f"{flag} {most}: a sample{what} has {largest:,} tokens; raise it to that at least")
     note = f"{len(shapes)} shape{'s' * (len(shapes) > 1)} of {tokens.min():,} to {tokens.max():,} tokens"
 
     def find() -> KeptArrays:

@@ -174,13 +174,24 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
             raise ValueError(f"--data_path {flags.data_path}: has samples of several sizes, and {_LEARNED}")
         return dataset
     flag = "--bucket_tokens" if flags.pack_tokens is None else "--pack_tokens"
+    caption = 0 if flags.pack_tokens is None else config.caption_tokens
     if flags.pack_tokens is not None:
         config.check_packs()
+        if config.joint_sequence and flags.sequence_parallel_size > 1:
+            raise ValueError(
+                f"{flag} {flags.tokens}: ranks can't share the packs of a model whose captions are tokens of the "
+                "sequence; leave --sequence_parallel_size out, or give --bucket_tokens"
+            )
     if config.positions == "learned":
         raise ValueError(f"{flag} {flags.tokens}: {_LEARNED}")
     about = dataset.describe()
     if about.kind == "latents":
-        return shape_latents(dataset, token_size(config.patch), flags.tokens, flag)
+        return shape_latents(dataset, token_size(config.patch), flags.tokens, flag, beside=caption)
+    if caption and flags.tokens < config.tokens + caption:
+        raise ValueError(
+            f"{flag} {flags.tokens}: a picture of --image_size {flags.image_size} has {config.tokens:,} tokens and its "
+            f"caption up to {caption:,} more; raise it to {config.tokens + caption} at least"
+        )
     channels = about.sample_shape[0]
     if flags.use_video:
         _, downscale, temporal = video_geometry(flags.vae, channels)
@@ -189,7 +200,7 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
     return crop_media(
         dataset,
         token_size(config.patch, downscale, temporal),
-        flags.tokens,
+        flags.tokens - caption,
         flag,
         image_size=flags.image_size,
         num_frames=flags.num_frames if flags.use_video else 1,
@@ -221,6 +232,7 @@ def make_schedule(
         flags.global_seed,
         bucket_tokens=flags.bucket_tokens,
         pack_tokens=flags.pack_tokens,
+        caption_tokens=config.caption_tokens,
         attention=attention_length(config),
     )
 
@@ -249,7 +261,10 @@ def attention_length(config: DiTConfig) -> float:
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
     """Return the most samples of the model's configured size that have the tokens of a rank's micro-batch."""
-    return flags.batch_size if flags.tokens is None else math.ceil(flags.batch_size * flags.tokens / config.tokens)
+    if flags.tokens is None:
+        return flags.batch_size
+    tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)
+    return math.ceil(flags.batch_size * flags.tokens / tokens)
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:

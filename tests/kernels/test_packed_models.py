@@ -9,6 +9,7 @@ from opendit.config.components import SpeedFlags
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, MovieGenConfig, TextConfig, VDiTConfig, build_model
+from tests.models.families.test_public_packs import compared
 from tests.models.packs import Samples, assert_same, samples, with_vectors
 from tests.models.test_dit import randomised
 
@@ -56,6 +57,12 @@ def test_kernels_give_what_torch_gives_one_by_one(config, flags):
     found = given.packed(model, padding=3)
     assert_same(found, wanted, 1e-5)
     assert_same(given.gradients(model, found), gradients, 2e-5)
+
+
+@pytest.mark.parametrize("family", ("flux", "z_image", "wan"))
+def test_kernels_give_what_diffusers_gives_one_by_one(family):
+    found = compared(family, torch.float32, lambda model: use(model, FLAGS["all"]))
+    assert not {name: error for name, error in found.items() if not error <= 2e-5}
 
 
 @pytest.mark.parametrize("level", ("norms", "mlp"))
