@@ -37,6 +37,7 @@ from opendit.models.segments import unpack_patches
 from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
 from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
+from opendit.training.specification import shape_samples
 from tests.encoders.published_folders import write_pipeline
 from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
@@ -330,7 +331,7 @@ REFUSED = [
     (
         "z_image",
         "--pack_tokens 64 --max_text_tokens 40",
-        "has 16 tokens, and its caption up to 64 more; raise it to 80",
+        "its caption up to 64 more; raise it to 80 at least",
     ),
     ("wan", "--sequence_parallel_type ring --sequence_parallel_size 1 --positions learned", "--positions: "),
 ]
@@ -341,6 +342,14 @@ def test_what_does_not_work_is_refused_in_one_line(folders, name, more, message,
     argv = [*flags_of(folders, name), "--batch_size", "4", "--outputs", str(tmp_path)]
     argv += more.format(root=folders).split()
     assert message.format(root=folders) in refusal(argv)
+
+
+def test_ranks_do_not_share_packs_with_captions(folders):
+    flags, _ = parse(TrainConfig, [*flags_of(folders, "flux"), "--pack_tokens", "192"]).resolve(1, True)
+    data = open_data(flags)
+    config = plan_model(flags, data).config
+    with pytest.raises(ValueError, match="ranks can't share the packs of a model whose captions are tokens"):
+        shape_samples(replace(flags, sequence_parallel_size=2), data, config)
 
 
 def damage_config(folder):

@@ -411,7 +411,8 @@ class PublicDiT(DiT):
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
         counted = rotary.text == "count"
-        captions = keys.sum(1).tolist() if counted and keys.shape[1] else [length] * count
+        own = keys.sum(1) if counted and keys.shape[1] else None
+        captions = [length] * count if own is None else own.tolist()
         filling = [-tokens % spec.media_multiple for tokens in segments.lengths]
         media = [tokens + more for tokens, more in zip(segments.lengths, filling, strict=True)]
         lengths = {"text": captions, "media": media}
@@ -426,7 +427,7 @@ class PublicDiT(DiT):
         text_at = at.new_zeros(1, count * length, axes)
         if counted:
             text_at[..., 0] = torch.arange(1, length + 1, device=device).repeat(count)
-            at[..., 0] += torch.tensor(captions, device=device)[sample_of_row] + 1
+            at[..., 0] += (length if own is None else own[sample_of_row]) + 1
         if filled is not None:
             at = filled.join([at, at.new_zeros(1, sum(filling), axes)])
         places = {"text": text_at if padded is None else padded.split(text_at)[0], "media": at}
