@@ -261,7 +261,7 @@ def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
     if tokens is None:
         return ()
     if model is None:
-        raise ValueError(f"--bucket_tokens {tokens}: of which model? Add --model, such as DiT-XL/2")
+        raise ValueError(f"--bucket_tokens {tokens}: tokens of an unknown model; add --model, such as DiT-XL/2")
     patch = patch_size(model)
     if options["use_video"] == isinstance(patch, int):
         fix = "leave --use_video out" if options["use_video"] else "add --use_video"

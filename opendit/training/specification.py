@@ -159,9 +159,6 @@ def choose_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float
     )
 
 
-_LEARNED = "this model has learned positions, of one size; give --positions sincos or rope"
-
-
 def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) -> MediaDataset:
     """Return the data set with samples resized for --bucket_tokens or --pack_tokens, or unchanged without them.
 
@@ -171,7 +168,10 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
     if flags.tokens is None:
         latents = dataset.shapes().latents
         if config.positions == "learned" and latents and len({size[1:] for _, size in latents()}) > 1:
-            raise ValueError(f"--data_path {flags.data_path}: has samples of several sizes, and {_LEARNED}")
+            raise ValueError(
+                f"--data_path {flags.data_path}: samples of several sizes, but this model has learned positions, of "
+                "one size; give --positions sincos or rope"
+            )
         return dataset
     flag = "--bucket_tokens" if flags.pack_tokens is None else "--pack_tokens"
     caption = 0 if flags.pack_tokens is None else config.caption_tokens
@@ -183,7 +183,9 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
                 "sequence; leave --sequence_parallel_size out, or give --bucket_tokens"
             )
     if config.positions == "learned":
-        raise ValueError(f"{flag} {flags.tokens}: {_LEARNED}")
+        raise ValueError(
+            f"{flag} {flags.tokens}: this model has learned positions, of one size; give --positions sincos or rope"
+        )
     about = dataset.describe()
     if about.kind == "latents":
         return shape_latents(dataset, token_size(config.patch), flags.tokens, flag, beside=caption)

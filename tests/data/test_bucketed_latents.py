@@ -191,7 +191,7 @@ def test_our_own_models_name_their_patch(root, tmp_path, capsys):
     argv = ["latents", "--data_path", str(root / "flux.csv"), "--output", str(tmp_path / "cache"), "--num_workers", "0"]
     argv += ["--image_size", "64", "--vae", str(root / "flux" / "vae"), "--bucket_tokens", "4"]
     assert preprocess.main(argv) == 2
-    assert "--bucket_tokens 4: of which model? Add --model, such as DiT-XL/2" in capsys.readouterr().err
+    assert "--bucket_tokens 4: tokens of an unknown model; add --model, such as DiT-XL/2" in capsys.readouterr().err
     assert preprocess.main([*argv, "--model", "DiT-Ti/4"]) == 0
     how = "--model DiT-Ti/4 --text_encoder bytes --image_size 64 --bucket_tokens 4 --max_steps 2 --batch_size 1"
     how += " --sample_every 0 --num_workers 0 --mixed_precision fp32"
@@ -200,4 +200,4 @@ def test_our_own_models_name_their_patch(root, tmp_path, capsys):
     argv = [*how.replace("--bucket_tokens 4", "--positions learned").split(), "--data_path", str(tmp_path / "cache")]
     with pytest.raises(SystemExit):
         train.main([*argv, "--outputs", str(tmp_path / "out")])
-    assert "has samples of several sizes, and this model has learned positions" in capsys.readouterr().err
+    assert "samples of several sizes, but this model has learned positions" in capsys.readouterr().err
