@@ -248,7 +248,8 @@ class BatchFlags(Flags):
     )
     pack_tokens: int | None = flag(
         None,
-        "pack samples of any shapes into sequences of this many tokens, which --batch_size then counts",
+        "pack samples of any shapes into sequences of this many tokens, which --batch_size then counts; FLUX.1's and "
+        "Z-Image's captions are among the tokens",
         at_least=1,
         at_most=2**30,
         unit="tokens",

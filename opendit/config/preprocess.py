@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.utils import read_size
+from opendit.config.architectures import patch_size
 from opendit.config.checks import (
     check_data,
     check_exists,
@@ -17,7 +18,7 @@ from opendit.config.checks import (
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
-from opendit.config.flags import BATCH, FPS, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
+from opendit.config.flags import BATCH, FPS, FRAMES, SCALE, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
 from opendit.config.public_models import PUBLIC, name_of_folder
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
@@ -145,6 +146,15 @@ def _add_latents(latents: CommandLine) -> None:
     latents.switch("--download", "fetch --pretrained OWNER/NAME[@REVISION] from the hub", False)
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
     latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
+    latents.option(
+        "--bucket_tokens",
+        whole(1, 2**30, "tokens"),
+        "crop samples to shapes near their own of at most this many tokens, as the same flag of train.py does",
+    )
+    latents.option("--model", NAME, "with --bucket_tokens, whose tokens they are: DiT-XL/2 (default: --pretrained's)")
+    latents.option(
+        "--max_upscale", Value(float, **SCALE), "of --bucket_tokens: enlarge nothing by more than this", 1.25
+    )
     latents.switch("--flip", "the mirror images too; --no_flip: half the size", True)
     latents.option(
         "--mixed_precision",
@@ -252,8 +262,24 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
         raise ValueError(f"--pretrained {source}: takes {'pictures' if options['use_video'] else 'clips'}; {fix}")
     options |= {"pretrained": str(folder), "vae": options["vae"] if "vae" in given else str(folder / "vae")}
     options["text_encoder"] = options["text_encoder"] or str(folder)
+    options["model"] = options["model"] or name
     if "image_size" not in given:
         options["image_size"] = family.image_size
+
+
+def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
+    """Return the patch of the model that --bucket_tokens counts tokens of, (frames, rows, columns) or (rows, columns);
+    () without it. Raises ValueError for a model that is missing, unknown or of something else."""
+    tokens, model = options["bucket_tokens"], options["model"]
+    if tokens is None:
+        return ()
+    if model is None:
+        raise ValueError(f"--bucket_tokens {tokens}: tokens of an unknown model; add --model, such as DiT-XL/2")
+    patch = patch_size(model)
+    if options["use_video"] == isinstance(patch, int):
+        fix = "leave --use_video out" if options["use_video"] else "add --use_video"
+        raise ValueError(f"--model {model}: takes {'pictures' if options['use_video'] else 'clips'}; {fix}")
+    return (patch, patch) if isinstance(patch, int) else patch
 
 
 def _check_latents(options: dict[str, Any], given: set[str]) -> None:
@@ -268,14 +294,19 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
         unused["max_text_tokens"] = "does nothing without --text_encoder"
     if options["data_path"] in named_sources():
         unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
+    if options["bucket_tokens"] is None:
+        unused |= dict.fromkeys(("model", "max_upscale"), "does nothing without --bucket_tokens")
     reject_unused(given, unused)
-    del options["download"]
+    options["patch"] = _patch_of(options)
+    del options["download"], options["model"]
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     size, options["tar_bytes"] = options["shard_size"], None
     if size.isascii() and size.isdigit():
         if not 1 <= int(size[:9]) <= 1_000_000 or len(size) > 7:
             raise ValueError(f"--shard_size {size[:40]}: no number of pictures up to 1,000,000; give one, or 1GB")
         options["shard_size"] = int(size)
+        if options["bucket_tokens"] is not None:
+            raise ValueError(f"--shard_size {size}: latents of several shapes are in tars; give their size, 1GB")
     else:
         options["tar_bytes"], options["shard_size"] = read_size(size, "--shard_size"), 4096
     if vae == "none":

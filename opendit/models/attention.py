@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
+from opendit.models.interleaved import Interleaved
 from opendit.models.layers import (
     PLAIN,
     TORCH_OPS,
@@ -43,7 +44,8 @@ class TokenGrid:
 
     sizes: tokens along each axis of the grid; (tokens,) for a pack. rotary: rotations (N, d / 2, 2) fp32 of rotary
     positions. learned: positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the
-    sequence over ranks. packed: this rank's part of a pack's segments.
+    sequence over ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow
+    each other; of a pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
     """
 
     sizes: tuple[int, ...]
@@ -53,6 +55,20 @@ class TokenGrid:
     packed: PlacedSegments | None = None
     streams: tuple[int, ...] = ()
     keys: Tensor | None = None
+    interleaved: Interleaved | None = None
+
+    def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
+        """Return the tokens of every stream of x, which has all tokens in its dimension ``dim``."""
+        return x.split(self.streams, dim=dim) if self.interleaved is None else self.interleaved.split(x, dim)
+
+    def join(self, streams: Sequence[Tensor]) -> Tensor:
+        """Return all tokens (B, N, ...) of those of every stream (B, n, ...)."""
+        return torch.cat(list(streams), dim=1) if self.interleaved is None else self.interleaved.join(streams)
+
+    def rows_of_streams(self) -> list[tuple[Tensor, ...]]:
+        """Return :func:`of_rows` of every stream."""
+        samples = None if self.interleaved is None else self.interleaved.samples
+        return [()] * len(self.streams) if samples is None else [(rows,) for rows in samples]
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
