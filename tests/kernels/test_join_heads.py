@@ -8,6 +8,7 @@ import torch
 from opendit.kernels import operations
 from opendit.kernels.common import Launch, forced_launch
 from opendit.kernels.join_heads import StreamHeads, join_heads
+from opendit.models.attention import TokenGrid
 from opendit.models.blocks import ResidualStream
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
@@ -73,9 +74,10 @@ def test_a_model_with_it():
 def test_streams_are_joined_when_asked_for():
     x = torch.randn(2, 7, 4)
     stream = ResidualStream(x)
-    first, second = stream.split((3, 4), TORCH_OPS)
+    grid = TokenGrid((4,), streams=(3, 4))
+    first, second = stream.split(grid, TORCH_OPS)
     first.put(first.take(TORCH_OPS) + 1)
-    assert stream.split((3, 4), TORCH_OPS)[1] is second
+    assert stream.split(grid, TORCH_OPS)[1] is second
     shift, scale = torch.zeros(2, 4), torch.ones(2, 4)
     y = stream.norm(TORCH_OPS, shift, scale)
     joined = torch.cat([x[:, :3] + 1, x[:, 3:]], dim=1)

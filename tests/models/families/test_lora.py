@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from opendit.export.lora import under_published_names
+from opendit.checkpoint.lora import PlacedLowRank, as_one, moved
 from opendit.models.families import FAMILIES
-from opendit.models.lora import Lora, add_lora
+from opendit.models.lora import A, B, Lora, add_lora
 from tests.models.families.oracles import ORACLES, difference, in_double_precision, inputs, ours
 
 
@@ -26,7 +26,17 @@ def test_output_and_gradients_are_those_of_peft(family):
         matches = FAMILIES[family].names(model.config.spec)
         pairs = tuple((*names, match.dim) for match in matches for names in match.names())
         shapes = {name: tuple(p.shape) for name, p in oracle.module.named_parameters()}
-        published = under_published_names(trained, lora.scale, pairs, shapes)
+        here = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        products = {
+            f"{name.removesuffix(A)}.weight": [PlacedLowRank(a, trained[name.removesuffix(A) + B], lora.scale)]
+            for name, a in trained.items()
+            if name.endswith(A)
+        }
+        published = {
+            f"{name.removesuffix('.weight')}.lora_{factor}.weight": part
+            for name, parts in moved(products, pairs, here, shapes).items()
+            for factor, part in zip("AB", as_one(parts, shapes[name], scaled=True), strict=True)
+        }
         oracle.module.load_lora_adapter({name: part.detach() for name, part in published.items()}, prefix=None)
         named = {name.replace(".default_0", ""): p for name, p in oracle.module.named_parameters() if ".lora_" in name}
         assert named.keys() == published.keys()
