@@ -35,8 +35,9 @@ missing = [name for name in needed.split() if not u.find_spec(name)]
 if not missing:  # the opendit of another checkout would be used silently
     sys.path = [p for p in sys.path if p not in ("", ".")]
     here = pathlib.Path("opendit").resolve()
-    found = pathlib.Path(u.find_spec("opendit").origin).resolve().parent
-    missing = [] if found == here else [f"opendit of this folder ({found} is installed)"]
+    spec = u.find_spec("opendit")
+    found = spec and pathlib.Path(spec.origin).resolve().parent
+    missing = [] if found == here else ["opendit of this folder" + (f" ({found} is installed)" if found else "")]
 print(*missing)
 sys.exit(bool(missing))
 PY
@@ -47,6 +48,7 @@ if missing=$(ready); then
 fi
 echo "setting up in $where; missing: $missing"
 echo "(the first time this downloads torch with its GPU libraries, some 3 GB; a few minutes)"
+echo "(pip may name conflicts with colossalai's pins, in red: training does not need those versions, see setup.py)"
 constraints=$(mktemp); trap 'rm -f "$constraints"' EXIT
 if [ "${OPENDIT_LATEST:-0}" != 1 ] && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   cp constraints.txt "$constraints"

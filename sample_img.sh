@@ -5,8 +5,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/env.sh
-run=(torchrun --standalone --nproc_per_node="$NPROC" sample.py)
+run=(sample.py)
 if [ "$GPUS" -gt 0 ]; then
   run+=(--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel)
 fi
-exec "${run[@]}" "$@"
+exec python scripts/launch.py "$NPROC" "${run[@]}" "$@"

@@ -89,7 +89,7 @@ setup(
     extras_require={
         "test": TEST,
         "dev": ["pre-commit", *TEST],
-        "lora": ["peft>=0.17"],
+        "parquet": ["pyarrow>=15"],
         "flash": ["flash-attn"],
         "completion": COMPLETION,
         "page": PAGE,

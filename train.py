@@ -213,11 +213,16 @@ def start(flags: TrainConfig) -> Path | None:
     return spec.folder
 
 
-def main(argv: list[str]) -> None:
-    """Train as the flags say, or for --dry_run print what training would need."""
+def main(argv: list[str]) -> int:
+    """Train as the flags say, or for --dry_run print what training would need. Return the exit code."""
     prepare_console()
-    start(read_flags(TrainConfig, argv))
+    folder = start(read_flags(TrainConfig, argv))
+    if folder is None:
+        return 0
+    from opendit.training.run_end import exit_code
+
+    return exit_code(folder)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

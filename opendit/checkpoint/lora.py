@@ -52,7 +52,7 @@ KINDS_NOT_READ = {
 
 
 @dataclass(frozen=True)
-class LowRank:
+class PlacedLowRank:
     """``scale`` B A, which is added to a part of a weight of two dimensions.
 
     Attributes:
@@ -67,7 +67,7 @@ class LowRank:
     row: int = 0
     column: int = 0
 
-    def within(self, dim: int, start: int, stop: int) -> "LowRank | None":
+    def within(self, dim: int, start: int, stop: int) -> "PlacedLowRank | None":
         """Return the part of it in a range of rows (dim 0) or columns, counted from the range's start; None if there
         is none. A factor that stays whole stays the same object."""
         at, size = (self.row, len(self.b)) if dim == 0 else (self.column, self.a.shape[1])
@@ -81,7 +81,7 @@ class LowRank:
         return replace(self, a=a, column=first - start)
 
 
-Products = dict[str, list[LowRank]]  # by the names of weights
+Products = dict[str, list[PlacedLowRank]]  # by the names of weights
 
 
 def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes) -> Products:
@@ -109,7 +109,7 @@ def moved(products: Products, pairs: Iterable[Pair], here: Shapes, there: Shapes
     return found
 
 
-def as_one(products: Sequence[LowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
+def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bool = False) -> tuple[Tensor, Tensor]:
     """Return A (rank, columns) and B (rows, rank) whose product is the sum of all B A.
 
     Products with the same A share its rank.
@@ -203,7 +203,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
-            LowRank(state[name], state[name.removesuffix(A) + B], weight * lora.alpha / lora.rank)
+            PlacedLowRank(state[name], state[name.removesuffix(A) + B], weight * lora.alpha / lora.rank)
         ]
         for name in state
         if name.endswith(A)
@@ -291,7 +291,7 @@ def of_file(
         _check(name, parts, shape, path)
         a, b = parts["A"].flatten(1), parts["B"].flatten(1)
         factor = parts["alpha"].item() / len(a) if "alpha" in parts else scale(name, len(a))
-        named[f"{name}.weight"] = [LowRank(a, b, weight * factor)]
+        named[f"{name}.weight"] = [PlacedLowRank(a, b, weight * factor)]
         here[f"{name}.weight"] = shape
         pairs.append(((f"{name}.weight",), theirs, 0))
     products = moved(with_halves_exchanged(named, opened.family), pairs, here, published)

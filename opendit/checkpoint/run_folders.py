@@ -16,12 +16,14 @@ from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
+ENDED = "ended.json"  # how the run ended; see opendit/training/run_end.py
 _MOST_NAME = 255  # bytes in ``latest``
 # What a run and its loggers write in its folder, beside the lock.
 WRITTEN = (
     "config.json",
     "config_damaged.json",
     "config.yaml",
+    ENDED,
     "log.jsonl",
     "tensorboard",
     "samples",

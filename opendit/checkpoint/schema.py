@@ -152,6 +152,7 @@ class LoraEntry(JsonObject):
     rank: int = Field(ge=1, le=1 << 16)
     alpha: Rate
     base: Name
+    targets: Texts = absent()
 
 
 class Metadata(JsonObject):

@@ -7,8 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from opendit.config.command_line import parse
+from opendit.config.data_sources import PYTHON
 from opendit.config.flags import flags_of
 from opendit.config.train import TrainConfig
 
@@ -35,8 +37,11 @@ def program(name: str) -> ModuleType:
     return module
 
 
-def train(config: TrainConfig) -> Path:
+def train(config: TrainConfig, data: Any = None) -> Path:
     """Train as train.py does with the flags of ``config``, in this process, and return the run's folder.
+
+    data: trained on instead of ``data_path``: an ``opendit.data.MediaDataset``, or a map-style data set whose samples
+    are dicts of "image" or "video" and of "text" or "label" (docs/python.md).
 
         folder = opendit.train(opendit.TrainConfig(model="DiT-S/2", data_path="pictures", image_size=64, vae="none"))
         pipe = opendit.load(folder)
@@ -49,9 +54,16 @@ def train(config: TrainConfig) -> Path:
         Exception: the error that ended the run; its line has been printed, too.
     """
     config = as_given(config)
+    if data is not None:
+        if "data_path" in config.given and config.data_path != PYTHON:
+            raise ValueError(f"--data_path {config.data_path}: opendit.train got data, too; leave one of them out")
+        config = replace(config, data_path=PYTHON, given=config.given | {"data_path"})
     config.resolve(config.world_size(), has_gpu=True)  # checks that need neither torch nor a GPU
     try:
-        return program("train").start(config)
+        from opendit.data.python_data import offer
+
+        with offer(data):
+            return program("train").start(config)
     except SystemExit as stop:
         if isinstance(stop.__context__, Exception):
             raise stop.__context__ from None

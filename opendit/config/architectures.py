@@ -145,6 +145,16 @@ def patch_size(name: str) -> int | tuple[int, int, int]:
     return parse_name(name)[2] if family is None else PUBLIC[family].patch
 
 
+def depth_and_heads(name: str) -> tuple[int, int] | None:
+    """Return the number of blocks of a model, and the number of heads of each; None for a public one, whose folder has
+    them. Raises ValueError for an unknown model."""
+    if family_in(name):
+        return None
+    kind, size, _ = parse_name(name)
+    _, depth, heads, _ = KINDS[kind].sizes[size]
+    return depth, heads
+
+
 def parse_given(text: str) -> int | None:
     """Return the number of conditioning frames at the beginning of a clip: 1 for "first", K for "prefix:K", None for
     "random". Raises ValueError, naming the flag, for anything else."""

@@ -148,7 +148,7 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
         found = not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in patterns)
     except OSError as error:
         raise OnThisMachine(f"{flag_name} {path}: can't be read ({_reason(error)}); give {what}") from error
-    if not found:
+    if not found or not _may_hold_weights(Path(path).expanduser()):
         raise OnThisMachine(f"{flag_name} {path}: no checkpoint there; give {what}")
 
 
@@ -170,6 +170,31 @@ def check_lora_weight(path: object, weight: float) -> None:
     """Check what the products of a LoRA are multiplied by."""
     if not -100 <= weight <= 100:
         raise ValueError(f"--lora {path}: its weight {weight:g} is out of range; give one from -100 to 100")
+
+
+def _may_hold_weights(path: Path) -> bool:
+    """Return False for a file that neither its name nor its first bytes make one of weights."""
+    if not path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".json"):
+        return True
+    with open(path, "rb") as file:
+        start = file.read(9)
+    return start.startswith((b"PK", b"\x80")) or start.endswith(b"{")  # a zip of torch, a pickle, safetensors' header
+
+
+def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
+    """Return the captions of a flag, or the lines of its text file. Raises OnThisMachine."""
+    if len(prompts) != 1 or not prompts[0].endswith(".txt"):
+        return prompts
+    try:
+        lines = Path(prompts[0]).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise OnThisMachine(
+            f"{flag_name} {prompts[0]}: can't be read ({_reason(error)}); give captions, or a file of them"
+        ) from error
+    found = [line.strip() for line in lines if line.strip()]
+    if not found:
+        raise OnThisMachine(f"{flag_name}: the file holds no caption; one a line is expected")
+    return found
 
 
 def check_file(path: str, flag_name: str, what: str) -> None:

@@ -7,18 +7,20 @@ of a YAML file, and over these the command line's.
 
 import argparse
 import dataclasses
+import itertools
 import os
 import re
 import shlex
 import sys
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, cast
 
 from opendit.config.console import name_of, print_error, should_print
 from opendit.config.flags import Value, default_of, flags_of, headings_of, nearest, scalar_type, show, value_of
+from opendit.config.foreign_flags import counterpart
 from opendit.config.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
 from opendit.config.recipes import find_recipe, listing
 
@@ -148,7 +150,7 @@ class CommandLine(argparse.ArgumentParser):
         return found
 
     def _check_words(self, words: list[str]) -> None:
-        """End the program for an unknown flag, and for a value after a switch."""
+        """End the program for an unknown flag, and for a value after a switch. Print which flags are given twice."""
         positional = any(not action.option_strings for action in self._actions)
         for before, word in zip(["", *words], words, strict=False):
             flag_before = self._option_string_actions.get(before)
@@ -157,6 +159,22 @@ class CommandLine(argparse.ArgumentParser):
                     self.fail(self._suggest(word))
             elif flag_before is not None and flag_before.nargs == 0 and not positional:
                 self.fail(f"{before} {show(word)}: takes no value; write {self._both(before)}")
+        for note in self._repeated(words):
+            if should_print(note):
+                print(f"note: {self.source}{note}", flush=True)
+
+    def _repeated(self, words: list[str]) -> Iterator[str]:
+        """Yield a line for each flag that is given again with another value, or as its opposite. Scripts put flags of
+        their own before the user's, so that is no mistake."""
+        before: dict[str, list[str]] = {}
+        starts = [place for place, word in enumerate(words) if word.startswith("--")]
+        for start, stop in itertools.pairwise([*starts, len(words)]):
+            name, equals, value = words[start].partition("=")
+            flag = [name, *([value] if equals else words[start + 1 : stop])]
+            dest = self._option_string_actions[name].dest
+            if (earlier := before.get(dest, flag)) != flag:
+                yield f"{shlex.join(earlier)}: {shlex.join(flag)} comes later on the command line, and counts"
+            before[dest] = flag
 
     # -------------------------------------------------------------------------------------------------- mistakes
 
@@ -198,15 +216,18 @@ class CommandLine(argparse.ArgumentParser):
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
-        """Describe an unknown flag, with the most similar one. ``optim.lr=1e-4`` of other programs is understood."""
+        """Describe an unknown flag, with what another program calls so, or the most similar one. ``optim.lr=1e-4`` of
+        other programs is understood."""
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            return f"{name}: no such flag; did you mean {nearest(name, flags)}? {shows_all}"
-        if equals:
-            flag_name = nearest(f"--{name.split('.')[-1]}", flags)
-            return f"{word}: no flag; did you mean {flag_name} {value}? {shows_all}"
-        return f"{word}: a value without a flag; write --name value {shows_all}"
+        if not word.startswith("-") and not equals:
+            return f"{word}: a value without a flag; write --name value {shows_all}"
+        bare = name.lstrip("-").split(".")[-1].replace("-", "_")
+        ours, like = counterpart(bare, flags), nearest(bare, (flag.lstrip("-") for flag in flags), cutoff=0.6)
+        if ours is None and like:
+            ours = f"did you mean --{like}{'' if word.startswith('-') else f' {value}'}?"
+        no_flag = f"{name}: no such flag" if word.startswith("-") else f"{word}: no flag"
+        return f"{no_flag}; {ours} {shows_all}" if ours else f"{no_flag}; {shows_all[1:-1]}"
 
 
 def underscored(word: str) -> str:

@@ -135,6 +135,9 @@ class StartFlags(Flags):
     lora_alpha: float | None = flag(
         None, "they are scaled by this / rank (default: the rank)", above=0, at_most=1e6, unit="number"
     )
+    lora_targets: list[str] = flag(
+        [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"
+    )
 
 
 @dataclass(frozen=True)
@@ -165,10 +168,26 @@ class DataFlags(Flags):
         unit="name",
     )
     random_flip: bool | None = flag(None, "mirror pictures at random (default: as suits the data set)")
+    random_crop: bool = flag(False, "crop pictures and clips at random places instead of in the middle")
     max_upscale: float = flag(
         1.25, "of --bucket_tokens, --pack_tokens: enlarge nothing by more; smaller samples get smaller shapes", **SCALE
     )
     label_drop: float = flag(0.1, "share of labels replaced by the null class, for guidance", **SHARE)
+
+
+@dataclass(frozen=True)
+class WordFlags(Flags):
+    """Where captions come from, and what training changes about them."""
+
+    group: ClassVar[str] = "Words: where captions come from, and what is changed about them"
+
+    file_column: str | None = flag(None, "of a table or metadata.*: its column of files (default: path, or file_name)")
+    caption_column: str | None = flag(None, "of a table or metadata.*: its column of captions (default: text)")
+    caption_prefix: str | None = flag(
+        None, "words before every caption; in a folder also for files without one", free=True, unit="words"
+    )
+    shuffle_tags: bool = flag(False, "of captions that are tags with commas between: another order at each use")
+    tag_drop: float = flag(0.0, "share of these tags that a use leaves out", **SHARE)
 
 
 @dataclass(frozen=True)
@@ -229,7 +248,8 @@ class BatchFlags(Flags):
     )
     pack_tokens: int | None = flag(
         None,
-        "pack samples of any shapes into sequences of this many tokens, which --batch_size then counts",
+        "pack samples of any shapes into sequences of this many tokens, which --batch_size then counts; FLUX.1's and "
+        "Z-Image's captions are among the tokens",
         at_least=1,
         at_most=2**30,
         unit="tokens",
@@ -237,6 +257,9 @@ class BatchFlags(Flags):
     epochs: int = flag(1400, "passes over the data", unit="epochs", **COUNT)
     max_steps: int | None = flag(
         None, "stop after this many steps, whatever --epochs is", common="stop after this many", unit="steps", **COUNT
+    )
+    max_hours: float | None = flag(
+        None, "save and stop before the program has run this long; --load goes on", above=0, at_most=1e5, unit="hours"
     )
 
     @property
@@ -442,9 +465,9 @@ class ParallelFlags(Flags):
                 "its own; leave one of them out"
             )
 
-    def sequence_types(self, types: tuple[str, ...], attention: str, lora: bool = False) -> tuple[str, ...]:
-        """Return those of a model's strategies that these flags, --attention and --lora allow."""
-        excluded = (*(OWN_ATTENTION if attention != "auto" else ()), *(("fastseq",) if lora else ()))
+    def sequence_types(self, types: tuple[str, ...], attention: str) -> tuple[str, ...]:
+        """Return those of a model's strategies that these flags and --attention allow."""
+        excluded = OWN_ATTENTION if attention != "auto" else ()
         return tuple(kind for kind in types if kind not in excluded)
 
 
@@ -459,6 +482,9 @@ class GridFlags(Flags):
     )
     sample_steps: int = flag(50, "sampling steps of those grids", **SAMPLING_STEPS)
     sample_cfg_scale: float = flag(4.0, "guidance of those grids", **GUIDANCE)
+    sample_prompts: list[str] = flag(
+        [], "captions that those grids show, or one file with a caption a line", free=True, unit="caption"
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
+from types import TracebackType
 
 PATIENCE_S = 10.0  # how long to wait for a stream that accepts nothing (a pipe set to non-blocking)
 LONGEST = 400  # characters of a message that are shown: a value may be the contents of a file
@@ -47,6 +48,7 @@ def prepare_console() -> None:
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
     - a stream that was closed at the start is the null device, so that no file of the program gets its number;
     - every complete line is written at once, to files too;
+    - Ctrl-C that nothing else answers, as during imports, ends the program with one line, as the signal does;
     - what the package logs from level INFO on appears on standard output, above a progress bar if there is one.
     """
     for descriptor in (0, 1, 2):
@@ -61,10 +63,19 @@ def prepare_console() -> None:
             setattr(sys, name, _stream(descriptor, stream.encoding))
         elif hasattr(stream, "reconfigure"):  # a replacement, such as a test's
             stream.reconfigure(errors="backslashreplace")
+    sys.excepthook = _report
     logger = logging.getLogger("opendit")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, _AboveProgressBar) for handler in logger.handlers):
         logger.addHandler(_AboveProgressBar())
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception; for a KeyboardInterrupt, after which Python ends itself by SIGINT, one line."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("\nerror: interrupted", file=sys.stderr, flush=True)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class _AboveProgressBar(logging.Handler):

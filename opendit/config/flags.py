@@ -130,10 +130,11 @@ def one_of(choices: tuple[str, ...]) -> Value:
     return Value(choices=tuple(choices))
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the valid name most like ``name``, ignoring case, for error messages."""
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str:
+    """Return the valid name most like ``name``, ignoring case, for error messages; "" if none is as like as
+    ``cutoff``, a share of 1."""
     spelled = {valid.lower(): valid for valid in names}
-    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=0.0)
+    found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else ""
 
 

@@ -136,6 +136,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
+        # Frozen weights are in no chunk: every GPU would have all of them, as with zero2.
         rejects=frozenset({"fp8", "lora", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "

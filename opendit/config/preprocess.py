@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from opendit.common.utils import read_size
+from opendit.config.architectures import patch_size
 from opendit.config.checks import (
     check_data,
     check_exists,
-    check_file,
     check_output_file,
     check_rate,
     check_vae,
@@ -18,7 +18,7 @@ from opendit.config.checks import (
 from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
-from opendit.config.flags import BATCH, FPS, FRAMES, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
+from opendit.config.flags import BATCH, FPS, FRAMES, SCALE, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
 from opendit.config.public_models import PUBLIC, name_of_folder
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
@@ -27,6 +27,7 @@ BY_TIME = "frames a second, by the times in a clip's file, instead"
 CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
 ENERGON = ".nv-meta"  # in what Energon has prepared
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
+PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
 IN_AND_OUT = "Files: what is read and written"
 
 
@@ -52,7 +53,9 @@ def build_parser(doc: str) -> CommandLine:
     _add_latents(parser.command("latents", "encode every picture once with a VAE"))
     shards = parser.command("shards", "pack pictures and clips into tars with an index")
     shards.heading(IN_AND_OUT)
-    shards.option("--data_path", PATH, "a folder of pictures, a CSV of media, or cached latents", required=True)
+    shards.option(
+        "--data_path", PATH, "a folder of pictures or clips, a CSV of media, or cached latents", required=True
+    )
     shards.option("--output", FOLDER, "folder for the tars", required=True)
     shards.option("--shard_size", Value(unit="size"), "largest size of a tar: 200MB, 1GB, ...", "1GB")
     shards.option(
@@ -79,9 +82,15 @@ def build_parser(doc: str) -> CommandLine:
     return parser
 
 
+def _add_columns(parser: CommandLine) -> None:
+    parser.option("--file_column", TEXT, "of a table or metadata.*: its column of files (default: path, or file_name)")
+    parser.option("--caption_column", TEXT, "of a table or metadata.*: its column of captions (default: text)")
+
+
 def _add_check(check: CommandLine) -> None:
     check.heading(IN_AND_OUT)
-    check.option("csv", TEXT, "path,text and any other columns", metavar="CSV")
+    check.option("csv", TEXT, "a table with path, text and any other columns, or a folder", metavar="CSV")
+    _add_columns(check)
     check.option("--output", Value(unit="csv2"), "the CSV of the rows that are left", required=True)
     check.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
     check.heading("Samples: what training will take of a file")
@@ -91,10 +100,11 @@ def _add_check(check: CommandLine) -> None:
     check.option(
         "--image_size",
         whole(0, SIDE["at_most"], "pixels"),
-        "drop what has fewer pixels on its shorter side, that is, would be enlarged by training at this size; 0: none",
+        "count what training at this size would enlarge; it is kept",
         0,
-        alias="--min_size",
     )
+    pixels = whole(0, SIDE["at_most"], "pixels")
+    check.option("--min_size", pixels, "drop what has fewer pixels on its shorter side; 0: none", 0)
 
 
 def _add_look(look: CommandLine) -> None:
@@ -105,6 +115,8 @@ def _add_look(look: CommandLine) -> None:
     look.option("--samples", whole(0, 1_000_000_000, "rows"), "to look into, spread evenly, by weight; 0: all", 1000)
     look.option("--pictures", whole(1, 10_000, "pictures"), "of these, at most, on the contact sheet", 48)
     look.option("--energon_cooker", TEXT, COOKER)
+    _add_columns(look)
+    look.option("--caption_prefix", WORDS, PREFIX)
     look.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
     look.heading("Tokens: what they are counted at")
     look.option("--image_size", Value(int, **SIDE), "side of a picture (default: 256)")
@@ -117,7 +129,7 @@ def _add_look(look: CommandLine) -> None:
 
 def _add_latents(latents: CommandLine) -> None:
     latents.heading(IN_AND_OUT)
-    latents.option("--data_path", PATH, "digits, a folder of pictures, a torchvision set or a CSV", required=True)
+    latents.option("--data_path", PATH, "digits, a folder, a torchvision set, a CSV or tars", required=True)
     latents.option("--output", FOLDER, "folder for the latents", required=True)
     latents.option(
         "--shard_size",
@@ -134,6 +146,15 @@ def _add_latents(latents: CommandLine) -> None:
     latents.switch("--download", "fetch --pretrained OWNER/NAME[@REVISION] from the hub", False)
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
     latents.option("--image_size", Value(int, **SIDE), "side of the pictures", 256)
+    latents.option(
+        "--bucket_tokens",
+        whole(1, 2**30, "tokens"),
+        "crop samples to shapes near their own of at most this many tokens, as the same flag of train.py does",
+    )
+    latents.option("--model", NAME, "with --bucket_tokens, whose tokens they are: DiT-XL/2 (default: --pretrained's)")
+    latents.option(
+        "--max_upscale", Value(float, **SCALE), "of --bucket_tokens: enlarge nothing by more than this", 1.25
+    )
     latents.switch("--flip", "the mirror images too; --no_flip: half the size", True)
     latents.option(
         "--mixed_precision",
@@ -169,6 +190,8 @@ def _add_latents(latents: CommandLine) -> None:
         "auto",
     )
     latents.option("--energon_cooker", TEXT, COOKER)
+    _add_columns(latents)
+    latents.option("--caption_prefix", WORDS, PREFIX)
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")
     latents.option("--max_text_tokens", whole(1, 16_384, "tokens"), "captions are cut to this (default: the encoder's)")
 
@@ -191,7 +214,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
     elif command in ("ucf101", "folder"):
         check_exists(options["root"], "ROOT", "the folder to list")
     elif command == "check":
-        check_file(options["csv"], "CSV", "a CSV of path,text")
+        check_exists(options["csv"], "CSV", "a CSV of path,text, or a folder")
     elif command == "shards":
         check_exists(options["data_path"], "--data_path", "a folder of pictures or a CSV that does")
         options["shard_size"] = read_size(options["shard_size"], "--shard_size")
@@ -239,8 +262,24 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
         raise ValueError(f"--pretrained {source}: takes {'pictures' if options['use_video'] else 'clips'}; {fix}")
     options |= {"pretrained": str(folder), "vae": options["vae"] if "vae" in given else str(folder / "vae")}
     options["text_encoder"] = options["text_encoder"] or str(folder)
+    options["model"] = options["model"] or name
     if "image_size" not in given:
         options["image_size"] = family.image_size
+
+
+def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
+    """Return the patch of the model that --bucket_tokens counts tokens of, (frames, rows, columns) or (rows, columns);
+    () without it. Raises ValueError for a model that is missing, unknown or of something else."""
+    tokens, model = options["bucket_tokens"], options["model"]
+    if tokens is None:
+        return ()
+    if model is None:
+        raise ValueError(f"--bucket_tokens {tokens}: tokens of an unknown model; add --model, such as DiT-XL/2")
+    patch = patch_size(model)
+    if options["use_video"] == isinstance(patch, int):
+        fix = "leave --use_video out" if options["use_video"] else "add --use_video"
+        raise ValueError(f"--model {model}: takes {'pictures' if options['use_video'] else 'clips'}; {fix}")
+    return (patch, patch) if isinstance(patch, int) else patch
 
 
 def _check_latents(options: dict[str, Any], given: set[str]) -> None:
@@ -255,14 +294,19 @@ def _check_latents(options: dict[str, Any], given: set[str]) -> None:
         unused["max_text_tokens"] = "does nothing without --text_encoder"
     if options["data_path"] in named_sources():
         unused["energon_cooker"] = f"does nothing with --data_path {options['data_path']}"
+    if options["bucket_tokens"] is None:
+        unused |= dict.fromkeys(("model", "max_upscale"), "does nothing without --bucket_tokens")
     reject_unused(given, unused)
-    del options["download"]
+    options["patch"] = _patch_of(options)
+    del options["download"], options["model"]
     data, vae, encoder = (options[name] for name in ("data_path", "vae", "text_encoder"))
     size, options["tar_bytes"] = options["shard_size"], None
     if size.isascii() and size.isdigit():
         if not 1 <= int(size[:9]) <= 1_000_000 or len(size) > 7:
             raise ValueError(f"--shard_size {size[:40]}: no number of pictures up to 1,000,000; give one, or 1GB")
         options["shard_size"] = int(size)
+        if options["bucket_tokens"] is not None:
+            raise ValueError(f"--shard_size {size}: latents of several shapes are in tars; give their size, 1GB")
     else:
         options["tar_bytes"], options["shard_size"] = read_size(size, "--shard_size"), 4096
     if vae == "none":

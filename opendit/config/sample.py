@@ -70,8 +70,8 @@ class DrawFlags(Flags):
 
     group: ClassVar[str] = "Sampling: what is drawn, and how"
 
-    class_labels: list[int] = flag(
-        [], "labels to draw, repeated up to --num_samples", at_least=0, at_most=999_999, common=True, unit="label"
+    class_labels: list[str] = flag(
+        [], "labels or class names to draw, repeated up to --num_samples", free=True, common=True, unit="label"
     )
     prompt: list[str] = flag(
         [], "captions to draw, or one file with a caption a line", free=True, common=True, unit="caption"

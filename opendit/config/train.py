@@ -1,11 +1,19 @@
 """The configuration of train.py: all of its flags, and the checks across them."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from opendit.config import components as component
-from opendit.config.architectures import KINDS, canonical_name, is_video, parse_given
+from opendit.config.architectures import (
+    KINDS,
+    canonical_name,
+    depth_and_heads,
+    is_video,
+    parse_given,
+    patch_size,
+)
 from opendit.config.checks import (
     check_data,
     check_exists,
@@ -16,6 +24,7 @@ from opendit.config.checks import (
     check_workers,
     check_writable,
     fetched,
+    read_prompts,
     resolve_precision,
 )
 from opendit.config.components import (
@@ -28,9 +37,10 @@ from opendit.config.components import (
     ValidationFlags,
 )
 from opendit.config.console import OnThisMachine
-from opendit.config.data_sources import check_inline, named_sources
+from opendit.config.data_sources import PYTHON, check_inline, named_sources
 from opendit.config.evaluate import EvaluateConfig, rename_for_training
 from opendit.config.flags import check_unused, check_values
+from opendit.config.lora_targets import parse_target
 from opendit.config.names import BUT_ATTENTION, DESCRIPTIONS, DIGITS, OWN_ATTENTION, PLUGINS, check_precision
 from opendit.config.parallel_sizes import (
     check_expert_parallel_size,
@@ -47,11 +57,15 @@ KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in 
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
 
 
+NO_BASE = "--lora: adds to trained weights; say which with --pretrained"
+
+
 @dataclass(frozen=True)
 class TrainConfig(
     component.ModelFlags,
     component.CaptionFlags,
     component.DataFlags,
+    component.WordFlags,
     component.LoaderFlags,
     component.StartFlags,
     component.ObjectiveFlags,
@@ -128,11 +142,12 @@ class TrainConfig(
         flags._check_validation()
         flags._check_evaluation()
         if flags.lora is not None:
-            flags._check_lora()
+            flags.check_lora()
         if flags.parallel != "auto" or flags.sequence_parallel_size > 1:
             flags.check_parallel(world_size)
         flags._check_tensor_parallel(world_size)
         flags._check_pipeline_parallel(world_size)
+        flags._check_sizes()
         check_replicate(flags.data_parallel_replicate, flags.sharing, world_size)
         flags._check_expert_parallel(world_size)
         flags, note = flags._resolve_tokens()
@@ -219,6 +234,32 @@ class TrainConfig(
                 else f"--use_video: --model {self.model} takes pictures; clips need a vDiT, e.g. vDiT-XL/222"
             )
 
+    def _check_sizes(self) -> None:
+        """Raise ValueError for sizes that the model's name rules out. What depends on the data, the VAE or a folder is
+        checked later."""
+        patch = patch_size(self.model)
+        side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
+        what = f"patch of {self.model}: {side}"
+        if "vae" in self.given and self.vae in ("ema", "mse"):
+            side, what = 8 * side, f"--vae {self.vae}: 8, {what}"
+        if self.image_size % side:
+            fits = max(side, round(self.image_size / side) * side)
+            raise ValueError(f"--image_size {self.image_size}: does not divide by {side} ({what}); use {fits}")
+        if (found := depth_and_heads(self.model)) is None:
+            return
+        (depth, heads), size, stages = found, self.tensor_parallel_size, self.pipeline_parallel_size
+        if heads % size:
+            works = [str(n) for n in range(2, heads + 1) if heads % n == 0]
+            raise ValueError(
+                f"--tensor_parallel_size {size}: the {heads} heads of --model {self.model} can't be divided by it; use "
+                + ", ".join(works)
+            )
+        if stages > depth:
+            raise ValueError(
+                f"--pipeline_parallel_size {stages}: the {depth} blocks of --model {self.model} make at most {depth} "
+                f"stages; use {depth} or less"
+            )
+
     def _check_speed(self) -> None:
         check_precision(self.plugin, self.mixed_precision)
         if self.reduce_dtype not in ("fp32", self.mixed_precision):
@@ -278,9 +319,12 @@ class TrainConfig(
         check_workers(self.num_workers, "num_workers" in self.given)
         if self.load not in (None, "latest"):
             check_exists(self.load, "--load", "latest, a run folder or a checkpoint folder")
+            if self.dry_run is None:
+                check_weights(self.load, "--load", pipeline=True)
         check_vae(self.vae)
         if self.dry_run is None:
             check_loggers(self.loggers)
+            read_prompts(self.sample_prompts, "--sample_prompts")
             if self.pretrained is not None:
                 check_weights(self.pretrained, "--pretrained", pipeline=True)
             for name in ("data_path", "validate_path"):
@@ -297,7 +341,7 @@ class TrainConfig(
         if self.pretrained is None:
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
-            unused |= dict.fromkeys(("lora_alpha", "card"), "does nothing without --lora")
+            unused |= dict.fromkeys(("lora_alpha", "lora_targets", "card"), "does nothing without --lora")
         if self.parallel == "auto":
             unused["card"] = "does nothing with --parallel auto, which chooses by the memory of --hardware"
         if self.parallel != "auto" and self.dry_run is None:
@@ -330,12 +374,13 @@ class TrainConfig(
         # --sample_every 0 disables grids; the other flags of grids may stay.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
-            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale"), why)
+            unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
             if self.sample_every != 0:
                 unused["sample_every"] = why
-            of_files = ("random_flip", "frame_interval", "fps", "short_clips", "video_reader")
+            of_files = ("random_flip", "random_crop", "frame_interval", "fps", "short_clips", "video_reader")
+            of_files += tuple(item.name for item in fields(component.WordFlags))
             unused |= dict.fromkeys(of_files, "does nothing with --data_path mock")
-        if self.data_path in named_sources():
+        if self.data_path in named_sources() and self.data_path != PYTHON:
             unused["max_bad"] = f"does nothing with --data_path {self.data_path}, which has no files"
         if self.pretrained and self.lora is None and self.load not in (None, "latest"):
             unused["pretrained"] = "does nothing with --load, which brings its own weights"
@@ -401,18 +446,17 @@ class TrainConfig(
                 f"multiple of {ranks}"
             )
 
-    def _check_lora(self) -> None:
-        if self.pretrained is None:
-            raise ValueError("--lora: adds to trained weights; say which with --pretrained")
-        clashes = {
-            f"--plugin {self.plugin}": "lora" in PLUGINS[self.plugin].rejects,
-            "--fp8": self.fp8,
-            f"--recompute {self.recompute}": self.recompute not in ("none", BUT_ATTENTION),
-            "--sequence_parallel_type fastseq, which reads whole projections": self.sequence_parallel_type == "fastseq",
-        }
-        for name, clash in clashes.items():
-            if clash:
-                raise ValueError(f"--lora: does not work with {name}; leave one of them out")
+    def check_lora(self) -> None:
+        """Raise ValueError if --lora can't be trained beside the other flags."""
+        if self.pretrained is None and self.load is None:
+            raise ValueError(NO_BASE)
+        for target in self.lora_targets:
+            parse_target(target)
+        if "lora" in PLUGINS[self.plugin].rejects:
+            raise ValueError(
+                f"--lora: does not work with --plugin {self.plugin}, which has frozen weights whole on every GPU; use "
+                "--plugin fsdp"
+            )
 
     def _check_tensor_parallel(self, world_size: int) -> None:
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)
@@ -423,7 +467,6 @@ class TrainConfig(
             f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": rejected,
             "--fp8, whose operations read a projection's whole weight": self.fp8,
             "--compile, which can't follow the exchange inside of a layer": self.compile,
-            "--lora, whose products go beside those of whole layers": self.lora is not None,
         }
         self._reject("tensor_parallel_size", clashes)
 
@@ -435,7 +478,6 @@ class TrainConfig(
         rejected = "pipeline_parallel_size" in PLUGINS[self.plugin].rejects
         clashes = {
             f"--plugin {self.plugin}, whose chunks are of all processes together": rejected,
-            "--lora, which adds little that stages could share": self.lora is not None,
             "--checkpoint_format whole, for no process gathers the stages": self.checkpoint_format == "whole",
         }
         self._reject("pipeline_parallel_size", clashes)
@@ -451,12 +493,8 @@ class TrainConfig(
         sharing = self.sequence_parallel_size, self.tensor_parallel_size
         copies, stages = self.data_parallel_replicate, self.pipeline_parallel_size
         check_expert_parallel_size(size, *sharing, copies, world_size, stages)
-        clashes = {
-            "--compile, which can't follow tokens to other ranks": self.compile,
-            "--lora, which trains no experts": self.lora is not None,
-        }
         if size > 1:
-            self._reject("expert_parallel_size", clashes)
+            self._reject("expert_parallel_size", {"--compile, which can't follow tokens to other ranks": self.compile})
 
     def _resolve_recompute(self) -> tuple["TrainConfig", list[str]]:
         """Turn --recompute off where the plugin or --fp8 makes it useless."""

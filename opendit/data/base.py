@@ -51,14 +51,18 @@ class Embedding(NamedTuple):
 class View(NamedTuple):
     """The way in which a row is read.
 
-    flip: mirror it left to right. start: the place in [0, 1) at which a clip's window begins; None: its middle. shape:
-    (frames, height, width) in pixels instead of the data set's ``sample_shape``; cached latents ignore it. as_bytes:
-    give pixels as uint8, for ``to_pixels`` to turn into [-1, 1] where the batch is needed; a data set whose samples are
-    not made of bytes ignores it. enlarge: False gives clips that are smaller than asked for as small as they are, for
-    the device to enlarge (``opendit.data.enlarging``); it requires as_bytes, and only files of clips heed it.
+    flip: mirror it left to right. place: where it is cropped, (down, across) in [0, 1) of the room there is; None: in
+    the middle. tags: key of the order of its caption's tags, see ``recaptioned``. start: the place in [0, 1) at which a
+    clip's window begins; None: its middle. shape: (frames, height, width) in pixels instead of the data set's
+    ``sample_shape``; cached latents ignore it. as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1]
+    where the batch is needed; a data set whose samples are not made of bytes ignores it. enlarge: False gives clips
+    that are smaller than asked for as small as they are, for the device to enlarge (``opendit.data.enlarging``); it
+    requires as_bytes, and only files of clips heed it.
     """
 
     flip: bool = False
+    place: tuple[float, float] | None = None
+    tags: int | None = None
     start: float | None = None
     shape: Size | None = None
     as_bytes: bool = False
@@ -126,11 +130,14 @@ class Description:
         clips: how clips are read; None without clips.
         random_flip: training mirrors half of the samples, keyed by Stream.FLIP.
         random_window: training begins each clip at a place keyed by Stream.CROP instead of in its middle.
+        random_crop: training crops at a place keyed by Stream.PLACE instead of in the middle.
+        random_tags: training shuffles or drops tags of captions, keyed by Stream.TAGS.
         seed: the run's.
         max_bad: the largest share of unreadable files that training skips.
         vae, scaling_factor, shift_factor: of latents, see ``latents.LatentDataset``.
         text_encoder, max_tokens, empty_caption: of cached embeddings of captions.
         cut_captions: lines about captions that were cut when they were embedded.
+        notes: lines about what was left out when it was opened.
         counted_captions: (rows, number of captions that are checked before a start) of each source: more for captions
             in memory, fewer for slow storage; empty: ``USUALLY_COUNTED``.
         sources: of a blend.
@@ -148,6 +155,8 @@ class Description:
     clips: ClipReading | None = None
     random_flip: bool = False
     random_window: bool = False
+    random_crop: bool = False
+    random_tags: bool = False
     seed: int = 0
     max_bad: float = 0.05
     vae: str | None = None
@@ -157,6 +166,7 @@ class Description:
     max_tokens: int = 0
     empty_caption: Embedding | None = None
     cut_captions: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     counted_captions: tuple[tuple[int, int], ...] = ()
     sources: SourceRows | None = None
     blend: str | None = None
@@ -290,9 +300,9 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads the samples that keys ask for: draws mirroring and windows, and replaces unreadable rows.
+    """Reads the samples that keys ask for: draws what is random about them, and replaces unreadable rows.
 
-    as_bytes, enlarge: see :class:`View`. augment: False reads samples unmirrored and clips from their middle.
+    as_bytes, enlarge: see :class:`View`. augment: False reads samples unmirrored, their middle, with whole captions.
     """
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
@@ -306,14 +316,19 @@ class SampleReader:
         Raises DataError when so many rows in turn are unreadable that more than ``max_bad`` of the data set must be.
         """
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
-        flips, windows = [False] * len(sample_keys), [None] * len(sample_keys)
+        drawn: dict[str, list[Any]] = {}
         if self.augment and self.about.random_flip:
-            flips = integers(*key, Stream.FLIP, 2).bool().tolist()
+            drawn["flip"] = integers(*key, Stream.FLIP, 2).bool().tolist()
         if self.augment and self.about.random_window:
-            windows = uniform(*key, Stream.CROP).tolist()
+            drawn["start"] = uniform(*key, Stream.CROP).tolist()
+        if self.augment and self.about.random_crop:
+            drawn["place"] = uniform(*key, Stream.PLACE, (2,)).tolist()
+        if self.augment and self.about.random_tags:
+            drawn["tags"] = integers(*key, Stream.TAGS, 2**31 - 1).tolist()
         self.dataset.prefetch([sample_key.sample for sample_key in sample_keys])
-        for sample_key, flip, start in zip(sample_keys, flips, windows, strict=True):
-            yield self._item(sample_key.sample, self.view._replace(flip=flip, start=start), on_read)
+        for at, sample_key in enumerate(sample_keys):
+            view = self.view._replace(**{name: values[at] for name, values in drawn.items()})
+            yield self._item(sample_key.sample, view, on_read)
 
     def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []

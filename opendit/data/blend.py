@@ -33,6 +33,7 @@ from opendit.data.files import expanded, printable
 from opendit.data.medium import Medium
 from opendit.data.mock import MockDataset
 from opendit.data.order.schedule import SourceRows
+from opendit.data.recaptioned import Recaptioned
 from opendit.data.row_arrays import stream_of
 from opendit.data.size_cache import kept_array
 from opendit.data.sources import Request, build_dataset
@@ -85,7 +86,7 @@ class BlendedDataset(MediaDataset):
         if epochs is not None:
             self._rows = replace(self._rows, epochs=tuple(epochs)).of_rows(self._rows.ends)
         self._known_keys: np.ndarray | int | None = None
-        self._one_type = len({type(part) for part in parts}) == 1
+        self._one_type = len({type(part.whole if isinstance(part, Recaptioned) else part) for part in parts}) == 1
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -211,10 +212,11 @@ class BlendedDataset(MediaDataset):
             class_names=self.class_names,
             random_flip=any(about.random_flip for about in abouts),
             random_window=any(about.random_window for about in abouts),
+            random_crop=any(about.random_crop for about in abouts),
+            random_tags=any(about.random_tags for about in abouts),
             max_bad=max(about.max_bad for about in abouts),
-            cut_captions=tuple(
-                f"{name}: {line}" for name, about in zip(self.names, abouts, strict=True) for line in about.cut_captions
-            ),
+            cut_captions=self._named("cut_captions"),
+            notes=self._named("notes"),
             counted_captions=tuple(
                 each
                 for part, about in zip(self.parts, abouts, strict=True)
@@ -225,6 +227,11 @@ class BlendedDataset(MediaDataset):
             files=self._files,
             largest_label=self._largest_label,
         )
+
+    def _named(self, lines: str) -> tuple[str, ...]:
+        """Return the lines of all sources, with their names."""
+        of = zip(self.names, self._abouts, strict=True)
+        return tuple(f"{name}: {line}" for name, about in of for line in getattr(about, lines))
 
     def _files(self) -> list[tuple[int, np.ndarray | None]]:
         of = zip(self.parts, self._abouts, strict=True)
@@ -262,6 +269,7 @@ def _merged(
 
 MOST = 1_000  # sources, and changes
 LONGEST = 4096  # characters of a path
+OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that a source may have for itself
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 
@@ -297,10 +305,13 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         right = isinstance(source, dict) and isinstance(source.get("path"), str) and 0 < len(source["path"]) <= LONGEST
         right = right and "\0" not in source["path"]
         _check(right, shown, f"a source is like {EXAMPLE}")
-        _known(source, ("path", "name", "weight", "epochs", "classes"), shown)
+        _known(source, ("path", "name", "weight", "epochs", "classes", *OF_CAPTIONS), shown)
         mapped = source.get("classes", {})
         right = isinstance(mapped, dict) and all(isinstance(name, str) for name in mapped.values())
         _check(right, shown, f"classes of {printable(source['path'])} must be its names: the blend's, all texts")
+        for key in OF_CAPTIONS:
+            right = isinstance(source.get(key, ""), str) and len(source.get(key, "")) <= LONGEST
+            _check(right, shown, f"{key} of {printable(source['path'])} must be a text")
         name = source.get("name", source["path"])
         right = isinstance(name, str) and 0 < len(name) <= LONGEST or type(name) is int
         _check(right, shown, f"name must be a text, not {short(name)}; put quotes around it")
@@ -320,12 +331,13 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
     pairs = zip(sources, names, strict=True)
     amounts = [_positive(source.get(given[0]), f"{given[0]} of {name}", shown) for source, name in pairs]
     parts = []
-    for path in paths:
+    for path, source in zip(paths, sources, strict=True):
         suffix = Path(path).suffix.lower()
         blend = suffix in (".yaml", ".yml") or inline_sources(path) is not None
         _check(not blend, shown, f"can't hold another blend, {printable(path)}: list its sources here")
         cooker = asked.energon_cooker if is_prepared(Path(path)) else None
-        parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker))))
+        own = {key: source[key] for key in OF_CAPTIONS if key in source}
+        parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker, **own))))
         _check(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
     if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
         raise ValueError(

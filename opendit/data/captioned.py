@@ -1,4 +1,4 @@
-"""Pictures and clips with captions, from a CSV."""
+"""Pictures and clips with captions, from a table or a folder."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,22 @@ from typing import Any
 import numpy as np
 
 from opendit.common.utils import hash_parts
-from opendit.data.base import PLAIN, Description, Fingerprint, Item, Shapes, Size, View, flip_note, name_few
+from opendit.data.base import (
+    PLAIN,
+    BadSample,
+    Description,
+    Fingerprint,
+    Item,
+    Shapes,
+    Size,
+    View,
+    flip_note,
+    name_few,
+)
+from opendit.data.captioned_folder import CaptionedFiles
 from opendit.data.clips import clip_rate
 from opendit.data.contents import hash_files
-from opendit.data.csv_table import TableRow, read_csv
+from opendit.data.csv_table import USUAL, Columns, TableRow
 from opendit.data.files import bytes_of, printable, problem, retried_disk
 from opendit.data.images import PathTable
 from opendit.data.media_size import column_size, file_size, sizes_of
@@ -21,30 +33,47 @@ from opendit.data.medium import Medium
 from opendit.data.open_medium import open_clip, open_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.row_arrays import spread
 from opendit.data.sources import Request
+from opendit.data.tables import SUFFIXES, read_table
 
 CHECKED_FILES = 2000
+CHECKED_CLIPS, DECODED_FILES = 200, 100  # of a folder
 
 
 class CaptionedDataset(PicturesAndClips):
-    """Rows of a CSV of ``path,text``. image_size, options: see ``PicturesAndClips``, which describes the samples.
+    """Rows of a table of ``path,text``, or of a folder of captioned files (``found``). columns: of the table.
+    image_size, options: see ``PicturesAndClips``, which describes the samples.
 
     Raises ValueError or FileNotFoundError, naming the flag and what to do.
     """
 
-    def __init__(self, csv_path: str | Path, image_size: int, **options: Any):
+    def __init__(
+        self,
+        path: str | Path,
+        image_size: int,
+        *,
+        columns: Columns = USUAL,
+        found: CaptionedFiles | None = None,
+        **options: Any,
+    ):
         super().__init__(image_size, **options)
-        rows = _with_kinds(read_csv(csv_path), self.use_video)
+        rows = _with_kinds(read_table(path, columns=columns) if found is None else found.rows, self.use_video)
         used = [(row, is_picture) for row, is_picture in rows if self.use_video or is_picture]
         if not used:
-            raise ValueError(f"--data_path {printable(csv_path)}: holds clips only; add --use_video")
-        self.csv_path, self.left_out = str(csv_path), len(rows) - len(used)
+            raise ValueError(f"--data_path {printable(path)}: holds clips only; add --use_video")
+        self.path, self.left_out, self.notes, self.captions_of = str(path), len(rows) - len(used), (), ""
+        self.folder = str(path) if found else os.path.dirname(path) or "."
+        if found is not None:
+            used, unreadable = _readable(used, self.path)
+            self.notes, self.captions_of = (*found.lines(), *unreadable), f" ({found.shown_sources()})"
         # In arrays, which forked workers share; see PathTable.
         self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
-        columns = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
-        self.column_sizes = np.array(columns, dtype=np.int32)  # from the table's columns height, width and num_frames
-        check_files(self.csv_path, self.paths, self.max_bad)
+        sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
+        self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
+        if found is None:
+            check_files(self.path, self.paths, self.max_bad)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -87,8 +116,7 @@ class CaptionedDataset(PicturesAndClips):
         return Fingerprint(self._identity, lambda: hash_files(self.paths))
 
     def _identity(self) -> str:
-        folder = os.path.dirname(self.csv_path) or "."
-        names = "\0".join(os.path.relpath(path, folder) for path in self.paths)
+        names = "\0".join(os.path.relpath(path, self.folder) for path in self.paths)
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
     def describe(self) -> Description:
@@ -98,11 +126,13 @@ class CaptionedDataset(PicturesAndClips):
             sample_shape=self.sample_shape,
             clips=self.clip_reading,
             random_flip=self.random_flip,
+            random_crop=self.random_crop,
             random_window=self.random_window,
             seed=self.seed,
             max_bad=self.max_bad,
             counted_captions=((len(self), 1_000_000),),  # they are in memory
             files=self._files,
+            notes=self.notes,
         )
 
     def _text(self) -> str:
@@ -111,8 +141,8 @@ class CaptionedDataset(PicturesAndClips):
         note = f" ({self.left_out:,} clips left out: no --use_video)" if self.left_out else ""
         shape = "x".join(map(str, self.sample_shape))
         window = self.window_note() if clips else ""
-        what = f"{' and '.join(parts)} with captions{note}, {shape}{window}"
-        return f"{printable(self.csv_path)}: {what}, {flip_note(self.random_flip)}"
+        what = f"{' and '.join(parts)} with captions{self.captions_of}{note}, {shape}{window}"
+        return f"{printable(self.path)}: {what}, {flip_note(self.random_flip)}"
 
 
 def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
@@ -124,13 +154,40 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
         return list(zip(rows, pool.map(lambda row: row.is_picture, rows), strict=True))
 
 
+def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
+    """Return the rows without those whose files are found unreadable, and a line about these. Up to 100 pictures are
+    decoded; of more files the headers of up to 2,000 pictures, or 200 with clips, spread evenly, are read.
+
+    Raises ValueError if no file that was tried can be read."""
+
+    def why_not(row: TableRow, is_picture: bool) -> str | None:
+        name = str(row.path)
+        whole = is_picture and len(rows) <= DECODED_FILES
+        try:
+            retried_disk(name, partial(read_picture, name) if whole else partial(file_size, name, is_picture))
+        except BadSample as bad:
+            return str(bad)
+        return None
+
+    picture_suffixes()  # else the threads would race to register Pillow's formats
+    tried = spread(len(rows), CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS)
+    with ThreadPoolExecutor(8) as pool:
+        bad = {at: why for at, why in zip(tried, pool.map(lambda at: why_not(*rows[at]), tried), strict=True) if why}
+    if len(bad) == len(tried):
+        raise ValueError(
+            f"--data_path {printable(path)}: none of {len(tried):,} files can be read ({name_few([*bad.values()])}); "
+            "repair or remove them"
+        )
+    among = "" if len(tried) == len(rows) else f" among {len(tried):,} that were tried"
+    lines = [f"left out {len(bad):,} files that can't be read{among}: {name_few([*bad.values()])}"] if bad else []
+    return [row for at, row in enumerate(rows) if at not in bad], lines
+
+
 def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
     """Check that up to 2,000 files spread evenly over ``paths`` exist and are files, without opening any.
 
     Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
-    rows: list[int] = np.unique(
-        np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_FILES)).round().astype(np.int64)
-    ).tolist()
+    rows = spread(len(paths), CHECKED_FILES)
     with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
         found = list(pool.map(problem, [paths[row] for row in rows]))
     missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
@@ -153,6 +210,6 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
 
 
 def open_source(asked: Request) -> CaptionedDataset | None:
-    if asked.located.is_dir() or asked.located.suffix.lower() != ".csv":
+    if asked.located.is_dir() or asked.located.suffix.lower() not in SUFFIXES:
         return None
-    return CaptionedDataset(asked.located, asked.image_size, **asked.of_clips())
+    return CaptionedDataset(asked.located, asked.image_size, columns=asked.columns, **asked.of_clips())

@@ -8,8 +8,9 @@ from contextlib import closing
 from statistics import median
 
 from opendit.data.base import DataError, name_few
+from opendit.data.captioned_folder import read_captioned
 from opendit.data.captions import count_texts, says_nothing
-from opendit.data.csv_table import TableRow, read_csv, write_csv
+from opendit.data.csv_table import Columns, TableRow, write_csv
 from opendit.data.files import printable, problem
 from opendit.data.medium import Medium, count_colours
 from opendit.data.open_medium import open_clip, open_picture
@@ -31,13 +32,13 @@ def check_rows(
     num_frames: int = 16,
     frame_interval: int = 1,
     fps: float | None = None,
-    image_size: int = 0,
+    min_size: int = 0,
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
     """Return the rows that can be trained on, in their order, the media in their files, and for every reason the "path:
     what is wrong" of the rows that were dropped for it. A row counts under the first reason that applies: empty
-    caption, missing, undecodable, too small (a shorter side below ``image_size``), too short. A picture is never too
+    caption, missing, undecodable, too small (a shorter side below ``min_size``), too short. A picture is never too
     short."""
     dropped: dict[str, list[str]] = {reason: [] for reason in REASONS}
     faults: list[tuple[str, str] | None] = [None] * len(rows)
@@ -62,11 +63,8 @@ def check_rows(
             bar.update()
             if isinstance(result, str):
                 faults[i] = ("undecodable", f"{printable(rows[i].path)}: {result}")
-            elif min(result.height, result.width) < image_size:
-                faults[i] = (
-                    "too small",
-                    f"{printable(rows[i].path)}: {result.width}x{result.height}, needs {image_size}",
-                )
+            elif min(result.height, result.width) < min_size:
+                faults[i] = "too small", f"{_size(rows[i], result)}, needs {min_size}"
             elif result.frames_at(fps) < span and not pictures[i]:
                 found = f"{result.frames} frames" if fps is None else f"{result.seconds:.2f} s"
                 needs = f"{span}" if fps is None else f"{span} frames at {fps:g} a second"
@@ -78,6 +76,10 @@ def check_rows(
             dropped[fault[0]].append(fault[1])
     kept = [(row, medium) for row, medium in zip(rows, media, strict=True) if medium is not None]
     return [row for row, _ in kept], [medium for _, medium in kept], dropped
+
+
+def _size(row: TableRow, medium: Medium) -> str:
+    return f"{printable(row.path)}: {medium.width}x{medium.height}"
 
 
 def table(media: list[Medium]) -> str:
@@ -102,26 +104,35 @@ def run(
     csv: str,
     output: str,
     *,
+    file_column: str | None = None,
+    caption_column: str | None = None,
     num_frames: int = 16,
     frame_interval: int = 1,
     fps: float | None = None,
     image_size: int = 0,
+    min_size: int = 0,
     num_workers: int = 2,
 ) -> None:
     """Run ``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
-    rows = read_csv(csv, name=printable(csv))
+    rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
+    print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(
         rows,
         num_frames=num_frames,
         frame_interval=frame_interval,
         fps=fps,
-        image_size=image_size,
+        min_size=min_size,
         num_workers=num_workers,
     )
     print(f"kept {len(kept):,} of {len(rows):,} rows, dropped {len(rows) - len(kept):,}")
     for reason, files in dropped.items():
         if files:
             print(f"  {reason}: {len(files):,} ({name_few(files)})")
+    pairs = zip(kept, media, strict=True)
+    small = [_size(row, medium) for row, medium in pairs if min(medium.height, medium.width) < image_size]
+    if small:
+        few = name_few(small)
+        print(f"  kept, and enlarged by training at {image_size}: {len(small):,} ({few}); --min_size drops them")
     if not kept:
         raise DataError(f"no row of {csv} is left; see the reasons above")
     found = count_texts(range(len(kept)), lambda i: kept[i].text, lambda i: str(kept[i].path), len(kept))

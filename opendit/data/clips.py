@@ -25,6 +25,7 @@ from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, 
 from opendit.data.files import TIME_LIMIT, kind_of, printable
 from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
 from opendit.data.mp4 import MAX_FRAMES
+from opendit.data.picture_file import start_of_crop
 from opendit.data.video_readers import (
     OPENERS,
     Contents,
@@ -64,6 +65,14 @@ class Clip(NamedTuple):
     shortened: bool
 
 
+class Crop(NamedTuple):
+    """Part of a frame that is kept, at height x width pixels. place: where it lies, see ``start_of_crop``."""
+
+    height: int
+    width: int
+    place: tuple[float, float] | None = None
+
+
 class FileMemory:
     """Facts about the last ``REMEMBERED`` files; the oldest are forgotten first."""
 
@@ -86,9 +95,10 @@ _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(
-    frames: Tensor, size: int | tuple[int, int], as_bytes: bool = False, enlarge: bool = True
+    frames: Tensor, size: int | tuple[int, int] | Crop, as_bytes: bool = False, enlarge: bool = True
 ) -> Tensor:
-    """Return the middle of every frame at size x size pixels, or at size = (height, width), bicubic with antialiasing.
+    """Return the middle of every frame at size x size pixels, or at size = (height, width), or what a crop keeps,
+    bicubic with antialiasing.
 
     frames: (T, H, W, 3) uint8. enlarge: False leaves a smaller middle at its size, for ``opendit.data.enlarging``.
     Returns (3, T, height, width) float32 in [-1, 1], or uint8 with the colours next to each other in memory, as a
@@ -96,10 +106,11 @@ def resize_and_crop(
     """
     # Cut first, so that both axes have one scale (of a square exactly) and a long thin frame costs no more than others.
     height, width = frames.shape[1:3]
-    down, across = (size, size) if isinstance(size, int) else size
+    place = size.place if isinstance(size, Crop) else None
+    down, across = (size, size) if isinstance(size, int) else size[:2]
     unit = min(height / down, width / across)
     high, wide = min(height, round(down * unit)), min(width, round(across * unit))
-    top, left = (height - high) // 2, (width - wide) // 2
+    top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
     if (high, wide) != (down, across) and (enlarge or unit > 1):
         # In uint8: 3x as fast as in float32. In one piece of memory: else torch sorts it by colours first.
@@ -126,7 +137,7 @@ def read_clip(
     path: str,
     num_frames: int,
     frame_interval: int,
-    size: int | tuple[int, int],
+    size: int | tuple[int, int] | Crop,
     *,
     start: float | None,
     fps: float | None = None,
@@ -138,7 +149,7 @@ def read_clip(
     reader: str = "auto",
 ) -> Clip:
     """Read a window of a clip, (3, num_frames, size, size) float32 in [-1, 1] or uint8, turned as the camera was held,
-    and the interval between its frames. size: a side in pixels, or (height, width). enlarge: see
+    and the interval between its frames. size: a side in pixels, (height, width), or a crop. enlarge: see
     :func:`resize_and_crop`.
 
     Frames are chosen by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
@@ -317,7 +328,7 @@ def decode_frames(
     path: str,
     choose: Callable[[int], list[int]],
     stop: threading.Event,
-    size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, int] | Crop | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
     """Decode the frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8. Raises BadSample.
@@ -332,7 +343,7 @@ def decode_chosen(
     path: str,
     choose: Callable[[Timeline], list[int]],
     stop: threading.Event,
-    size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, int] | Crop | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
     """Decode the frames that ``choose`` picks from the times at which they are shown; see ``decode_frames``."""
@@ -367,7 +378,7 @@ def _check_size(path: str, height: int, width: int) -> None:
         raise BadSample(path, f"frames of {width:,} x {height:,} pixels, more than {MAX_FRAME_PIXELS:,}")
 
 
-def _shrink(frames: Tensor, size: int | tuple[int, int]) -> np.ndarray:
+def _shrink(frames: Tensor, size: int | tuple[int, int] | Crop) -> np.ndarray:
     """Resize (T, H, W, 3) uint8 to (T, height, width, 3)."""
     return resize_and_crop(frames, size, as_bytes=True).permute(1, 2, 3, 0).numpy()
 
@@ -478,7 +489,7 @@ def name_for_ffmpeg(path: str) -> Iterator[str]:
 
 
 def _decode_in_order(
-    path: str, indices: list[int], stop: threading.Event, size: int | tuple[Any, ...] | None
+    path: str, indices: list[int], stop: threading.Event, size: int | tuple[int, int] | Crop | None
 ) -> np.ndarray:
     """Decode frames with PyAV, from the first frame on; see ``decode_frames``."""
     kept: dict[int, np.ndarray] = {}

@@ -1,5 +1,6 @@
 """The CSV of captioned media: ``path,text`` with or without a header, more columns welcome.
 
+The columns may also be called ``file_name`` and ``caption``, or as ``--file_column`` and ``--caption_column`` say.
 Paths are relative to the CSV's folder unless absolute. UTF-8, with or without a byte-order mark; captions may hold
 commas, quotes and newlines, quoted the usual way. Names of files may hold bytes that are not UTF-8.
 """
@@ -8,10 +9,10 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from opendit.common.safe_files import replacing
 from opendit.data.animations import SUFFIXES as ANIMATIONS
@@ -21,6 +22,7 @@ from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.picture_file import picture_suffixes
 
 MAX_LINE = 2**20  # characters
+FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # columns of tables; the first that is there is used
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _BINARY = {  # how files begin that are often saved by mistake
@@ -63,11 +65,39 @@ class TableRow:
         return (suffix in picture_suffixes() and suffix not in ANIMATIONS) or not is_animation(self.path)
 
 
-def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
+class NoColumns(ValueError):
+    """A table has no column of files, or none of captions."""
+
+
+class Columns(NamedTuple):
+    """The columns of a table's files and captions: ``--file_column`` and ``--caption_column``; None: the usual ones."""
+
+    file: str | None = None
+    caption: str | None = None
+
+    def find(self, names: Collection[str]) -> tuple[str | None, str | None]:
+        """Return the names of the two columns among ``names``, None for one that isn't there."""
+        of_each = ((self.file,) if self.file else FILES), ((self.caption,) if self.caption else CAPTIONS)
+        file, caption = (next((name for name in usual if name in names), None) for usual in of_each)
+        return file, caption
+
+    def missing(self, file: str | None, caption: str | None) -> str:
+        """Say which of the two columns was not found, and what to do."""
+        lost = [self.file or "path"] * (file is None) + [self.caption or "text"] * (caption is None)
+        return (
+            f"has no column {' and '.join(map(printable, lost))}; name the columns of the files and of the captions "
+            "path and text, or say which they are by --file_column and --caption_column"
+        )
+
+
+USUAL = Columns()
+
+
+def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
     """Read the rows of a CSV, in order, without blank lines.
 
-    Without a header the columns are path and text. A header is a first line with the names path and text. name: the
-    file's name in messages, by default ``--data_path`` and its path.
+    Without a header the columns are path and text. A header is a first line with the names of both columns (``FILES``,
+    ``CAPTIONS``, or those of ``columns``). name: the file's name in messages, by default ``--data_path`` and its path.
 
     Raises:
         FileNotFoundError, ValueError: with a message that names the file, the line and the fix.
@@ -84,7 +114,7 @@ def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
         raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another CSV") from error
     if not lines:
         raise ValueError(f"{name}: is empty; it needs lines of path,text")
-    table = _Table(path.parent, name, *_header(path.parent, name, lines))
+    table = _Table(path.parent, name, *_header(path.parent, name, lines, columns))
     if not table.lines:
         raise ValueError(f"{name}: has a header and no rows; add some")
     return [table.row(number, cells) for number, cells in table.lines]
@@ -92,11 +122,7 @@ def read_csv(path: str | Path, name: str | None = None) -> list[TableRow]:
 
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of the line that each row begins on, and its cells."""
-    with open(path, "rb") as file:
-        start = file.read(4)
-    for begin, what in _BINARY.items():
-        if start.startswith(begin):
-            raise ValueError(f"{name}: is {what}")
+    check_text_file(path, name)
     # Names of files are bytes of any kind; captions are checked row by row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)
@@ -110,6 +136,15 @@ def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
                 return
             if any(cell.strip() for cell in cells):
                 yield number, cells
+
+
+def check_text_file(path: Path, name: str) -> None:
+    """Raise ValueError if a file begins like one that is no text in UTF-8."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    for begin, what in _BINARY.items():
+        if start.startswith(begin):
+            raise ValueError(f"{name}: is {what}")
 
 
 def _lines(file, name: str) -> Iterator[str]:
@@ -138,26 +173,30 @@ def _is_medium(folder: Path, cell: str) -> bool:
     return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
 
 
-def _header(folder: Path, name: str, lines: list[Any]) -> tuple[list[str], list[Any]]:
-    """Return the names of the columns, and the lines without the header."""
+def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
+    """Return the names of the columns, those of files and captions as path and text, and the lines without the
+    header."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
-    if {"path", "text"} <= set(names):
+    columns = Columns(*(each and each.strip().lower() for each in columns))
+    file, caption = columns.find(names)
+    if file and caption:
         twice = sorted({column for column in names if column and names.count(column) > 1})
         if twice:
             raise ValueError(f"{name}, line {number}: the header {shown} names {' and '.join(twice)} twice; rename one")
-        return [column or f"column{i}" for i, column in enumerate(names, 1)], lines[1:]
+        called = {file: "path", caption: "text"}
+        others = {"path": "path2", "text": "text2"}  # of other columns with these names
+        found = [called.get(column) or others.get(column, column) for column in names]
+        return [column or f"column{i}" for i, column in enumerate(found, 1)], lines[1:]
+    if any(columns):
+        raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
     # A first line that names no medium, before one that does, is a header with other names.
     if not any(_is_medium(folder, cell) for cell in cells):
         _check_delimiter(folder, name, number, cells)
         following = lines[1][1] if len(lines) > 1 else []
-        if {"path", "text"} & set(names) or any(_is_medium(folder, cell) for cell in following):
-            missing = " and ".join(column for column in ("path", "text") if column not in names)
-            raise ValueError(
-                f"{name}, line {number}: the header {shown} has no column {missing}; name the columns of the files and "
-                "of the captions path and text"
-            )
+        if file or caption or any(_is_medium(folder, cell) for cell in following):
+            raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
     return ["path", "text", *(f"column{i}" for i in range(3, 1 + max(len(cells) for _, cells in lines)))], lines
 
 
@@ -196,11 +235,10 @@ class _Table:
         if not path:
             raise ValueError(f"{here}: the path is empty; name a file or remove the line")
         for column, cell in ("text", values["text"]), *values.items():
-            if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
-                raise ValueError(f"{here}: isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
+            check_utf8(here, column, cell)
         if suffix_of(path) not in picture_suffixes() and suffix_of(path) not in CLIPS:
             self._check_doubtful(number, path, cells, values["text"].strip())
-        medium = self._locate(here, path)
+        medium = locate(self.folder, here, path)
         return TableRow(medium, values.pop("text").strip(), values)
 
     def _check_doubtful(self, number: int, path: str, cells: list[str], text: str) -> None:
@@ -217,18 +255,28 @@ class _Table:
                 "header"
             )
 
-    def _locate(self, here: str, path: str) -> Path:
-        if "://" in path and _ADDRESS.match(path):
-            raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
-        try:
-            medium = Path(path).expanduser() if path[0] == "~" else Path(path)
-        except RuntimeError as error:
-            user = path.split("/")[0]
-            raise ValueError(
-                f"{here}: the home folder of {printable(user)} is not known; write the path out, or ./ before it if it "
-                "is a file's name"
-            ) from error
-        return medium if medium.is_absolute() else self.folder / medium
+
+def check_utf8(here: str, column: str, cell: str) -> None:
+    """Raise ValueError, beginning with ``here``, if a cell holds bytes that are not UTF-8."""
+    if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
+        raise ValueError(f"{here}: isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
+
+
+def locate(folder: Path, here: str, path: str) -> Path:
+    """Return the file that a table's path names, relative to the table's folder unless it is absolute or begins with ~.
+
+    Raises ValueError, beginning with ``here``, for an address and for the home of a user who is not known."""
+    if "://" in path and _ADDRESS.match(path):
+        raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
+    try:
+        medium = Path(path).expanduser() if path[0] == "~" else Path(path)
+    except RuntimeError as error:
+        user = path.split("/")[0]
+        raise ValueError(
+            f"{here}: the home folder of {printable(user)} is not known; write the path out, or ./ before it if it is "
+            "a file's name"
+        ) from error
+    return medium if medium.is_absolute() else folder / medium
 
 
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:

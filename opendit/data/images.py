@@ -1,6 +1,7 @@
 """Pictures in folders: finding, checking and reading them."""
 
 import os
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ from opendit.data.folders import Ignored, files_below, folders_above, identity_o
 from opendit.data.media_size import sizes_of
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import check_header, fill_crop, picture_size, picture_suffixes, read_picture
-from opendit.data.sources import Request
+from opendit.data.row_arrays import spread
 
 CHECKED_HEADERS = 2000
 
@@ -148,7 +149,8 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
         train = os.path.join(folder, "train")
         if all(os.path.dirname(path) != train for path in pictures["train"]):
             raise ValueError(
-                f"--data_path {printable(folder)}: holds splits, not classes; pass --data_path {printable(train)}"
+                f"--data_path {printable(folder)}: holds splits, not classes; pass --data_path "
+                + shlex.quote(printable(train))
             )
     empty = [name for name, paths in pictures.items() if not paths]
     unreadable = [line for name in empty for line in others[name].unreadable]
@@ -168,9 +170,7 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
     Raises ValueError naming the first few if all of them, or more than the share ``max_bad``, can't be opened.
     """
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
-    rows: list[int] = np.unique(
-        np.linspace(0, len(paths) - 1, min(len(paths), CHECKED_HEADERS)).round().astype(np.int64)
-    ).tolist()
+    rows = spread(len(paths), CHECKED_HEADERS)
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
         warnings.simplefilter("ignore")  # Pillow warns of large and odd files; whether one is usable shows anyway
         found = list(pool.map(check_header, [paths[row] for row in rows]))
@@ -188,14 +188,21 @@ class FolderDataset(MediaDataset):
     them in the worker process."""
 
     def __init__(
-        self, folder: str, image_size: int, *, seed: int = 0, random_flip: bool | None = None, max_bad: float = 0.05
+        self,
+        folder: str,
+        image_size: int,
+        *,
+        seed: int = 0,
+        random_flip: bool | None = None,
+        random_crop: bool = False,
+        max_bad: float = 0.05,
     ):
         self.class_names, paths, labels, self.ignored = find_pictures(folder)
         check_headers(folder, paths, max_bad)
         self.folder, self.paths, self.labels = folder, PathTable(paths), np.array(labels, dtype=np.int64)
         self.sample_shape = (3, image_size, image_size)
         self.seed, self.max_bad = seed, max_bad
-        self.random_flip = True if random_flip is None else random_flip
+        self.random_flip, self.random_crop = True if random_flip is None else random_flip, random_crop
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -208,7 +215,7 @@ class FolderDataset(MediaDataset):
         size = bytes_of(path)
         picture = retried_disk(path, partial(read_picture, path))
         _, height, width = view.shape or self.sample_shape
-        x = to_tensor(fill_crop(picture, height, width), view.flip, view.as_bytes)
+        x = to_tensor(fill_crop(picture, height, width, view.place), view.flip, view.as_bytes)
         return Item(x, int(self.labels[row]), bytes_read=size)
 
     def label(self, row: int) -> int:
@@ -247,20 +254,8 @@ class FolderDataset(MediaDataset):
             class_names=self.class_names,
             sample_shape=self.sample_shape,
             random_flip=self.random_flip,
+            random_crop=self.random_crop,
             seed=self.seed,
             max_bad=self.max_bad,
             largest_label=self._largest_label,
         )
-
-
-def open_source(asked: Request) -> FolderDataset | None:
-    if not asked.located.is_dir():
-        return None
-    if asked.use_video:
-        raise ValueError(
-            f"{asked.shown}: is a folder; --use_video needs a CSV of clips: to make one of the clips in it "
-            f"run: python preprocess.py folder {printable(asked.data_path)} --output videos.csv"
-        )
-    asked.check_split()
-    path = str(asked.located)
-    return FolderDataset(path, asked.image_size, seed=asked.seed, random_flip=asked.random_flip, max_bad=asked.max_bad)

@@ -1,7 +1,8 @@
 """The index of a folder of cached latents, and what all data sets of them share.
 
 ``index.json`` of safetensors files (version 1) is of pictures of one size; that of tars (version 2) holds one such
-index for every size. It is written last, so shards that no index names are unfinished.
+index for every ``--image_size``, whose tars may each have latents of another shape (``--bucket_tokens``). It is written
+last, so shards that no index names are unfinished.
 """
 
 import fcntl
@@ -63,6 +64,8 @@ class LatentsSettings(JsonObject):
 
     version: Count
     data: Word
+    shapes: Word = absent()  # of each sample, with --bucket_tokens
+    bucket_tokens: Positive = absent()
     pictures: Count
     image_size: Side
     vae: Word
@@ -82,12 +85,14 @@ class LatentsShard(JsonObject):
 
 
 class ShardEntry(JsonObject):
-    """A file of latents in the index."""
+    """A file of latents in the index. shape_key: its shapes' place among those of the media. latent_shape: if it is not
+    that of the index, of caches that were made with --bucket_tokens."""
 
     file: FileName
     count: Count
     bytes: Count
-    shape_key: Count = 0
+    shape_key: Annotated[int, Interval(ge=0, le=(1 << 15) - 1)] = 0
+    latent_shape: LatentShape = absent()
     sha256: Sha256 = ""
 
 
@@ -189,6 +194,10 @@ def check_index(index: dict[str, Any], path: Path) -> None:
     require(counted > 0, "count is 0: it holds no samples")
     require(len({shard["file"] for shard in shards}) == len(shards), "shards name a file twice")
     require((len(shape) == 4) == ("video" in index), f"latent_shape is {shape}, which is not that of its video field")
+    for shard in shards:
+        own = shard.get("latent_shape", shape)
+        fits = own[0] == shape[0] and len(own) == len(shape)
+        require(fits, f"latent_shape of {shard['file']} is {own}, and that of the index {shape}")
     for key in ("scaling_factor", "shift_factor"):
         values = index[key]
         fits = not isinstance(values, list) or len(values) == shape[0]
@@ -452,9 +461,11 @@ class CachedLatents(MediaDataset):
 
     def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
         """Show latents in false colours; the medium is the picture or clip that they were made of."""
-        video, size = self.index.get("video"), self.index["image_size"]
-        length = video["num_frames"] if video and moments.shape[1] == self.sample_shape[1] else 1
-        return Medium(length, size, size), of_moments(moments)[1]
+        video, size, along = self.index.get("video"), self.index["image_size"], 1
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first frame has a latent of its own
+            along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
+        height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
+        return Medium(along, height, width), of_moments(moments)[1]
 
     def _description(self, name: str, clips: int, empty_caption: Embedding | None) -> Description:
         return Description(
@@ -482,9 +493,11 @@ class CachedLatents(MediaDataset):
             what = f"{clips:,} clips" + (f" and {len(self) - clips:,} pictures" if clips < len(self) else "")
         text = f"with captions ({f'encoded by {self.text_encoder}' if self.text_encoder else 'not encoded'})"
         words = text if self.conditioning == "text" else f"of {len(self.class_names):,} classes"
+        tokens = self.index.get("settings", {}).get("bucket_tokens")
+        size = f"{size}x{size}" if tokens is None else f"of shapes near {size}x{size}, --bucket_tokens {tokens}"
         unchecked = "" if self.checksums else ", without checksums (made by an earlier version)"
         return (
-            f"{name}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}x{size}, "
+            f"{name}: cached latents ({shape}, --vae {self.vae}) of {what} {words}, {size}, "
             f"{flip_note(self.random_flip)}{unchecked}{self.note}"
         )
 

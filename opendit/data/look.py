@@ -30,6 +30,7 @@ from opendit.data.medium import Medium, count_colours
 from opendit.data.pictures_and_clips import PICTURE, PicturesAndClips
 from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
+from opendit.data.recaptioned import Recaptioned
 from opendit.data.shards.latents import fetch_latents_indexes
 from opendit.data.shards.remote import Remote
 from opendit.data.sources import build_dataset
@@ -400,6 +401,9 @@ def run(
     fps: float | None = None,
     split: str = "train",
     energon_cooker: str | None = None,
+    file_column: str | None = None,
+    caption_column: str | None = None,
+    caption_prefix: str | None = None,
     token_pixels: int = 16,
     token_frames: int = 1,
     num_workers: int = 2,
@@ -407,7 +411,10 @@ def run(
     """Run ``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be
     read."""
     refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
-    dataset, video = open_any(data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps)
+    of_captions = {"file_column": file_column, "caption_column": caption_column, "caption_prefix": caption_prefix}
+    dataset, video = open_any(
+        data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps, **of_captions
+    )
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
@@ -417,7 +424,7 @@ def run(
     content[PAGE] = make_page(found, content[SHEET], content[HISTOGRAMS]).encode("utf-8", "replace")
     for name, written in content.items():
         write_whole(folder / name, written)
-    print(dataset.describe().text)
+    print("\n".join([dataset.describe().text, *dataset.describe().notes]))
     colours = count_colours(each.medium for each in found.looks)
     print("\n".join([f"looked into {found.looked}", *colours, *found.of_captions]))
     for bad in found.bad[:10]:
@@ -435,6 +442,7 @@ def open_any(
     split: str,
     energon_cooker: str | None = None,
     fps: float | None = None,
+    **of_captions: str | None,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
     frame_interval): the given values, else those that cached latents were made at, else 256, 16, 1.
@@ -453,7 +461,7 @@ def open_any(
     options: dict[str, Any] = dict(
         seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, fps=rate
     )
-    options |= dict(short_clips="interval", energon_cooker=energon_cooker)
+    options |= dict(short_clips="interval", energon_cooker=energon_cooker, **of_captions)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:
@@ -481,6 +489,7 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 def _has_clips(dataset: MediaDataset) -> bool:
     """Return True if a data set that was opened with its clips has any, as far as it knows. Nothing needs to be looked
     up in one that was opened as pictures, or that opens with clips only if it has some."""
+    dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
     if not isinstance(dataset, PicturesAndClips) or not dataset.use_video or dataset.describe().kind == "latents":

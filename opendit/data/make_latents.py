@@ -4,7 +4,8 @@ Every rank encodes the shards ``rank, rank + world_size, ...``; a shard's bytes 
 on how many ranks there are or how often the job was stopped and started again.
 """
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from itertools import chain, islice
@@ -21,13 +22,15 @@ from opendit.common.safe_files import make_folder, refuse_links
 from opendit.common.utils import sha256_of
 from opendit.config.parallel_sizes import find_place
 from opendit.config.public_models import family_in, name_of_folder
-from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset
+from opendit.data.base import BadFileCounter, BadSample, DataError, MediaDataset, Size
 from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.latents import FILES
 from opendit.data.latents_index import INDEX, LOCK, ShardForm, complete_shards, index_locked, put_index, take_index
 from opendit.data.loader import ReadAhead
+from opendit.data.order.buckets import token_size
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
+from opendit.data.shaped import ShapedDataset, crop_media
 from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.sources import build_dataset
 from opendit.data.text_cache import (
@@ -92,6 +95,7 @@ def make_latents(
     num_workers: int = 4,
     shard_size: int = 4096,
     tar_bytes: int | None = None,
+    bucket_tokens: int | None = None,
     rank: int = 0,
     world_size: int = 1,
     max_bad: float = 0.05,
@@ -102,6 +106,7 @@ def make_latents(
     (``opendit.data.shards.latents``), beside those of the same data at other picture sizes; or, without it, safetensors
     files of ``shard_size`` samples (``opendit.data.latents``).
 
+    dataset: with ``bucket_tokens``, a ShapedDataset, whose samples have up to so many tokens, for tars.
     codec: of pictures, or of clips if the data set's items are clips. flips: also encode every picture's mirror image.
     patience, on_hang: for a file that takes for ever, see ``ReadAhead``. encoder: a frozen text encoder, or those of a
     public model, for the captions, which are kept as words without one. counted: rank 0's count of the
@@ -113,6 +118,10 @@ def make_latents(
     output = Path(output)
     form = FILES if tar_bytes is None else tars_of(image_size)
     settings = _settings(dataset, codec, image_size, flips, tar_bytes or shard_size, encoder, form.version)
+    if isinstance(dataset, ShapedDataset):
+        # Several sizes of the same media may lie in one folder.
+        settings |= {"data": dataset.whole.fingerprint().identity, "shapes": settings["data"]}
+        settings |= {"bucket_tokens": bucket_tokens}
     plan = _plan(
         dataset, lambda rows: _samples_of_a_tar(dataset, codec, settings, rows, encoder) if tar_bytes else shard_size
     )
@@ -150,7 +159,9 @@ def make_latents(
     ):
         for shard, jobs in todo.items():
             parts, skipped = _encode_shard(islice(batches, len(jobs)), dataset, codec, flips, encoder, counter, bar)
-            tensors = _join(parts, dataset, _shard_shape(dataset, codec, settings, plan[shard]), encoder)
+            views = 2 if flips else 1
+            channels, *sides = latent_shape(codec, dataset, image_size, plan[shard])
+            tensors = _join(parts, dataset, (views, 2 * channels, *sides), encoder)
             checksums[names[shard]] = form.write(output / names[shard], tensors, settings, skipped)
 
     everyone = [checksums]
@@ -192,7 +203,7 @@ def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list
 def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int], encoder) -> int:
     """Return how many of these rows, at least one, a tar of about ``shard_size`` bytes holds, with captions of the
     longest length."""
-    numbers = int(np.prod(_shard_shape(dataset, codec, settings, rows)))
+    numbers = (4 if settings["flips"] else 2) * math.prod(latent_shape(codec, dataset, settings["image_size"], rows))
     if encoder:
         numbers += form_of(encoder).numbers(encoder.max_tokens)
     return max(1, settings["shard_size"] // (2 * numbers + HEADERS))
@@ -245,20 +256,16 @@ def _device(codec: Codec) -> torch.device:
     return torch.device(inner(codec).device)
 
 
-def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, frames: int | None = None) -> tuple[int, ...]:
-    """Return the shape of a picture's latent, (C, h, w), or of a clip's, (C, t, h, w). frames: of the clip, instead of
-    the data set's."""
-    latents_of: Any = codec  # pictures' take a side, clips' the frames before it
-    if _frames(dataset) is None:
-        return latents_of.latent_shape(image_size)
-    return latents_of.latent_shape(frames or _frames(dataset), image_size, image_size)
-
-
-def _shard_shape(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int]) -> tuple[int, ...]:
-    """Return the shape of one row's moments in a shard of these rows: (F, 2C, h, w) or (F, 2C, t, h, w)."""
-    picture = _frames(dataset) and rows and dataset.shapes().key(rows[0]) == PICTURE
-    channels, *sides = latent_shape(codec, dataset, settings["image_size"], 1 if picture else None)
-    return 2 if settings["flips"] else 1, 2 * channels, *sides
+def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, rows: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the shape of a picture's latent, (C, h, w), or of a clip's, (C, t, h, w): of these rows, which have one
+    shape, or without any of a sample of ``image_size``."""
+    frames, latents_of = _frames(dataset), cast(Any, codec)  # pictures' take no frames
+    size: Size = frames or 1, image_size, image_size
+    if rows and isinstance(dataset, ShapedDataset):
+        size = tuple(dataset.sizes[dataset.keys[rows[0]]].tolist())
+    elif rows and dataset.shapes().key(rows[0]) == PICTURE:
+        size = 1, image_size, image_size
+    return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
 
 def _encode_shard(
@@ -325,8 +332,10 @@ def _finish(
             raise DataError(f"{output / name} is missing or damaged; run the same command again")
         size = (output / name).stat().st_size
         entries.append({"file": name, "count": header[0], "bytes": size, "sha256": checksums[name]})
-        if "video" in settings:
+        if "video" in settings or "shapes" in settings:
             entries[-1]["shape_key"] = dataset.shapes().key(rows[0])
+        if "shapes" in settings:
+            entries[-1]["latent_shape"] = list(latent_shape(codec, dataset, settings["image_size"], rows))
         all_skipped += header[2]
     BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(all_skipped), all_skipped)
     index = {
@@ -379,13 +388,21 @@ def run(
     short_clips: str = "skip",
     video_reader: str = "auto",
     energon_cooker: str | None = None,
+    file_column: str | None = None,
+    caption_column: str | None = None,
+    caption_prefix: str | None = None,
     pretrained: str | None = None,
+    bucket_tokens: int | None = None,
+    max_upscale: float = 1.25,
+    patch: tuple[int, ...] = (),
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
     max_bad: float = 0.05,
     data_timeout: float = 300.0,
 ) -> dict[str, Any] | None:
     """Run ``preprocess.py latents`` with its flags' values, with one process per GPU if torchrun started several.
+
+    patch: of the model for which ``bucket_tokens`` counts tokens, ([frames,] rows, columns).
 
     Raises ValueError, OSError or DataError; among several processes, an error of one ends all, see ``Supervisor``.
     """
@@ -414,6 +431,9 @@ def run(
             short_clips=short_clips,
             video_reader=video_reader,
             energon_cooker=energon_cooker,
+            file_column=file_column,
+            caption_column=caption_column,
+            caption_prefix=caption_prefix,
             max_bad=max_bad,
         )
         about = dataset.describe()
@@ -423,6 +443,20 @@ def run(
             vae, channels=about.sample_shape[0], device=device, dtype=dtype
         )
         latent_shape(codec, dataset, image_size)
+        if bucket_tokens is not None:
+            dataset = crop_media(
+                dataset,
+                token_size(patch, codec.downscale, getattr(codec, "temporal_downscale", 1)),
+                bucket_tokens,
+                "--bucket_tokens",
+                image_size=image_size,
+                num_frames=num_frames if use_video else 1,
+                frame_interval=frame_interval,
+                short_clips=short_clips,
+                fps=fps,
+                max_upscale=max_upscale,
+            )
+            about = dataset.describe()
         encoder: AnyEncoder | None = None
         if text_encoder:
             if about.conditioning != "text":
@@ -434,7 +468,8 @@ def run(
         if rank == 0:
             precision = str(inner(codec).dtype)[6:]
             captions = f", captions with --text_encoder {text_encoder}" if encoder else ""
-            print(f"{about.text}\nencoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
+            print("\n".join([about.text, *about.notes]))
+            print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
             # Only to wait for each other at the end, which may be long after the first rank is through.
@@ -452,6 +487,7 @@ def run(
             num_workers=num_workers,
             shard_size=shard_size,
             tar_bytes=tar_bytes,
+            bucket_tokens=bucket_tokens,
             rank=rank,
             world_size=world_size,
             max_bad=about.max_bad,

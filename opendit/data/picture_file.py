@@ -44,20 +44,29 @@ def picture_suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, name in Image.registered_extensions().items() if name in names)
 
 
-def center_crop(image: Image.Image, size: int) -> Image.Image:
+def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
+    """Return the first row and column of a crop. down, across: how far it can be moved. place: (down, across) in [0, 1)
+    of that; None: the middle."""
+    if place is None:
+        return down // 2, across // 2
+    return int(place[0] * (down + 1)), int(place[1] * (across + 1))
+
+
+def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None = None) -> Image.Image:
     """Cut ADM's centre crop of size x size pixels: halve by box filter while both sides stay at least ``size``, resize
     bicubically to shorter side = ``size``, cut out the middle.
 
     The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's guided-diffusion, on which the reference
     statistics of the field's FID numbers rest. Only a picture that would be enlarged and is more than ``LONGEST`` times
     as long as it is wide is cut first: ADM's way takes gigabytes for a strip. Its pixels are the same but for one level
-    in 255 here and there, by the rounding of the filter's weights.
+    in 255 here and there, by the rounding of the filter's weights. place: cut out there instead, see
+    :func:`start_of_crop`.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = size / min(image.size)
     width, height = round(image.width * scale), round(image.height * scale)
-    left, top = (width - size) // 2, (height - size) // 2
+    top, left = start_of_crop(height - size, width - size, place)
     if scale > 1 and max(image.size) > LONGEST * min(image.size):
         across, down = image.width / width, image.height / height  # pixels of the picture for one of the crop's
         return _enlarge(image, size, (left * across, top * down, (left + size) * across, (top + size) * down))
@@ -65,16 +74,17 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     return image.crop((left, top, left + size, top + size))
 
 
-def fill_crop(image: Image.Image, height: int, width: int) -> Image.Image:
+def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
     """Cut the largest middle of a picture with the ratio width : height, at width x height pixels: :func:`center_crop`
-    for any ratio of sides, except that strips that are enlarged are not cut first."""
+    for any ratio of sides, except that strips that are enlarged are not cut first. place: as there."""
     if height == width:
-        return center_crop(image, height)
+        return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
     across, down = width / scale, height / scale  # of the picture's own pixels
-    left, top = (image.width - across) / 2, (image.height - down) / 2
+    at = (0.5, 0.5) if place is None else place
+    left, top = (image.width - across) * at[1], (image.height - down) * at[0]
     box = (max(0.0, left), max(0.0, top), min(image.width, left + across), min(image.height, top + down))
     return image.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
 

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from opendit.data.base import BadSample, ClipReading, Item, MediaDataset, Shapes, View
-from opendit.data.clips import check_window, read_clip
+from opendit.data.clips import Crop, check_window, read_clip
 from opendit.data.enlarging import Small
 from opendit.data.frame_times import Timeline
 from opendit.data.images import to_tensor
@@ -24,7 +24,7 @@ class PicturesAndClips(MediaDataset):
 
     num_frames, frame_interval, fps, short_clips: see ``read_clip``. video_reader: one of ``video_readers.CHOICES``.
     training: read each clip from a place drawn for the sample instead of its middle. random_flip: None means no, since
-    captions may speak of left and right. seed, max_bad: see ``Description``.
+    captions may speak of left and right. random_crop, seed, max_bad: see ``Description``.
 
     Raises ValueError, naming the flag, for windows that can't be read and for a reader that is not installed.
     """
@@ -43,6 +43,7 @@ class PicturesAndClips(MediaDataset):
         short_clips: str = "skip",
         video_reader: str = "auto",
         random_flip: bool | None = None,
+        random_crop: bool = False,
         max_bad: float = 0.05,
         training: bool = True,
     ):
@@ -54,7 +55,7 @@ class PicturesAndClips(MediaDataset):
         self.use_video, self.image_size = use_video, image_size
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
         self.seed, self.max_bad = seed, max_bad
-        self.random_flip = bool(random_flip)
+        self.random_flip, self.random_crop = bool(random_flip), random_crop
         self.random_window = training and use_video
 
     @property
@@ -72,7 +73,7 @@ class PicturesAndClips(MediaDataset):
     def picture_sample(self, picture: Image.Image, view: View) -> Item:
         """Crop a picture for ``read``."""
         height, width = view.shape[1:] if view.shape else (self.image_size, self.image_size)
-        pixels = to_tensor(fill_crop(picture, height, width), view.flip, view.as_bytes)
+        pixels = to_tensor(fill_crop(picture, height, width, view.place), view.flip, view.as_bytes)
         return Item(pixels[:, None] if self.use_video else pixels)
 
     def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
@@ -82,7 +83,7 @@ class PicturesAndClips(MediaDataset):
             path,
             frames,
             self.frame_interval,
-            (height, width),
+            Crop(height, width, view.place),
             start=view.start,
             fps=self.fps,
             short_clips=self.short_clips,

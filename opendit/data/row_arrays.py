@@ -25,6 +25,11 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
     return found
 
 
+def spread(size: int, most: int) -> list[int]:
+    """Return up to ``most`` of the numbers below ``size``, spread evenly, in rising order."""
+    return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
+
+
 def next_of_key(keys: np.ndarray, row: int) -> int:
     """Return the next row whose key is that of ``row``, in a circle."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):

@@ -11,11 +11,12 @@ import numpy as np
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
 from opendit.data.held_out import SomeRows
-from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares
+from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares, shape_table
 from opendit.data.row_arrays import Complement, stream_of
 from opendit.data.size_cache import LARGE, KeptArrays, kept
 
 _LOOKED_AT = 10_000  # media whose crop is measured
+_LAST = 2**62  # after all keys
 
 
 class ShapedDataset(SomeRows):
@@ -41,15 +42,42 @@ class ShapedDataset(SomeRows):
     def _find_keys(self, keys: np.ndarray | int) -> np.ndarray | int:
         return self.keys
 
-    def token_counts(self) -> Lengths:
-        """Return the tokens of every row's sample, int32."""
-        return Lengths(self.keys, self.tokens.astype(np.int32))
+    def token_counts(self, beside: int = 0) -> Lengths:
+        """Return the tokens of every row's sample, int32. beside: tokens that each has besides those of its shape."""
+        return Lengths(self.keys, self.tokens.astype(np.int32) + np.int32(beside))
 
     def _identity(self, whole: Fingerprint) -> str:
         if self._shaped is None:
             of_rows = stream_of(self.keys, lambda keys: self.sizes[keys].astype(np.int32))
             self._shaped = hash_parts("shaped", super()._identity(whole), of_rows)
         return self._shaped
+
+
+def crop_media(
+    dataset: MediaDataset,
+    token: TokenSize,
+    most: int,
+    flag: str,
+    *,
+    image_size: int,
+    num_frames: int,
+    frame_interval: int,
+    short_clips: str,
+    fps: float | None,
+    max_upscale: float,
+    fine: bool = False,
+) -> ShapedDataset:
+    """Return the pixels of a data set, each cropped to a shape near its own of at most ``most`` tokens.
+
+    num_frames: of a clip; 1 for pictures alone. fine: see ``shape_table``. Raises ValueError, naming ``flag`` and what
+    to do, as ``shape_table`` and ``shape_media`` do.
+    """
+    try:
+        table = shape_table(image_size, num_frames, token, most, fine=fine)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from error
+    interval = 1 if short_clips == "interval" or fps is not None else frame_interval
+    return shape_media(dataset, table, interval, max_upscale, flag)
 
 
 def shape_media(
@@ -141,17 +169,26 @@ def _shapes_of_media(
 
 
 def shape_latents(
-    dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, large: int = LARGE
+    dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0, large: int = LARGE
 ) -> ShapedDataset:
-    """Return cached latents at the shapes that they have. token: with sides in latents. large: see ``shape_media``.
+    """Return cached latents at the shapes that they have. token: with sides in latents. beside: tokens of the most that
+    are a caption's. large: see ``shape_media``.
 
     Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the
     model's patch does not divide.
     """
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    shapes, chosen = np.unique(np.array(sizes, np.int32)[counts > 0], axis=0, return_inverse=True)
-    keys, counts = chosen.reshape(-1).astype(np.int16), counts[counts > 0]
+    # Shapes are numbered in the order of their keys, which is that of the media that the latents were made of, so that
+    # their batches come in the same order.
+    order = dataset.shapes()
+    first: dict[Size, int] = {}
+    for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):
+        if count:
+            first[size] = min(first.get(size, _LAST), order.key(end - 1))
+    numbers = {size: number for number, size in enumerate(sorted(first, key=lambda size: (first[size], size)))}
+    keys = np.array([numbers[size] for size, count in zip(sizes, counts, strict=True) if count], dtype=np.int16)
+    shapes, counts = np.array(list(numbers), np.int32), counts[counts > 0]
     frames, height, width = shapes.T
     along, (high, wide) = np.where(frames == 1, token.frames, frames), token.side
     bad = (along % token.frames != 0) | (height % high != 0) | (width % wide != 0)
@@ -160,8 +197,9 @@ def shape_latents(
         raise ValueError(
             f"{flag}: latents of {_shown(shapes[bad.argmax()])} do not divide by the model's patch; take another"
         )
-    if (largest := int(tokens.max())) > most:
-        raise ValueError(f"{flag} {most}: a sample has {largest:,} tokens; raise it to that at least")
+    if (largest := int(tokens.max()) + beside) > most:
+        what = " with its caption" if beside else ""
+        raise ValueError(f"{flag} {most}: a sample{what} has {largest:,} tokens; raise it to that at least")
     note = f"{len(shapes)} shape{'s' * (len(shapes) > 1)} of {tokens.min():,} to {tokens.max():,} tokens"
 
     def find() -> KeptArrays:

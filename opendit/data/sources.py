@@ -17,7 +17,9 @@ from opendit.config.data_sources import (
     BLENDS,
     ENERGON,
     FALLBACK,
+    MOCK,
     SOURCES,
+    TABLES,
     check_address,
     check_inline,
     data_path_help,
@@ -26,10 +28,12 @@ from opendit.config.data_sources import (
     named_sources,
 )
 from opendit.data.base import MediaDataset
+from opendit.data.csv_table import Columns
 from opendit.data.files import kind_of, printable
 from opendit.data.folders import CLIPS
 from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
+from opendit.data.recaptioned import Recaptioned
 
 
 class NoSplit(ValueError):
@@ -44,7 +48,8 @@ class Request:
     half of the samples; None leaves it to the data set. split: "train" or "test", for a source that has both. max_bad:
     largest share of unreadable files to skip. vae to max_text_tokens: of random latents. video_reader: one of
     ``video_readers.CHOICES``. energon_cooker: ``module:function`` that reads the samples of a folder that Energon
-    prepared.
+    prepared. file_column, caption_column: of a table of captioned media.
+    caption_prefix, shuffle_tags, tag_drop: see ``Recaptioned``. random_crop: cut pictures and clips at random places.
     """
 
     data_path: str
@@ -65,6 +70,17 @@ class Request:
     text_encoder: str | None = None
     max_text_tokens: int | None = None
     energon_cooker: str | None = None
+    file_column: str | None = None
+    caption_column: str | None = None
+    caption_prefix: str | None = None
+    shuffle_tags: bool = False
+    tag_drop: float = 0.0
+    random_crop: bool = False
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of a table of captioned media."""
+        return Columns(self.file_column, self.caption_column)
 
     @property
     def located(self) -> Path:
@@ -79,7 +95,7 @@ class Request:
 
     def of_clips(self) -> dict[str, Any]:
         """Return the arguments of data sets of clips and pictures; windows of clips are drawn only in training."""
-        names = "seed num_frames frame_interval fps use_video short_clips video_reader random_flip max_bad"
+        names = "seed num_frames frame_interval fps use_video short_clips video_reader random_flip random_crop max_bad"
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
     def of_latents(self) -> dict[str, Any]:
@@ -120,9 +136,38 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
                     f"--energon_cooker {asked.energon_cooker}: {asked.shown} is no folder that Energon prepared; leave "
                     "it out"
                 )
-            return dataset
+            if module == MOCK:  # which stands for any data in a dry run
+                return dataset
+            if any(asked.columns) and module not in (TABLES, FALLBACK, BLENDS):
+                raise ValueError(
+                    f"{asked.shown}: is no table of captioned media; leave --file_column and --caption_column out"
+                )
+            if asked.random_crop and not dataset.describe().random_crop:
+                raise ValueError(f"--random_crop: {asked.shown} has no pictures or clips to crop; leave it out")
+            return dataset if module == BLENDS else recaption(asked, dataset)
     assert path is not None, "a source that has a name has been opened"
     raise ValueError(f"{asked.shown}: is {_file_advice(path)}")
+
+
+def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
+    """Return a source with its captions changed as the flags ask. Raises ValueError if it has no captions to change."""
+    flags = {
+        "caption_prefix": bool(asked.caption_prefix),
+        "shuffle_tags": asked.shuffle_tags,
+        "tag_drop": asked.tag_drop > 0,
+    }
+    given = next((name for name, is_given in flags.items() if is_given), None)
+    if given is None:
+        return dataset
+    about = dataset.describe()
+    if about.conditioning != "text":
+        raise ValueError(f"--{given}: {asked.shown} has classes and no captions; leave it out")
+    if about.text_encoder is not None:
+        raise ValueError(
+            f"--{given}: the captions of {asked.shown} are embedded already; leave it out, or "
+            + ("make the latents again with it" if given == "caption_prefix" else "train on the files themselves")
+        )
+    return Recaptioned(dataset, asked.caption_prefix or "", shuffle=asked.shuffle_tags, drop=asked.tag_drop)
 
 
 def _locate(data_path: str) -> Path:
@@ -172,6 +217,6 @@ def _file_advice(path: Path) -> str:
         return "a clip; give a CSV of clips: python preprocess.py folder FOLDER --output videos.csv"
     if suffix in (".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".zst"):
         return "an archive; unpack it and give its folder"
-    if suffix in (".tsv", ".txt", ".json", ".jsonl", ".parquet", ".xlsx"):
+    if suffix in (".tsv", ".txt", ".json", ".xlsx"):
         return "a file; captions come as a .csv of path,text"
     return f"a file; give {data_path_help()}"

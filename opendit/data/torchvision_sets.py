@@ -117,6 +117,7 @@ class ArrayDataset(MediaDataset):
         *,
         seed: int = 0,
         random_flip: bool | None = None,
+        random_crop: bool = False,
         split: str = "train",
     ):
         if split not in ("train", "test"):
@@ -140,13 +141,14 @@ class ArrayDataset(MediaDataset):
         self.images, self.labels = np.ascontiguousarray(images), labels.astype(np.int64)
         self.sample_shape = (1 if self.images.ndim == 3 else 3, image_size, image_size)
         self.seed, self.random_flip = seed, known.flip if random_flip is None else random_flip
+        self.random_crop = random_crop
         self.name, self.folder, self.split = known.name, folder, split
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
-        picture = center_crop(Image.fromarray(self.images[row]), self.sample_shape[1])
+        picture = center_crop(Image.fromarray(self.images[row]), self.sample_shape[1], view.place)
         return Item(to_tensor(picture, view.flip, view.as_bytes), int(self.labels[row]))
 
     def label(self, row: int) -> int:
@@ -167,6 +169,7 @@ class ArrayDataset(MediaDataset):
             class_names=self.class_names,
             sample_shape=self.sample_shape,
             random_flip=self.random_flip,
+            random_crop=self.random_crop,
             seed=self.seed,
         )
 
@@ -175,4 +178,5 @@ def open_source(asked: Request) -> ArrayDataset | None:
     known = find_known(asked.located) if asked.located.is_dir() and not asked.use_video else None
     if known is None:
         return None
-    return ArrayDataset(*known, asked.image_size, seed=asked.seed, random_flip=asked.random_flip, split=asked.split)
+    options = {name: getattr(asked, name) for name in ("seed", "random_flip", "random_crop", "split")}
+    return ArrayDataset(*known, asked.image_size, **options)

@@ -35,6 +35,8 @@ class Stream(IntEnum):
     SAMPLE_INIT = 6
     SAMPLE_STEP = 7
     CONDITIONING_FRAMES = 8
+    PLACE = 9
+    TAGS = 10
 
 
 def philox4x32(

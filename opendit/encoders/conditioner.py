@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opendit.common.utils import DataError
+from opendit.config.flags import nearest
 from opendit.encoders.text import TextEncoder
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
 from opendit.models.bytes_text import byte_tokens
@@ -151,3 +152,18 @@ class PublishedConditioner(CaptionConditioner):
 def preview_labels(num_classes: int, count: int) -> Tensor:
     """Return ``count`` labels spread evenly over the classes, in order: (count,) int64."""
     return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes
+
+
+def class_number(name: str, names: Sequence[str]) -> int:
+    """Return the number of the class called ``name``, ignoring case. Each part of a name with commas is a name, too.
+
+    Raises ValueError, which begins with the name, if no class or several are called so.
+    """
+    wanted = name.strip().casefold()
+    found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]
+    found = found or [n for n, each in enumerate(names) if wanted in map(str.strip, each.casefold().split(","))]
+    if not found:
+        raise ValueError(f"{name[:80]!r}: no such class; did you mean {nearest(name, names)!r}?")
+    if len(found) > 1:
+        raise ValueError(f"{name[:80]!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
+    return found[0]

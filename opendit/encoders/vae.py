@@ -103,12 +103,12 @@ class Codec(ABC):
 class ImageCodec(Codec):
     """A codec of pictures."""
 
-    def latent_shape(self, image_size: int) -> tuple[int, int, int]:
-        """Return (C, h, w) of a square picture's latent. Raises ValueError if the size isn't divisible."""
-        if image_size < 1 or image_size % self.downscale:
-            raise ValueError(f"--image_size {image_size}: no multiple of {self.downscale}; --vae {self.name} needs one")
-        side = image_size // self.downscale
-        return self.latent_channels, side, side
+    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+        """Return (C, h, w) of a picture's latent. Raises ValueError if a side isn't divisible."""
+        for side in (height, width):
+            if side < 1 or side % self.downscale:
+                raise ValueError(f"--image_size {side}: no multiple of {self.downscale}; --vae {self.name} needs one")
+        return self.latent_channels, height // self.downscale, width // self.downscale
 
 
 class PixelCodec(ImageCodec):

@@ -123,7 +123,7 @@ def _drawn(sampling: SamplingRun, flags: EvaluateConfig) -> Samples:
             _ask_for_all_digits(sampling)
         sampling.choices, labels = torch.arange(count) % len(sampling.names), "prompts"
     elif flags.class_labels or flags.label_sampling == "balanced":
-        sampling.choices = choose_labels(sampling.flags, len(sampling.names))
+        sampling.choices = choose_labels(sampling.flags, sampling.names)
         labels = "given" if flags.class_labels else "balanced"
     else:
         generator = torch.Generator().manual_seed(flags.seed)

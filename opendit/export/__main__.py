@@ -29,8 +29,12 @@ def build_parser() -> CommandLine:
     parser.heading("Conversion: from what to what")
     parser.option("to", one_of(("diffusers", "meta", "opendit", "lora")), "the format to write", metavar="FORMAT")
     parser.option(
-        "--ckpt", Value(unit="path"), "what to convert: a file, a checkpoint, a run or a pipeline", required=True
+        "--ckpt",
+        Value(unit="path"),
+        "what to convert: a file, a checkpoint, a run or a pipeline; latest: the newest run",
+        required=True,
     )
+    parser.option("--outputs", Value(unit="folder"), "where --ckpt latest looks for runs", "./outputs")
     parser.option("--output", Value(unit="path"), "the folder of a pipeline, or the file to write", required=True)
     parser.option("--model", Value(unit="name"), "where --ckpt does not say (Meta's .pt)")
     parser.option(
@@ -51,6 +55,10 @@ def main(argv: list[str]) -> None:
     to, ckpt, output, model, vae, base = (options[name] for name in ("to", "ckpt", "output", "model", "vae", "base"))
     form = options["format"] or "diffusers"
     try:
+        if ckpt == "latest":
+            ckpt = newest(options["outputs"])
+        else:
+            reject_unused(given, {"outputs": "does nothing without --ckpt latest"})
         check(to, ckpt, output, model, vae, given, base)
         most_bytes = read_size(options["max_shard_size"] or MAX_SHARD_SIZE, "--max_shard_size")
     except ValueError as error:
@@ -66,6 +74,17 @@ def main(argv: list[str]) -> None:
             convert(to, ckpt, Path(output), model, vae, most_bytes)
     except (ValueError, OSError) as error:
         parser.fail(error)
+
+
+def newest(outputs: str) -> str:
+    """Return the newest run with a checkpoint, and print which it is. Raises ValueError if there is none."""
+    from opendit.checkpoint.run_folders import newest_run  # pydantic, which the flags need not
+
+    found = newest_run(outputs)
+    if found is None:
+        raise ValueError(f"--ckpt latest: no run with a checkpoint under --outputs {outputs}; give a path")
+    print(f"--ckpt latest: {found}", flush=True)
+    return str(found)
 
 
 def check(

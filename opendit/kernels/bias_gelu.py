@@ -130,7 +130,8 @@ def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, p
     return common.finish_total(total, bias.dtype)
 
 
-def _backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (dx, dbias)."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return dx, _launch_backward(dy.contiguous(), x, bias, dx)
 
@@ -155,7 +156,7 @@ def _autograd_backward(ctx, dy):
 
 
 _backward_op = operator(
-    "bias_gelu_backward(Tensor dy, Tensor x, Tensor bias) -> (Tensor, Tensor)", _backward, _backward_fake
+    "bias_gelu_backward(Tensor dy, Tensor x, Tensor bias) -> (Tensor, Tensor)", bias_gelu_backward, _backward_fake
 )
 _forward_op = operator(
     "bias_gelu(Tensor x, Tensor bias) -> Tensor", _forward, _forward_fake, _autograd_backward, _setup_context

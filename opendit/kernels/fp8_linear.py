@@ -24,16 +24,16 @@ from torch.autograd import Function
 from opendit.kernels import fp8
 from opendit.kernels import gate_residual_layernorm_modulate as joined
 from opendit.kernels import layernorm_modulate as adaln
-from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
+from opendit.kernels.bias_gelu import bias_gelu_backward, bias_gelu_backward_float8, bias_gelu_float8
 from opendit.kernels.capability import missing, pretending
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8 import E4M3, E5M2, Float8
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual
 from opendit.kernels.rmsnorm_modulate import modulation_with_weight
-from opendit.kernels.split_heads import gather_heads_float8, head_views
+from opendit.kernels.split_heads import gather_heads_float8, head_views, split_heads
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import Projection, RMSNorm
+from opendit.models.layers import LowRank, Projection, RMSNorm, in_working_dtype
 
 EPS = 1e-6
 
@@ -130,11 +130,29 @@ def check_widths(weight: Tensor) -> None:
         )
 
 
+class _Dequantised(Function):
+    @staticmethod
+    def forward(ctx, stand_in, x):
+        return (x.data.to(stand_in.dtype) * x.descale).to(stand_in.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def dequantised(x: Tensor | Quantized | Modulated) -> Tensor:
+    """Return x (B, N, D) in its dtype again, for products that are not in float8."""
+    return x if isinstance(x, Tensor) else _Dequantised.apply(quantized(x).stand_in, quantized(x).data)
+
+
 def _stand_in(like: Tensor, width: int) -> Tensor:
     return torch.empty_strided((*like.shape[:-1], width), (0,) * like.dim(), dtype=like.dtype, device=like.device)
 
 
 # ------------------------------------------------------------------------------------------------- the three products
+
+
+# x and W are the second and the third input of each function here; a frozen W has no gradient, and needs no x for it.
 
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
@@ -143,19 +161,24 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
     w = weight_in_float8(weight)
     rows = x.data.flatten(0, -2)
     y = fp8.product(rows, w.data, (x.descale, w.descale), dtype, bias if bias is None else bias.to(dtype))
-    ctx.dtypes = dtype, weight.dtype
-    return y.view(*x.data.shape[:-1], weight.shape[0]), (x.data, x.descale, w.data, w.descale)
+    ctx.dtypes, ctx.shape = (dtype, weight.dtype), x.data.shape
+    kept = (x.data, x.descale) if ctx.needs_input_grad[2] else (None, None)
+    return y.view(*ctx.shape[:-1], weight.shape[0]), (*kept, w.data, w.descale)
 
 
-def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return dx in x's shape, and dW (out, in).
+def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+    """Return dx in x's shape, and dW (out, in); None for what has no gradient.
 
     dW sums over the tokens, many more values than the other sums: it moves partial sums to fp32 on the way.
     """
     (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
-    dx = fp8.product(dy.data.flatten(0, -2), fp8.transposed(w), (dy.descale, w_descale), dtype)
-    columns = fp8.transposed(dy.data), fp8.transposed(x)
-    return dx.view(x.shape), fp8.product(*columns, (dy.descale, x_descale), weight_dtype, fast=False)
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = fp8.product(dy.data.flatten(0, -2), fp8.transposed(w), (dy.descale, w_descale), dtype).view(ctx.shape)
+    if ctx.needs_input_grad[2]:
+        columns = fp8.transposed(dy.data), fp8.transposed(x)
+        dw = fp8.product(*columns, (dy.descale, x_descale), weight_dtype, fast=False)
+    return dx, dw
 
 
 # ---------------------------------------------------------------------------------------------------------- operations
@@ -185,8 +208,54 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx, dy):
         dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), ctx.saved_tensors)
-        dbias = None if ctx.bias_dtype is None else dy.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, None, dw, dbias
+        return dx, None, dw, _sum_of_rows(dy, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+
+
+def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    return dy.flatten(0, -2).sum(0, dtype=torch.float32).to(dtype)
+
+
+class _LinearBesideLora(Function):
+    """x W^T + bias + scale * (x a^T) b^T, the thin products in x's dtype. They are added where the wide ones are
+    written, forward and backward. An x that is there in float8 alone is converted for them, and saved as it is."""
+
+    @staticmethod
+    def forward(ctx, stand_in, x, weight, bias, a, b, scale):
+        y, saved = _forward_product(ctx, x, weight, stand_in.dtype, bias)
+        given, descale = (stand_in, None) if any(stand_in.stride()) else (x.data, x.descale)
+        thin = _thin(given.flatten(0, -2).to(a.dtype) @ a.t(), descale)
+        y.flatten(0, -2).addmm_(thin, b.t(), alpha=scale)
+        ctx.save_for_backward(given, descale, a, b, thin, *saved)
+        ctx.scale, ctx.bias_dtype = scale, None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        given, descale, a, b, thin, *saved = ctx.saved_tensors
+        dx, dw = _backward_products(ctx, fp8.cast(dy, E5M2), saved)
+        rows = dy.flatten(0, -2)
+        dthin = (rows @ b).mul_(ctx.scale)
+        if dx is not None:
+            dx.flatten(0, -2).addmm_(dthin, a)
+        da = _thin(dthin, descale).t() @ given.flatten(0, -2).to(a.dtype)
+        dbias = _sum_of_rows(dy, ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+        return dx, None, dw, dbias, da, ctx.scale * (rows.t() @ thin), None
+
+
+def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
+    """Return a thin factor scaled as x in float8 is, a power of two."""
+    return thin if descale is None else thin * descale.to(thin.dtype)
+
+
+class _BiasGelu(Function):
+    @staticmethod
+    def forward(ctx, u, bias):
+        ctx.save_for_backward(u, bias)
+        return _stand_in(u, u.shape[-1]), bias_gelu_float8(u, bias)
+
+    @staticmethod
+    def backward(ctx, dh, _):
+        return bias_gelu_backward(dh, *ctx.saved_tensors)
 
 
 class _LinearHeads(Function):
@@ -241,11 +310,16 @@ class _GateResidualNormModulate(Function):
 # ------------------------------------------------------------------------------------------------------------ BlockOps
 
 
-def multiply(x: Tensor | Quantized | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias (..., out) in x's dtype, whose products are in float8: the ``multiply`` of a Projection's
-    ``product``."""
+def multiply(
+    x: Tensor | Quantized | Modulated, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None
+) -> Tensor:
+    """Return x W^T + bias (..., out) in x's dtype, whose products are in float8, all but those of LoRA: the
+    ``multiply`` of a Projection's ``product``."""
     x = quantized(x)
-    return _Linear.apply(x.stand_in, x.data, weight, bias)
+    if low_rank is None:
+        return _Linear.apply(x.stand_in, x.data, weight, bias)
+    factors = in_working_dtype(*low_rank[:2])
+    return _LinearBesideLora.apply(x.stand_in, x.data, weight, bias, *factors, low_rank.scale)
 
 
 def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:
@@ -297,18 +371,23 @@ def linear_gate_residual_rmsnorm_modulate(
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 
 
-# The others replace the projection: they read its weight instead of calling it.
+# The others replace the projection: they read its weight instead of calling it. Beside LoRA they call it, because its
+# gradients need those of the product in the activations' dtype.
 
 
 def linear_heads(
     x: Tensor | Quantized | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
+    if linear.low_rank is not None:
+        return split_heads(linear.product(cast(Tensor, x), linear.bias, multiply), num_heads)
     x = quantized(x)
     return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
 
 
 def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quantized:
     """Compute GELU(linear(x)), tanh form, for the next linear layer."""
+    if linear.low_rank is not None:
+        return Quantized(*_BiasGelu.apply(linear.product(cast(Tensor, x), multiply=multiply), linear.bias))
     x = quantized(x)
     return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))

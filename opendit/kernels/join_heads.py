@@ -27,7 +27,7 @@ from opendit.kernels.rotate_heads import (
 
 
 @dataclass(frozen=True)
-class Heads:
+class StreamHeads:
     """A stream's q (B, n, H, d), k and v (B, n, K, d), the weights (d,) of the norms of q and k or None, and its table
     of rotations as :func:`rotate_heads` takes it."""
 
@@ -42,7 +42,7 @@ class Heads:
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
-def join_heads_reference(streams: Sequence[Heads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def join_heads_reference(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v of all streams, computed in torch."""
     turned = [rotate_heads_reference(s.q, s.k, s.q_weight, s.k_weight, s.table, eps) for s in streams]
     q, k = (torch.cat(parts, dim=1) for parts in zip(*turned, strict=True))
@@ -105,7 +105,7 @@ def _join_heads_kernel(
 # ---------------------------------------------------------------------------------------------------------- operation
 
 
-def join_heads(streams: Sequence[Heads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Return q (B, N, H, d), k and v (B, N, K, d) of the sequence of all streams, one after the other, by a Triton
     kernel. q and k are normalised where there are weights, and rotated where there is a table; not differentiable.
 
@@ -130,7 +130,7 @@ def join_heads(streams: Sequence[Heads], eps: float = 1e-6) -> tuple[Tensor, Ten
     return outputs[0], outputs[1], outputs[2]
 
 
-def _launch(stream: Heads, outputs: list[Tensor], out_length: int, eps: float) -> None:
+def _launch(stream: StreamHeads, outputs: list[Tensor], out_length: int, eps: float) -> None:
     """Write a stream's part of the outputs."""
     (B, n, H, d), K = stream.q.shape, stream.k.shape[2]
     prepared = [_in_rows(x) for x in (stream.q, stream.k, stream.v)]

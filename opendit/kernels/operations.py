@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from opendit.kernels import cublaslt, fp8_inference, fp8_linear
@@ -24,7 +23,7 @@ from opendit.kernels.bias_gelu import bias_gelu
 from opendit.kernels.gate_residual import gate_residual
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate
 from opendit.kernels.gate_rmsnorm_residual import gate_rmsnorm_residual, gate_rmsnorm_residual_rmsnorm_modulate
-from opendit.kernels.join_heads import Heads, join_heads
+from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.linear import linear as unbiased
 from opendit.kernels.linear_gelu import linear_gelu
 from opendit.kernels.rmsnorm_modulate import gate_residual_rmsnorm_modulate, residual_rmsnorm_modulate
@@ -32,13 +31,13 @@ from opendit.kernels.rotate_heads import fits_across, rotate_heads
 from opendit.kernels.split_heads import split_heads
 from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection
-from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm
+from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm, multiply
 
 # ------------------------------------------------------------------------ next to a projection: the biases move to them
 
 
 def _linear_heads(
-    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = F.linear
+    x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = multiply
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
     # The matrix product adds a bias for free; only its gradient moves to the kernel. Not so for a parameter that
@@ -156,7 +155,7 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
     eps = norms[0].eps if norms else 0.0
     found = []
     for q, k, v, q_norm, k_norm, table in streams:
-        found.append(Heads(q, k, v, q_norm and q_norm.weight, k_norm and k_norm.weight, table))
+        found.append(StreamHeads(q, k, v, q_norm and q_norm.weight, k_norm and k_norm.weight, table))
     return join_heads(found, eps)
 
 

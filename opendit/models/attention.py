@@ -10,7 +10,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
 
-from opendit.models.layers import PLAIN, TORCH_OPS, Attend, BlockOps, Options, Projection, RMSNorm
+from opendit.models.interleaved import Interleaved
+from opendit.models.layers import (
+    PLAIN,
+    TORCH_OPS,
+    Attend,
+    BlockOps,
+    LowRank,
+    Options,
+    Projection,
+    RMSNorm,
+    multiply,
+    product_of,
+)
 from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
 # torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
@@ -32,7 +44,8 @@ class TokenGrid:
 
     sizes: tokens along each axis of the grid; (tokens,) for a pack. rotary: rotations (N, d / 2, 2) fp32 of rotary
     positions. learned: positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the
-    sequence over ranks. packed: this rank's part of a pack's segments.
+    sequence over ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow
+    each other; of a pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
     """
 
     sizes: tuple[int, ...]
@@ -42,6 +55,20 @@ class TokenGrid:
     packed: PlacedSegments | None = None
     streams: tuple[int, ...] = ()
     keys: Tensor | None = None
+    interleaved: Interleaved | None = None
+
+    def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
+        """Return the tokens of every stream of x, which has all tokens in its dimension ``dim``."""
+        return x.split(self.streams, dim=dim) if self.interleaved is None else self.interleaved.split(x, dim)
+
+    def join(self, streams: Sequence[Tensor]) -> Tensor:
+        """Return all tokens (B, N, ...) of those of every stream (B, n, ...)."""
+        return torch.cat(list(streams), dim=1) if self.interleaved is None else self.interleaved.join(streams)
+
+    def rows_of_streams(self) -> list[tuple[Tensor, ...]]:
+        """Return :func:`of_rows` of every stream."""
+        samples = None if self.interleaved is None else self.interleaved.samples
+        return [()] * len(self.streams) if samples is None else [(rows,) for rows in samples]
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
@@ -188,9 +215,12 @@ class Attention(nn.Module):
         and values, with copies of those rows."""
         if self.kv_heads == self.num_heads:
             return self.qkv
-        weight, bias = self.qkv.weight, self.qkv.bias
+        weight, bias, low_rank = self.qkv.weight, self.qkv.bias, self.qkv.low_rank
         heads = self.num_heads, self.kv_heads
-        return MadeProjection(_of_every_head(weight, *heads), None if bias is None else _of_every_head(bias, *heads))
+        if low_rank is not None:
+            low_rank = low_rank._replace(b=_of_every_head(low_rank.b, *heads))
+        bias = None if bias is None else _of_every_head(bias, *heads)
+        return MadeProjection(_of_every_head(weight, *heads), bias, low_rank)
 
     def attention(
         self,
@@ -257,17 +287,18 @@ class GridAttention:
 
 @dataclass(frozen=True)
 class MadeProjection:
-    """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none."""
+    """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none, LoRA's or none."""
 
     weight: Tensor
     bias: Tensor | None
+    low_rank: LowRank | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
 
-    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Multiply x by the weight; see :meth:`opendit.models.layers.Projection.product`."""
-        return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
+        return product_of(x, self.weight, bias, self.low_rank, multiply)
 
 
 AnyProjection = Projection | MadeProjection  # what makes q, k, v

@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -52,6 +51,7 @@ from opendit.models.layers import (
     TableModulation,
     layer_norm,
     modulation,
+    multiply,
 )
 
 # What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
@@ -179,11 +179,13 @@ class ResidualStream:
         self._rows, self._stack, self._outside = rows, stack, True
         self._streams: list[ResidualStream] | None = None
 
-    def split(self, sizes: Sequence[int], ops: BlockOps) -> "list[ResidualStream]":
-        """Return the residual streams of parts of the sequence, of ``sizes`` tokens. They are joined when x is asked
-        for, so that a stack of joint blocks does not copy them at its borders."""
+    def split(self, grid: TokenGrid, ops: BlockOps) -> "list[ResidualStream]":
+        """Return the residual streams of the grid's streams of tokens. They are joined when x is asked for, so that a
+        stack of joint blocks does not copy them at its borders."""
         if self._streams is None:
-            self._streams = [ResidualStream(part, stack=self._stack) for part in self.take(ops).split(sizes, dim=1)]
+            parts = zip(grid.split(self.take(ops)), grid.rows_of_streams(), strict=True)
+            self._streams = [ResidualStream(part, rows, self._stack) for part, rows in parts]
+            self._join = grid.join
         return self._streams
 
     def norm(
@@ -223,7 +225,7 @@ class ResidualStream:
         """Return x with everything added to it, and empty the stream."""
         if self._streams is not None:
             streams, self._streams = self._streams, None
-            return torch.cat([stream.take(ops) for stream in streams], dim=1)
+            return self._join([stream.take(ops) for stream in streams])
         x = self._taken()[0] if len(self._parts) == 1 else ops.linear_gate_residual(*self._taken(), *self._rows)
         if self._routing is not None:
             (gate, routing), self._routing = self._routing, None
@@ -381,11 +383,11 @@ class NormalisedProjection:
     def __call__(self, z: Tensor) -> Tensor:
         return self.norm(self.layer(z))
 
-    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def product(self, z: Tensor, bias: None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Return norm(layer(z)); see :meth:`Projection.product`."""
         return self.norm(self.before_norm(z, multiply))
 
-    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """Return layer(z), for operations that normalise it themselves."""
         return self.layer.product(z, self.layer.bias, multiply)
 
@@ -399,7 +401,7 @@ class NoModulation(nn.Module):
 
 class JointBlock(nn.Module):
     """A block whose tokens of text and of media have weights of their own and one attention (MM-DiT; Esser et al. 2024,
-    fig. 2): x (B, N, D) to x, the tokens of one stream after those of the other.
+    fig. 2): x (B, N, D) to x, the tokens of one stream after those of the other, or, in packs, sample by sample.
 
     ``grid.streams`` says how many there are of each.
     """
@@ -441,7 +443,7 @@ class JointBlock(nn.Module):
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
         """Run the block on a stream of several blocks; arguments as of :meth:`forward`."""
         assert grid is not None, "a grid says which tokens are of which stream"
-        streams, residuals = self.streams, x.split(grid.streams, self._ops)
+        streams, residuals = self.streams, x.split(grid, self._ops)
         vectors = [stream.vectors(part) for stream, part in zip(streams, m.chunk(len(streams), dim=1), strict=True)]
         for branch, name in streams[0].branches:
             gates, outputs = [], []
@@ -472,9 +474,10 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
     rotate them where they have them in the order of the sequence."""
     tables, rotated = [None] * len(layers), grid
     if grid.rotary is not None and grid.shards is None:
-        tables, rotated = grid.rotary.split(grid.streams, dim=-3), replace(grid, rotary=None)
+        tables, rotated = grid.split(grid.rotary, dim=-3), replace(grid, rotary=None)
     attend, projected = GridAttention(layers[0], rotated, ops, normalised=True), []
-    joins = ops.join_heads if grid.shards is None and not any(layer.across for layer in layers) else None
+    in_order = grid.shards is None and grid.interleaved is None
+    joins = ops.join_heads if in_order and not any(layer.across for layer in layers) else None
     for layer, x, table in zip(layers, inputs, tables, strict=True):
         parts = layer.project(x, ops)
         if joins is None:
@@ -483,9 +486,9 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
         projected.append((*(part.transpose(1, 2) for part in parts), *more))
     if grid.shards is not None:
         return cast(StreamShards, grid.shards).attention_of_streams(projected, attend)
-    joined = joins(projected) if joins is not None else [torch.cat(parts, 1) for parts in zip(*projected, strict=True)]
+    joined = joins(projected) if joins is not None else [grid.join(parts) for parts in zip(*projected, strict=True)]
     q, k, v = (part.transpose(1, 2) for part in joined)
-    return attend(q, k, v).transpose(1, 2).flatten(2).split(grid.streams, dim=1)
+    return grid.split(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 def make_block(spec: BlockSpec) -> Any:

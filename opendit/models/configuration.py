@@ -115,6 +115,11 @@ class DiTConfig:
         return self.adaln_lora is not None
 
     @property
+    def caption_tokens(self) -> int:
+        """The most tokens of a caption that are tokens of the sequence."""
+        return 0
+
+    @property
     def joint_sequence(self) -> bool:
         """True if captions' tokens are in the sequence of the blocks."""
         return False

@@ -380,12 +380,9 @@ class DiT(nn.Module):
         Raises ValueError for a model that can't take packs, or another number of patches than the pack's tokens.
         """
         config = self.config
-        config.check_packs()
         if config.given_frames and x.shape[1] == config.in_channels:
             x = without_any(x, config.given_channels)
-        if x.shape != (segments.tokens, config.embedded_channels, *config.patch):
-            wanted = (segments.tokens, config.in_channels, *config.patch)
-            raise ValueError(f"a pack of {segments.tokens:,} tokens is {times(wanted)} numbers, not {times(x.shape)}")
+        self._check_pack(x, segments)
         packed = segments.place(x.device)
         tokens, grid = self._embed_pack(x, packed)
         residual = ResidualStream(tokens)
@@ -400,6 +397,14 @@ class DiT(nn.Module):
             repeated = repeated.pin_memory().to(x.device, non_blocking=True)
         alone = repeated[packed.sample_of_row].view(-1, *(1,) * (y.dim() - 1))
         return torch.where(alone, y.mean(dim=2, keepdim=True), y)
+
+    def _check_pack(self, x: Tensor, segments: Segments) -> None:
+        """Raise ValueError as :meth:`_predict_pack` does."""
+        config = self.config
+        config.check_packs()
+        if x.shape != (segments.tokens, config.embedded_channels, *config.patch):
+            wanted = (segments.tokens, config.in_channels, *config.patch)
+            raise ValueError(f"a pack of {segments.tokens:,} tokens is {times(wanted)} numbers, not {times(x.shape)}")
 
     def _output_patches(self, y: Tensor) -> Tensor:
         """Return the final layer's numbers (N, prod(patch) * C) as patches (N, C, *patch)."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -65,22 +65,114 @@ def residual_rmsnorm_modulate(
     return x, modulate(norm(x), shift, scale, sample_of_row)
 
 
+def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Cast tensors as autocast would for a linear layer, for products of our own, and before tensors are sent. None
+    stays None."""
+    tensors, kind = (first, *others), first.device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+class LowRank(NamedTuple):
+    """What LoRA adds to a linear layer's weight (out, in): scale * b @ a, with a (rank, in) and b (out, rank)."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def add_to(self, y: Tensor, thin: Tensor) -> Tensor:
+        """Return y (..., out) + scale * thin b^T, for thin = x a^T (..., rank)."""
+        return torch.add(y, F.linear(thin, self.b), alpha=self.scale)
+
+
+class _LinearWithLowRank(torch.autograd.Function):
+    """x W^T + bias + scale * (x a^T) b^T. The thin products are added where the wide ones are written, forward and
+    backward, so that they take no pass of their own over y and dx."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
+        rows = x.flatten(0, -2)
+        thin = rows @ a.t()
+        y = F.linear(rows, weight, bias).addmm_(thin, b.t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, thin)
+        ctx.scale = scale
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (x, weight, a, b, thin), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
+        dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
+        dthin = (dy @ b).mul_(ctx.scale)
+        dx = (dy @ weight).addmm_(dthin, a).view(x.shape) if of_x else None
+        dweight = dy.t() @ rows if of_weight else None  # not of a frozen layer
+        return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None) -> Tensor:
+    """Return x W^T + bias (..., out) for x (..., in), with what LoRA adds to the weight."""
+    if low_rank is None:
+        return F.linear(x, weight, bias)
+    return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale)
+
+
+class Factor(nn.Module):
+    """One of the two matrices of LoRA, under the parameter's name that peft gives it."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.default: Any = nn.Module()
+        self.default.weight = nn.Parameter(weight)
+
+
 class Projection(nn.Linear):
     """A linear layer next to a fused operation, which may take its product and its bias apart.
 
     Kernels get tensors, ``product(x)`` and ``bias``, and never look at the weight: so a layer whose product takes more
-    than one multiplication (its ranks' parts to be summed, a correction to be added) says so in ``product``, and works
-    with all of them. What has to have the weight itself (FP8) is registered as taking the projection over
-    (opendit/kernels/operations.py).
+    than one multiplication (its ranks' parts to be summed, LoRA's to be added) says so in ``product``, and works with
+    all of them. What has to have the weight itself (FP8) is registered as taking the projection over
+    (opendit/kernels/operations.py), and looks at ``low_rank`` as well.
     """
 
-    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__(in_features, out_features, bias)
+        self.lora_A: Factor | None = None
+        self.lora_B: Factor | None = None
+        self.lora_scale: float = 1.0
+
+    def add_low_rank(self, rank: int, scale: float) -> None:
+        """Allocate LoRA's matrices, without values, beside the weight."""
+        self.lora_A = Factor(self.weight.new_empty(rank, self.in_features))
+        self.lora_B = Factor(self.weight.new_empty(self.out_features, rank))
+        self.lora_scale = scale
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """What LoRA adds to the weight; None without it."""
+        if self.lora_A is None or self.lora_B is None:
+            return None
+        return LowRank(self.lora_A.default.weight, self.lora_B.default.weight, self.lora_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         """x W^T (..., out) for x (..., in), without the layer's bias.
 
         bias: (out,), added to it, by the product where it can: ``product(x, self.bias)`` is ``self(x)``.
-        multiply: makes x W^T + bias of (x, weight) or (x, weight, bias); by default ``F.linear``.
+        multiply: makes x W^T + bias of (x, weight), (x, weight, bias), or (x, weight, bias, low_rank).
         """
-        return multiply(x, self.weight) if bias is None else multiply(x, self.weight, bias)
+        return product_of(x, self.weight, bias, self.low_rank, multiply)
+
+
+def product_of(
+    x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, multiply: Callable[..., Tensor]
+) -> Tensor:
+    """Call ``multiply`` with what there is."""
+    if low_rank is not None:
+        return multiply(x, weight, bias, low_rank)
+    return multiply(x, weight) if bias is None else multiply(x, weight, bias)
 
 
 def linear(x: Tensor, layer: Projection) -> Tensor:

@@ -1,97 +1,128 @@
 """LoRA: y = W x + (alpha / rank) B A x with W frozen, for the linear layers of a model's attention and MLPs (Hu et al.,
-"LoRA: Low-Rank Adaptation of Large Language Models", 2021). peft trains it; opendit.checkpoint.lora merges it.
+"LoRA: Low-Rank Adaptation of Large Language Models", 2021). It is a term of a layer's own product
+(:class:`opendit.models.layers.Projection`); parameters have the names that peft gives them. opendit/checkpoint/lora.py
+merges it.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any, cast
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from opendit.common.torch_utils import on_meta
+from opendit.config.lora_targets import parse_target
 from opendit.models.dit import DiT, DiTConfig
 from opendit.models.initialization import initialize_parameter
 from opendit.models.layers import Projection
-from opendit.models.parameter_names import canonical_name
+from opendit.models.parameter_names import canonical_name, fits
 from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
 
-LAYERS = ("qkv", "q", "kv", "proj", "fc1", "fc2")
+TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # all linear layers of attention and MLP
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA of a run, which is stored in its checkpoints. base: the weights file that it is added to."""
+    """The LoRA of a run, which is stored in its checkpoints.
+
+    base: the weights file that it is added to. targets: as --lora_targets; empty: all layers of attention and MLP.
+    """
 
     rank: int
     alpha: float
     base: str
+    targets: Sequence[str] = ()
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A, the same for all layers, whatever their rank."""
+        return self.alpha / self.rank
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        targets = {"targets": list(self.targets)} if self.targets else {}
+        return {"rank": self.rank, "alpha": self.alpha, "base": self.base} | targets
 
     def __str__(self) -> str:
-        return f"LoRA of rank {self.rank}, alpha {self.alpha:g}"
+        layers = f", in {' '.join(self.targets)}" if self.targets else ""
+        return f"LoRA of rank {self.rank}, alpha {self.alpha:g}{layers}"
 
 
-def check_peft() -> None:
-    """Raises ValueError if peft is not installed."""
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"--lora: needs the package peft ({error}); pip install 'opendit[lora]'") from error
+class LoraLayer(NamedTuple):
+    """A linear layer with LoRA: its rank and sizes."""
+
+    rank: int
+    inputs: int
+    outputs: int
 
 
-def targets(model: DiT) -> list[str]:
-    """The linear layers of attention and MLP in all blocks, without modulation, routers and experts."""
+def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
+    """Find the linear layers of the blocks that ``lora`` is added to, by name. The last pattern that fits the end of a
+    layer's name gives its rank. Routers and experts are never trained."""
+    layers, found = _linear_layers(model), {}
+    for text in lora.targets or TARGETS:
+        pattern, rank = parse_target(text)
+        for name, layer in layers.items():
+            if fits(pattern, name) or fits(f"**.{pattern}", name):
+                found[name] = LoraLayer(rank or lora.rank, layer.in_features, layer.out_features)
+    return {name: found[name] for name in layers if name in found}
+
+
+def _linear_layers(model: DiT) -> dict[str, nn.Linear]:
     named = model.blocks.named_modules(prefix="blocks")
-    return [name for name, layer in named if isinstance(layer, nn.Linear) and name.split(".")[-1] in LAYERS]
-
-
-def lora_parameters(config: DiTConfig, rank: int) -> int:
-    """Count the weights that ``add_lora`` adds to a model: (in + out) x rank for each target. None is made."""
-    with on_meta():
-        model = build_model(config)
-    layers = [cast(nn.Linear, model.get_submodule(name)) for name in targets(model)]
-    return rank * sum(layer.in_features + layer.out_features for layer in layers)
-
-
-def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> None:
-    """Puts peft's layers around the targets, with the initial weights of ``seed``, and leaves only their weights and
-    ``train_too`` to be trained."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    alpha: Any = lora.alpha  # peft's annotation says int, and it takes any number
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets(model), bias="none")
-    config._register_custom_module({Projection: _lora_projection()})
-    inject_adapter_in_model(config, model)
-    for name, parameter in model.named_parameters():
-        if name.endswith((A, B)):
-            initialize_parameter(model, seed, name)
-        elif canonical_name(name) in train_too:
-            parameter.requires_grad_(True)
+    return {name: layer for name, layer in named if isinstance(layer, nn.Linear) and not name.endswith(".router")}
 
 
 @functools.cache
-def _lora_projection() -> type[Any]:
-    """peft's layer around a ``Projection``, which operations may take apart; peft takes seconds to import."""
-    from peft.tuners.lora import Linear
+def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
+    """Return :func:`targets` of a model without making its weights."""
+    with on_meta():
+        return targets(build_model(config), lora)
 
-    class LoraProjection(Linear):
-        def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
-            """W x + (alpha / rank) B A x, (..., out) for x (..., in); as ``Projection.product``, with peft's order of
-            sums and casts."""
-            product = adapted = cast(Projection, self.base_layer).product(x, bias, multiply)
-            for name in self.active_adapters:
-                a, b = cast(nn.Linear, self.lora_A[name]), self.lora_B[name]
-                adapted = adapted + b(a(x.to(a.weight.dtype))) * self.scaling[name]
-            return adapted.to(product.dtype)
 
-    return LoraProjection
+def check_targets(config: DiTConfig, lora: Lora) -> None:
+    """Raise ValueError if a pattern fits no layer, or a rank is no less than a layer's width."""
+    for text in lora.targets:
+        if not lora_layers(config, replace(lora, targets=(text,))):
+            with on_meta():
+                names = _linear_layers(build_model(config))
+            ends = sorted({re.sub(r"^blocks\.\d+\.", "", name) for name in names})
+            raise ValueError(
+                f"--lora_targets {text}: fits no linear layer of the blocks; give one of {', '.join(ends)}"
+            )
+    for rank, *widths in lora_layers(config, lora).values():
+        if rank >= min(widths):
+            flag = f"--lora {rank}" if rank == lora.rank else f"--lora_targets with rank {rank}"
+            raise ValueError(f"{flag}: out of range; give a rank from 1 to below the width, {min(widths)}")
+
+
+def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> None:
+    """Add LoRA's matrices to the targets, with the initial weights of ``seed``, and leave only them and ``train_too``
+    to be trained. Layers that are trained as a whole get none."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(canonical_name(name) in train_too)
+    for name, target in targets(model, lora).items():
+        layer = cast(nn.Linear, model.get_submodule(name))
+        if layer.weight.requires_grad:
+            continue
+        _projection(model, name, layer).add_low_rank(target.rank, lora.scale)
+        for factor in (A, B):
+            initialize_parameter(model, seed, name + factor)
+
+
+def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
+    """Return the layer of this name as a Projection, which takes its place and has its parameters."""
+    if isinstance(layer, Projection):
+        return layer
+    with on_meta():
+        made = Projection(layer.in_features, layer.out_features, layer.bias is not None)
+    made.weight, made.bias = layer.weight, layer.bias
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, made.train(layer.training))
+    return made
 
 
 def check_lora(weights: "Weights") -> None:
@@ -102,8 +133,10 @@ def check_lora(weights: "Weights") -> None:
     wanted = dict(parameters | buffers)
     for name in parameters:
         layer, shape = name.removesuffix(".weight"), parameters[name]
+        stored = weights.shapes.get(layer + A) if lora.targets else None
+        rank = stored[0] if stored else lora.rank
         if layer != name and len(shape) == 2:
-            wanted |= {layer + A: (lora.rank, shape[1]), layer + B: (shape[0], lora.rank)}
+            wanted |= {layer + A: (rank, shape[1]), layer + B: (shape[0], rank)}
     for name, value in state.items():
         pair = name.endswith(A) and name.removesuffix(A) + B
         if wanted.get(name) != tuple(value.shape) or (pair and pair not in state):

@@ -95,8 +95,9 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
         shapes = {name: tuple(getattr(mlp, name).shape) for name in STACKS}
         if ranks is not None:
             for name, shape in shapes.items():
-                shard = getattr(mlp, name).new_empty(math.prod(shape) // ranks.size)
-                setattr(mlp, name, nn.Parameter(shard))
+                stack = getattr(mlp, name)
+                shard = stack.new_empty(math.prod(shape) // ranks.size)
+                setattr(mlp, name, nn.Parameter(shard, stack.requires_grad))
         gathering: Any = mlp
         gathering.weights = partial(_weights, mlp, tuple(shapes.values()), how)
         found |= {getattr(mlp, name) for name in STACKS}

@@ -510,7 +510,7 @@ class Supervisor:
         """Describe an error in one line."""
         text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
         if isinstance(error, KeyboardInterrupt):
-            return "interrupted before anything was done"
+            return "interrupted" + (" before anything was done" if self._code == NOT_STARTED else "")
         if isinstance(error, torch.OutOfMemoryError):
             return f"the GPU's memory is too small: {text.partition(' Of the allocated')[0]}; lower --batch_size"
         if isinstance(error, MemoryError):

@@ -33,7 +33,7 @@ from opendit.models.attention import (
     SequenceShards,
 )
 from opendit.models.experts import ExpertMlp, Routing
-from opendit.models.layers import Attend, Projection, RMSNorm
+from opendit.models.layers import Attend, Projection, RMSNorm, in_working_dtype, multiply
 from opendit.models.plan import Column, Expert, Heads, Replicated, Row, Rule
 from opendit.models.zoo import model_shapes
 from opendit.parallel.collectives import (
@@ -49,7 +49,6 @@ from opendit.parallel.layout import Cut, Layout
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import check_divisible, divided_dimension, local_slices, local_tensor, rule_of
 from opendit.parallel.sequence import SequenceParallel
-from opendit.parallel.sequence.products import in_working_dtype
 from opendit.parallel.sequence.streams import SharedStreams
 
 __all__ = [
@@ -168,7 +167,7 @@ class SharedTokens:
         heads."""
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)
-        own = MadeProjection(qkv.weight, qkv.bias)  # of tokens that are joined already
+        own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)  # of tokens that are joined already
         output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
 
@@ -296,26 +295,25 @@ class Part(Projection):
     group: Group
     divided: Mapping[str, Divided]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.bias)
-
 
 class ColumnParallel(Part):
     """Computes this rank's output features (B, P n, out / P) for the tokens of all ranks, from its own tokens (B, n,
     in)."""
 
-    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
-        """Multiply by the weight. ``multiply`` is ignored: the product has its own backward pass."""
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
+        """Multiply by the weight. ``multiply`` is ignored: the product has its own backward pass. LoRA's first product
+        is of this rank's own tokens, so that only a few numbers a token are gathered for its second."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
-        return column_product(x, weight, bias, self.group)
+        y, low_rank = column_product(x, weight, bias, self.group), self.low_rank
+        return y if low_rank is None else low_rank.add_to(y, join(F.linear(x, low_rank.a), 1, self.group))
 
 
 class RowParallel(Part):
     """Computes this rank's tokens (B, n, out) of the sum of all ranks' products, each of its own input features (B, P
     n, in / P). The bias, which every rank has, is added to the sum."""
 
-    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
-        summed = sum_shares(multiply(x, self.weight), 1, self.group)
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
+        summed = sum_shares(super().product(x, None, multiply), 1, self.group)
         return summed if bias is None else summed + bias.to(summed.dtype)
 
 
@@ -328,7 +326,7 @@ class GatheredColumn(Part):
     """Computes all output features (B, out) of an input (B, in) that all ranks have; each rank computes some of
     them."""
 
-    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = F.linear) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
 
 
@@ -357,12 +355,17 @@ def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
         kind = ColumnOfContext
     elif isinstance(rule, Column) and rule.gathered:
         kind = GatheredColumn
+    low_rank = layer.low_rank if isinstance(layer, Projection) else None
     with torch.device("meta"):
         part = kind(1, 1, bias=layer.bias is not None)
-    rules = {"weight": rule, "bias": Replicated() if isinstance(rule, Row) else rule}
+        if low_rank is not None:
+            part.add_low_rank(1, low_rank.scale)
+    inputs, outputs = (rule, Replicated()) if isinstance(rule, Row) else (Replicated(), rule)
+    rules = {"weight": rule, "bias": outputs, "lora_A.default.weight": inputs, "lora_B.default.weight": outputs}
     part.group, part.divided = group, {}
     for name, parameter in list(layer.named_parameters()):
-        setattr(part, name, _own(parameter, rules[name], group))
+        owner, _, attribute = name.rpartition(".")
+        setattr(part.get_submodule(owner), attribute, _own(parameter, rules[name], group))
         if not isinstance(rules[name], Replicated):
             part.divided[name] = divided_by(rules[name], parameter.shape, group.size)
     part.out_features, part.in_features = part.weight.shape

@@ -22,9 +22,8 @@ from tqdm.auto import tqdm
 from opendit.common.hub import fetched
 from opendit.config.approximations import Approximations
 from opendit.config.checks import check_lora_weight, path_and_weight
-from opendit.config.flags import nearest
 from opendit.diffusion.objectives.base import Objective
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner
+from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner, class_number
 from opendit.encoders.pictures import to_uint8
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
@@ -431,21 +430,15 @@ class Pipeline:
         return self.conditioner.null()[torch.zeros(count, dtype=torch.int64, device=self.device)]
 
     def _class(self, item: int | str) -> int:
-        """Return a class's number from its number or name. Each part of a name with commas is a name, too."""
+        """Return a class's number from its number or name."""
         names = self.class_names
         if not isinstance(item, str):
             check_number("class", item, 0, len(names) - 1, int)
             return int(item)
-        wanted = item.strip().casefold()
-        found = [number for number, name in enumerate(names) if name.strip().casefold() == wanted]
-        found = found or [n for n, name in enumerate(names) if wanted in map(str.strip, name.casefold().split(","))]
-        if not found:
-            raise ValueError(
-                f"class {item!r}: no such class; did you mean {nearest(item, names)!r}? (class_names has all)"
-            )
-        if len(found) > 1:
-            raise ValueError(f"class {item!r}: numbers {', '.join(map(str, found))} are called so; give one of these")
-        return found[0]
+        try:
+            return class_number(item, names)
+        except ValueError as error:
+            raise ValueError(f"class {error} (class_names has all)") from error
 
 
 # --------------------------------------------------------------------------------------------------------- the settings

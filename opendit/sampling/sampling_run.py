@@ -5,6 +5,7 @@ Flags are checked against the checkpoint's metadata before its weights are read,
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,16 @@ from torch import Tensor
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import find_weights, read_config
 from opendit.common.stages import Stages
-from opendit.config.checks import path_and_weight
+from opendit.config.checks import path_and_weight, read_prompts
 from opendit.config.console import print_block
 from opendit.diffusion import Objective
-from opendit.encoders.conditioner import CaptionConditioner, Conditioner, PublishedConditioner, preview_labels
+from opendit.encoders.conditioner import (
+    CaptionConditioner,
+    Conditioner,
+    PublishedConditioner,
+    class_number,
+    preview_labels,
+)
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelChoice, select_kernels
@@ -290,37 +297,33 @@ def conditions_to_draw(
     ValueError for classes that the model does not have."""
     if config.text is None:
         names = class_names(config, weights)
-        return torch.arange(len(names), device=conditioner.device), choose_labels(flags, len(names)), names
-    prompts = read_prompts(flags.prompt) or weights.info.get("captions") or [""]
+        return torch.arange(len(names), device=conditioner.device), choose_labels(flags, names), names
+    prompts = read_prompts(flags.prompt, "--prompt") or weights.info.get("captions") or [""]
     assert isinstance(conditioner, CaptionConditioner)
     count = flags.num_samples or max(len(prompts), len(flags.image), len(flags.clip))
     return conditioner.encode(prompts), torch.arange(count) % len(prompts), prompts
 
 
-def read_prompts(prompts: list[str]) -> list[str]:
-    """Return the captions of --prompt, or the lines of its text file."""
-    if len(prompts) == 1 and prompts[0].endswith(".txt"):
-        try:
-            lines = Path(prompts[0]).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise ValueError(
-                f"--prompt {prompts[0]}: can't be read ({error.strerror}); give captions, or a file of them"
-            ) from error
-        prompts = [line.strip() for line in lines if line.strip()]
-        if not prompts:
-            raise ValueError("--prompt: the file holds no caption; one a line is expected")
-    return prompts
+def choose_labels(flags: "SampleConfig", names: list[str]) -> Tensor:
+    """Return the label of every sample, (N,) int64. Raises ValueError for classes that the model does not have.
 
-
-def choose_labels(flags: "SampleConfig", num_classes: int) -> Tensor:
-    """Return the label of every sample, (N,) int64. Raises ValueError for labels that the model does not have."""
-    bad = [label for label in flags.class_labels if not 0 <= label < num_classes]
-    if bad:
-        raise ValueError(f"--class_labels {bad[0]}: no class of the model; give labels from 0 to {num_classes - 1}")
+    names: of the model's classes. A number is a label, whatever the classes are called.
+    """
     if flags.class_labels:
-        labels = torch.tensor(flags.class_labels)
+        labels = torch.tensor([_label(str(word), names) for word in flags.class_labels])
         return labels[torch.arange(flags.num_samples or len(labels)) % len(labels)]
-    return preview_labels(num_classes, flags.num_samples or min(16, 2 * num_classes))
+    return preview_labels(len(names), flags.num_samples or min(16, 2 * len(names)))
+
+
+def _label(word: str, names: list[str]) -> int:
+    if not re.fullmatch("[+-]?[0-9]{1,9}", word):
+        try:
+            return class_number(word, names)
+        except ValueError as error:
+            raise ValueError(f"--class_labels {error}") from error
+    if not 0 <= int(word) < len(names):
+        raise ValueError(f"--class_labels {word}: no class of the model; give labels from 0 to {len(names) - 1}")
+    return int(word)
 
 
 def announce(run: SamplingRun) -> None:

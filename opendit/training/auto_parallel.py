@@ -153,7 +153,7 @@ class Search:
         self.flags = replace(flags, max_text_tokens=self.asked.max_text_tokens)
         self.config: DiTConfig = plan_model(self.asked, dataset).config
         self.setup = memory_setup(self.asked, self.config, where.world, dataset)
-        self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention, settled.lora is not None)
+        self.types = self.asked.sequence_types(self.config.sequence_types, settled.attention)
         self.refusal: ValueError | None = None
         self.taken: dict[Candidate, bool] = {}
         self.least: tuple[float, Candidate] | None = None

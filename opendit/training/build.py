@@ -7,27 +7,23 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 
 from opendit.checkpoint.ema import EMA
-from opendit.checkpoint.fill import DeviceReader
 from opendit.checkpoint.load import load_checkpoint
-from opendit.checkpoint.matched import MatchedTensors
-from opendit.checkpoint.pretrained import FirstWeights
-from opendit.checkpoint.run_folders import folder_name
+from opendit.checkpoint.run_folders import ENDED, folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.names import PLUGINS
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
-from opendit.models import DiT, DiTConfig, empty_model
-from opendit.models.adapt import adapt
-from opendit.models.lora import add_lora
+from opendit.models import DiTConfig, empty_model
+from opendit.models.lora import Lora
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.engines import Engine, StepResult, Values, build_engine
+from opendit.parallel.engines import Engine, StepResult, build_engine
 from opendit.parallel.experts import expert_group
-from opendit.parallel.initial import InitialValues
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
@@ -35,14 +31,17 @@ from opendit.training.batches import Batches
 from opendit.training.diagnosis import Diagnosis, MakesMicroBatches, SkippedSteps
 from opendit.training.drawing import EMASampler, SampleGrids
 from opendit.training.due import Due, PeriodicWork
+from opendit.training.first_values import first_values
 from opendit.training.interrupt import Interrupt, NoData
 from opendit.training.loggers import LOGGERS
 from opendit.training.memory import GIB, USABLE_OF_A_HOST, host_memory
 from opendit.training.micro_batch import MicroBatch, PackedMicroBatch, Packing
 from opendit.training.monitor import Monitor
 from opendit.training.profiling import StepProfiler
+from opendit.training.run_end import begin_run, write_end
 from opendit.training.runners import EagerPasses, Runner, build_runner
 from opendit.training.specification import RunSpecification
+from opendit.training.step_cost import training_flops
 from opendit.training.step_log import Pace, StepLog
 from opendit.training.summary import announce, announce_memory, summarise
 from opendit.training.validation import Validation
@@ -73,11 +72,11 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """FLOPs of a model's training passes over latents of any size."""
+    """FLOPs of a model's training passes over latents of any size. lora: all that is trained; None if all is."""
 
-    def __init__(self, config: DiTConfig):
+    def __init__(self, config: DiTConfig, lora: Lora | None = None):
         self._patch = config.patch
-        self._of_size = cache(lambda size: 3 * replace(config, input_size=size).forward_flops())
+        self._of_size = cache(lambda size: training_flops(replace(config, input_size=size), lora))
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
         """Return the FLOPs of this rank's micro-batch, forward and backward; a pack's padding is not counted."""
@@ -94,7 +93,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
     with mesh.device:  # no rank holds a whole model that is sharded, or whose layers or blocks are divided
         model = empty_model(spec.model_config, parameters=not cut and mesh.tp_size * mesh.pp_size == 1)
-    initial = _first_values(spec, model)
+    initial = first_values(spec, model)
     apply_parallel(
         model,
         ops=spec.kernels.ops,
@@ -124,23 +123,6 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         offload=flags.offload,
         initial=initial,
     )
-
-
-def _first_values(spec: RunSpecification, model: DiT) -> Values:
-    """Return the first values of ``model``'s parameters, of which each rank takes its part: initial values, or those of
-    --pretrained that fit. With --lora this adds the LoRA layers to the model."""
-    seed = spec.flags.global_seed
-    initial = InitialValues(model, seed)
-    if spec.initial is None or spec.initial_config is None:
-        return initial
-    start = adapt(model, spec.initial, spec.initial_config, spec.dataset.describe().class_names, fresh=initial.whole)
-    spec.notes += [f"--pretrained: {line}" for line in start.describe()]
-    if spec.lora is not None:
-        add_lora(model, spec.lora, start.untrained, seed)
-        initial = InitialValues(model, seed)
-    if isinstance(spec.initial.state, MatchedTensors) and not start.made and spec.flags.offload == "none":
-        return DeviceReader(spec.initial.state, spec.mesh.device, otherwise=initial)
-    return FirstWeights(start, spec.initial.state, initial)
 
 
 def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
@@ -398,6 +380,30 @@ def _interchangeable(spec: RunSpecification) -> bool:
 
 
 @contextlib.contextmanager
+def recorded_end(run: Run, folder: Path, supervisor: Supervisor) -> Iterator[None]:
+    """Write how the run ended, on rank 0, when the block has."""
+    if not run.mesh.is_main:
+        yield
+        return
+    failures = run.monitor.failures
+
+    def write(failed: bool, why: str | None = None) -> None:
+        how = {name: name == why for name in ("stopped", "hours_up")}
+        with failures.survive(ENDED, run.done):
+            write_end(folder, run.done, done=run.done >= run.last_step, **how, failed=failed)
+
+    with failures.survive(ENDED):
+        begin_run(folder)
+    supervisor.closes(lambda _: write(failed=True))
+    try:
+        yield
+    except BaseException:
+        write(failed=True)
+        raise
+    write(bool(run.checkpoints.failures or failures.count), run.interrupt.why)
+
+
+@contextlib.contextmanager
 def build(
     spec: RunSpecification,
     supervisor: Supervisor,
@@ -443,11 +449,11 @@ def build(
             open_checkpoints(spec, engine, ema, monitor, supervisor, evaluated) as checkpoints,
             open_profiler(spec, monitor) as profiler,
             supervisor.announced(),
-            Interrupt(mesh) as interrupt,
+            Interrupt(mesh, flags.max_hours, lambda: checkpoints.stall_s + checkpoints.write_s) as interrupt,
         ):
             sampler = EMASampler(spec, engine, ema, monitor)
             skipped_before = spec.resume.state["skipped"] if spec.resume else 0
-            yield Run(
+            run = Run(
                 mesh=mesh,
                 schedule=spec.schedule,
                 first_step=spec.first_step,
@@ -457,7 +463,7 @@ def build(
                 runner=runner,
                 batches=Batches(loader, count, monitor, pace, diagnosis, interrupt, _interchangeable(spec)),
                 inputs=inputs,
-                flops=TrainingFlops(spec.model_config),
+                flops=TrainingFlops(spec.model_config, spec.lora),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
                 periodic=PeriodicWork(flags, spec.last_step),
@@ -473,8 +479,10 @@ def build(
                 fingerprint=spec.fingerprint,
                 done=spec.first_step,
             )
-            profiler.close()
-            loader.close()
-            checkpoints.wait()
+            with recorded_end(run, spec.folder, supervisor):
+                yield run
+                profiler.close()
+                loader.close()
+                checkpoints.wait()
         if mesh.is_main:
             summarise(spec, monitor, checkpoints)

@@ -24,6 +24,7 @@ from opendit.parallel.tensor import allocate, tensor_group
 from opendit.sampling.model_loading import guidance_of, usual_settings
 from opendit.sampling.sampling_engine import SamplingEngine
 from opendit.training import monitor as monitoring
+from opendit.training.first_values import first_values
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification, example_captions, example_embeddings
 
@@ -65,6 +66,7 @@ class EMASampler:
             return cast(DiT, engine.module)
         with mesh.device:
             model = empty_model(spec.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
+        frozen = None if spec.lora is None else first_values(spec, model)
         kernels, tensor = spec.kernels, tensor_group(mesh)
         apply_parallel(
             model,
@@ -75,7 +77,11 @@ class EMASampler:
             stages=spec.stages,
         )
         allocate(model, mesh.device)
-        return model.place(mesh.device, engine.dtype)
+        model = model.place(mesh.device, engine.dtype)
+        for name, parameter in model.named_parameters():
+            if frozen is not None and name not in engine.shapes:  # the averages are of what is trained
+                parameter.data.copy_(frozen(name, engine.parts.local(name)))
+        return model
 
     def batches(
         self, model: DiT, y: Condition, index: Tensor, steps: int, cfg_scale: float
@@ -142,6 +148,9 @@ class SampleGrids:
     def _what(self) -> tuple[Condition, list[str]]:
         """Return the conditions of a sample grid, and the captions above its pictures."""
         spec = self._spec
+        if spec.prompts is not None:
+            captions, y = spec.prompts
+            return y, captions
         if spec.model_config.text is not None:
             count, conditioner = 8 if spec.flags.use_video else 16, spec.conditioner
             if isinstance(conditioner, PublishedConditioner) and conditioner.encoder is None:

@@ -22,6 +22,7 @@ from opendit.training.from_flags import (
     check_pretrained,
     fit_captions,
     last_step_of,
+    lora_of,
     memory_setup,
     open_data,
     plan_model,
@@ -41,7 +42,7 @@ from opendit.training.memory import (
     stage_setups,
 )
 from opendit.training.specification import make_schedule, samples_at_once, shape_samples
-from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second
+from opendit.training.step_cost import StepCost, Traffic, step_cost, tokens_per_second, training_flops
 
 # Memory of an RTX 4090, an L40S, an H100 and an H200, as torch reports it.
 CARDS = {"24 GB": 23.6 * GIB, "48 GB": 44.4 * GIB, "80 GB": 79.1 * GIB, "141 GB": 139.8 * GIB}
@@ -85,6 +86,7 @@ def _dry_run(flags: TrainConfig) -> None:
     config, notes = plan.config, notes + plan.notes
     if isinstance(dataset, MockDataset) and flags.tokens is not None:
         notes.append("the samples' sizes are not known: steps are of samples of the configured one")
+    notes += dataset.describe().notes
     dataset = shape_samples(flags, dataset, config)
     if flags.pretrained and Path(flags.pretrained).exists():
         *_, config = check_pretrained(flags.pretrained, flags.model, config, notes)
@@ -95,7 +97,7 @@ def _dry_run(flags: TrainConfig) -> None:
     ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
     together = samples_at_once(flags, config)
-    flop, tensor = 3 * config.forward_flops(), flags.tensor_parallel_size
+    flop, tensor = training_flops(config, lora_of(flags)), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
     rows |= {
@@ -172,9 +174,11 @@ def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstan
         graph=flags.enable_cuda_graph,
     )
     rate = tokens_per_second(config, setup, together, flags.grad_accumulation, cost.total)
-    work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in cost.work.items())
+    spent = cost.work | {"communication not hidden": cost.exposed, "waiting for the host": cost.waiting}
+    work = ", ".join(f"{kind} {1e3 * seconds:,.1f}" for kind, seconds in spent.items() if seconds)
     rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
-    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}); in ms: {work}"
+    rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}), without "
+    rows["time"] += f"reading data, saving and drawing; in ms: {work}"
     if where.world > 1:
         rows["received a step"] = budget(cost)
     return rows

@@ -45,8 +45,9 @@ ROUNDING = "the same curve within rounding, not bit for bit"
 CODE = "the same curve only if nothing that computes it was changed"
 
 FREE = frozenset(
-    "num_workers data_timeout max_bad max_bad_steps enable_cuda_graph keep_gathered recipe config dry_run outputs load "
-    "download log_every ckpt_every save ckpt_keep checkpoint_format profile sample_every sample_steps sample_cfg_scale "
+    "num_workers data_timeout max_bad max_bad_steps max_hours enable_cuda_graph keep_gathered recipe config dry_run "
+    "outputs load download log_every ckpt_every save ckpt_keep checkpoint_format profile "
+    "sample_every sample_steps sample_cfg_scale sample_prompts "
     "video_reader reshard offload gather_fp8 parallel hardware gpus_per_node "
     "log_to validate_every validate_path validate_samples ckpt_best "
     "evaluate_every evaluate_samples evaluate_metrics evaluate_reference evaluate_features evaluate_video_features "
@@ -54,12 +55,15 @@ FREE = frozenset(
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
-    "expert_capacity use_video lora lora_alpha given_frames".split()
+    "expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
 # Flags that are compared by what was derived from them, and the names of that.
 MADE_INTO = {
     "data_path": "data samples contents blend",
     "energon_cooker": "data",
+    "file_column": "data",
+    "caption_column": "data",
+    "caption_prefix": "data",
     "validate_share": "data samples",
     "vae": "vae",
     "text_encoder": "text_encoder",

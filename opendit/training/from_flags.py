@@ -13,7 +13,7 @@ from opendit.checkpoint.load import Checkpoint
 from opendit.checkpoint.pretrained import ALONE, find_weights, read_config, read_info, read_newest, table_notes
 from opendit.common.utils import DataError
 from opendit.config.architectures import parse_given, patch_size
-from opendit.config.components import BatchFlags, DataFlags
+from opendit.config.components import BatchFlags, DataFlags, StartFlags
 from opendit.config.public_models import family_in
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_dataset
@@ -33,11 +33,11 @@ from opendit.encoders.video_vae import latent_frames, video_geometry
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
 from opendit.models.families.public_config import PublicConfig, family_of, public_config
-from opendit.models.lora import lora_parameters
+from opendit.models.lora import Lora, check_targets, lora_layers
 from opendit.models.weights import Weights
 from opendit.models.zoo import config_from_dict, of_revision
 from opendit.parallel.mesh import Mesh
-from opendit.parallel.pipeline import check_pipeline, idle_stages
+from opendit.parallel.pipeline import check_pipeline, idle_stages, stages_of
 from opendit.parallel.rules import check_divisible
 from opendit.parallel.tensor import check_tensor_parallel
 from opendit.training.memory import Setup
@@ -60,6 +60,12 @@ def open_data(flags: TrainConfig, seed: int | None = None, split: str = "train")
         short_clips=flags.short_clips,
         video_reader=flags.video_reader,
         energon_cooker=flags.energon_cooker,
+        file_column=flags.file_column,
+        caption_column=flags.caption_column,
+        caption_prefix=flags.caption_prefix,
+        shuffle_tags=flags.shuffle_tags,
+        tag_drop=flags.tag_drop,
+        random_crop=flags.random_crop,
         vae=flags.vae,
         # Random latents have the classes, or the captions, that the flags ask for.
         num_classes=flags.num_classes,
@@ -151,7 +157,7 @@ def resolve_captions(flags: TrainConfig, dataset: MediaDataset) -> tuple[TrainCo
             raise ValueError(f"--text_encoder {given}: {path} was made with {cached}; leave it out, or give that")
         return replace(flags, text_encoder=given or cached or "bytes"), []
     notes, unused = [], {}
-    for name in ("text_encoder", "cross_attention", "max_text_tokens"):
+    for name in ("text_encoder", "cross_attention", "max_text_tokens", "sample_prompts"):
         if name in flags.given:
             raise ValueError(f"--{name}: --data_path {path} has no captions; give a CSV of path,text")
         if getattr(flags, name):  # a recipe's
@@ -275,10 +281,29 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
     pipeline, micro_batches = flags.pipeline_parallel_size, flags.grad_accumulation
     check_pipeline(config, flags.pipeline_schedule, pipeline, micro_batches)
     notes += idle_stages(flags.pipeline_schedule, pipeline, micro_batches)
-    rank = flags.lora
-    if rank is not None and rank >= config.hidden_size:
-        raise ValueError(f"--lora {rank}: out of range; give a rank from 1 to below the width, {config.hidden_size}")
+    if (lora := lora_of(flags)) is not None:
+        check_targets(config, lora)
+        _check_stages(config, lora, flags.pipeline_schedule, pipeline)
     return ModelPlan(flags, objective, config, vae, notes)
+
+
+def lora_of(flags: StartFlags, base: str = "") -> Lora | None:
+    """Return the LoRA that the flags ask for, beside the weights of ``base``; None without one."""
+    if flags.lora is None:
+        return None
+    return Lora(flags.lora, flags.lora_alpha or flags.lora, base, tuple(flags.lora_targets))
+
+
+def _check_stages(config: DiTConfig, lora: Lora, schedule: str, ranks: int) -> None:
+    """Raise ValueError if a rank of a pipeline would have nothing to train."""
+    numbers = {int(name.split(".")[1]) for name in lora_layers(config, lora)}
+    for rank in range(ranks):
+        stages = stages_of(config, schedule, rank, ranks)
+        if not any(numbers & set(stages.own(chunk)) for chunk in range(stages.chunks)):
+            raise ValueError(
+                f"--lora_targets: the blocks of pipeline rank {rank} have none of these layers; choose layers of all "
+                "blocks, or a smaller --pipeline_parallel_size"
+            )
 
 
 def _public_model(
@@ -407,7 +432,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         compiled=flags.compile,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
-        trained=None if flags.lora is None else lora_parameters(config, flags.lora),
+        lora=lora_of(flags),
         replicate=flags.data_parallel_replicate,
         reduce_dtype=flags.reduce_dtype,
         reshard=flags.reshard,

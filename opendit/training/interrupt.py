@@ -1,23 +1,28 @@
 """The end of a run between two steps, on all ranks after the same one.
 
-SIGTERM, SIGINT and SIGUSR1 (which schedulers send before a time limit) finish the step, save, and end the run with exit
-code 0. If data can't be read any more, the step that lacks them is left out, the run saves and ends with the error.
+SIGTERM, SIGINT and SIGUSR1 (which schedulers send before a time limit) finish the step, save, and end the run; so does
+--max_hours. If data can't be read any more, the step that lacks them is left out, the run saves and ends with the
+error.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 
+from opendit.common.stages import process_seconds
 from opendit.data import DataError
 from opendit.parallel.mesh import ControlGroup, Mesh
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_SECONDS = 1.0
 OTHERS_SECONDS = 0.5  # delay of the other ranks, so that the rank whose data failed prints its error first
-_GO_ON, _STOP, _NO_DATA = range(3)
+_GO_ON, _HOURS_UP, _STOP, _NO_DATA = range(4)
 
 
 class NoData(DataError):
@@ -31,18 +36,25 @@ class Interrupt:
     step asks all of them: :meth:`ask` before the optimizer's step, :meth:`answer` after it. The message goes over gloo
     while the device computes; no GPU is read.
 
+    Args:
+        hours: age of this process at which the run must have ended; it stops when another step, and then a save, would
+            take longer.
+        save_seconds: returns how long a save takes.
+
     Attributes:
         alone: True if there are no other ranks.
         lost: the reason why this rank has no data for the current step, which it computes with others instead; the next
             :meth:`ask` tells all ranks.
     """
 
-    def __init__(self, mesh: Mesh):
+    def __init__(self, mesh: Mesh, hours: float | None = None, save_seconds: Callable[[], float] = lambda: 0.0):
         self._mesh, self._channel = mesh, ControlGroup(mesh)
         self._noted_at: float | None = None
         self.alone = mesh.world_size == 1
         self.lost: DataError | None = None
         self._answer: Callable[[], int] | None = None
+        self._asked_at, self._save_seconds = time.monotonic(), save_seconds
+        self._deadline = None if hours is None else self._asked_at - process_seconds() + 3600 * hours
         # torchrun forwards a Ctrl-C to its processes, which already got it from the terminal.
         self._echo = ECHO_SECONDS if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
@@ -65,15 +77,33 @@ class Interrupt:
             NoData: on all ranks if one lacks data. Its gradients are part of everybody's, so the optimizer's step must
                 wait for the answer.
         """
-        word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else _GO_ON
+        word = _HOURS_UP if self._out_of_time() else _GO_ON
+        word = _NO_DATA if self.lost else _STOP if self._noted_at is not None else word
         self._answer = self._channel.start_largest(word)
         if self._answer() == _NO_DATA:
             raise NoData(str(self.lost or "another rank can't read its data"))
 
     def answer(self) -> bool:
-        """Return True if any rank got a signal before the last :meth:`ask`; the same on all ranks."""
+        """Return True if, at the last :meth:`ask`, any rank had got a signal or the hours were up; the same on all
+        ranks."""
         assert self._answer is not None, "ask first"
-        return self._answer() == _STOP
+        return self._answer() in (_HOURS_UP, _STOP)
+
+    @property
+    def why(self) -> str | None:
+        """What ended the run at the last :meth:`ask`, "stopped" (by a signal) or "hours_up"; else None."""
+        found = None if self._answer is None else self._answer()
+        return {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(found)
+
+    def _out_of_time(self) -> bool:
+        """Return True if the run would exceed its hours by another step, as long as the last one, and a save."""
+        now, before = time.monotonic(), self._asked_at
+        self._asked_at = now
+        if self._deadline is None or now + (now - before) + self._save_seconds() <= self._deadline:
+            return False
+        if self._mesh.is_main:
+            logger.info("--max_hours: finishing the step and saving")
+        return True
 
     def leave(self) -> None:
         """Wait until all ranks have saved, before NoData is raised further. Collective."""

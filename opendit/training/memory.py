@@ -23,7 +23,8 @@ from opendit.config.names import BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
-from opendit.models.plan import Execution
+from opendit.models.lora import Lora, lora_layers
+from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
@@ -46,7 +47,7 @@ class Setup:
         compiled: blocks are compiled.
         averages: number of EMAs.
         accumulate: a step has several micro-batches.
-        trained: number of weights that LoRA trains; None if all of the model are trained.
+        lora: the LoRA that is trained; None if all of the model is.
         replicate: copies of a model that fsdp shards.
         reduce_dtype: precision in which fsdp sums gradients over ranks.
         reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
@@ -54,6 +55,7 @@ class Setup:
         offload: as --offload.
         pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
         absent: parameters outside of the blocks that a pipeline's stage does not have.
+        trained: LoRA's weights that a pipeline's stage has.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay beside the model.
 
@@ -74,7 +76,7 @@ class Setup:
     compiled: bool = False
     recompute: str = "none"
     grad_checkpoint: bool = False
-    trained: int | None = None
+    lora: Lora | None = None
     replicate: int = 1
     reduce_dtype: str = "fp32"
     reshard: str = "auto"
@@ -85,6 +87,7 @@ class Setup:
     schedule: str = "1f1b"
     micro_batches: int = 1
     absent: int = 0
+    trained: int | None = None
     held_micro_batches: float = 1
     encoders: int = 0
 
@@ -136,10 +139,15 @@ class Estimate:
     host: dict[str, float] = field(default_factory=dict)
 
     @property
+    def peak(self) -> dict[str, float]:
+        """What is there besides the states at the moment of the peak, which is either end of the backward pass."""
+        first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
+        last = {"gradients": self.gradients_at_the_end, "gathered weights": self.gathered_at_the_end}
+        return max(first, last, key=lambda parts: sum(parts.values()))
+
+    @property
     def total(self) -> float:
-        beginning = self.activations + self.gradients + self.gathered
-        end = self.gradients_at_the_end + self.gathered_at_the_end
-        return sum(self.states.values()) + max(beginning, end) + LIBRARIES
+        return sum(self.states.values()) + sum(self.peak.values()) + LIBRARIES
 
     @property
     def host_total(self) -> float:
@@ -162,8 +170,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
-    parameters = model + (setup.trained or 0)
-    trained = model if setup.trained is None else setup.trained
+    trained = trained_count(config, setup)
+    parameters = model + (0 if setup.lora is None else trained)
     fp32 = 4 * trained
     share = fp32 / ranks
     averages = setup.averages * share  # sharded under every plugin
@@ -187,6 +195,32 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     return model - setup.absent, block
 
 
+@functools.cache
+def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple[range, ...] | None = None) -> int:
+    """Count the weights of a LoRA that each of ``ranks`` tensor parallel ranks has: where they divide a layer's inputs,
+    its part of A, and all of B; where they divide its outputs, the other way round. blocks: only of these."""
+    rules, total = plan_of(config).rules(config), 0
+    for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
+        if blocks is not None and not any(int(name.split(".")[1]) in own for own in blocks):
+            continue
+        rule = rule_of(rules, f"{name}.weight")
+        if isinstance(rule, Row):
+            inputs //= ranks
+        elif isinstance(rule, DIVIDING):
+            outputs //= ranks
+        total += rank * (inputs + outputs)
+    return total
+
+
+def trained_count(config: DiTConfig, setup: Setup) -> int:
+    """Return the trained parameters that a rank has (its part of those that ranks divide)."""
+    if setup.lora is None:
+        return held_counts(config, setup)[0]
+    if setup.trained is not None:
+        return setup.trained
+    return lora_parameters(config, setup.lora, setup.tensor_parallel)
+
+
 # Blocks (with their modulations) that fsdp holds gathered at once if each is freed after its use: the one that
 # computes,
 # the next one, which is being gathered, and the buffer that it is copied from.
@@ -199,8 +233,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     What is gathered in float8 takes a byte a weight, and as much on its shard."""
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
-    trained = model if setup.trained is None else setup.trained
-    frozen = model + (setup.trained or 0) - trained
+    trained = trained_count(config, setup)
+    frozen = 0 if setup.lora is None else model
     share, activations = 4 * trained / ranks, _activations(config, setup, batch)
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
@@ -354,12 +388,13 @@ def card_memory(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def parts(needs: Estimate) -> str:
-    """Describe the parts of an estimate in words."""
+def parts(needs: Estimate, libraries: float = LIBRARIES) -> str:
+    """Describe the parts of an estimate in words; on a GPU they are its total."""
     encoders = f" (of text and pixels {needs.states['encoders'] / GIB:,.2f})" if "encoders" in needs.states else ""
-    text = f"states {sum(needs.states.values()) / GIB:,.2f}{encoders}, activations {needs.activations / GIB:,.2f}"
     float8 = " (float8 where it is read so)" if "float8 weights" in needs.states else ""
-    text += f", gathered weights {needs.gathered / GIB:,.2f}{float8}" if needs.gathered else ""
+    shown = {f"states{encoders}": sum(needs.states.values()), **needs.peak, "libraries": libraries}
+    text = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in shown.items() if size)
+    text = text.replace("gathered weights", f"gathered weights{float8}")
     return text + (f"; in host memory {' and '.join(needs.host)} {needs.host_total / GIB:,.2f}" if needs.host else "")
 
 
@@ -370,7 +405,7 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
     if capacity is None:  # nothing is staged where kernels don't run
         needs = replace(needs, states={name: size for name, size in needs.states.items() if name != "ring buffer"})
     total = needs.total if capacity is not None else needs.total - LIBRARIES + needs.host_total
-    text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs)}"
+    text = f"{total / GIB:.2f} GiB a rank estimated: {parts(needs, 0 if capacity is None else LIBRARIES)}"
     if setup.plugin == "fsdp" and setup.alike > 1:
         text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":
@@ -393,11 +428,13 @@ def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Se
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
         actions = make_schedule(setup.schedule, rank, ranks, setup.micro_batches)
-        own = sum(len(stages.own(chunk)) for chunk in range(stages.chunks))
+        blocks = tuple(stages.own(chunk) for chunk in range(stages.chunks))
+        own, tensor = sum(map(len, blocks)), setup.tensor_parallel
         changes = dict(
             pipeline_parallel=1,
             world=setup.world // ranks,
-            absent=absent_parameters(config, stages, setup.tensor_parallel),
+            absent=absent_parameters(config, stages, tensor),
+            trained=setup.lora and lora_parameters(config, setup.lora, tensor, blocks),
             held_micro_batches=in_flight(actions) / stages.chunks,
         )
         found.append((replace(config, depth=own), replace(setup, **changes)))
@@ -457,7 +494,7 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
     """Return the bytes of a rank's buffer for saves; the ranks share masters, averages and moments evenly."""
-    trained = config.parameters() if setup.trained is None else setup.trained
+    trained = trained_count(config, replace(setup, tensor_parallel=1))
     return 4 * trained * (3 + setup.averages) / setup.world
 
 

@@ -104,6 +104,7 @@ class Monitor:
         self._samples, self._bytes, self._flops = 0, 0, 0.0
         self._peak_gib = 0.0  # of memory before the last drawing
         self._pressure = MemoryPressure()
+        self._lines, self._last_step = 0, last_step
         self.last: dict[str, Any] = {}
         self.failures = failures
         if mesh.is_main:
@@ -189,7 +190,11 @@ class Monitor:
             **more,
             "failed_writes": self.failures.count,
         }
+        self._lines += 1
         if self.mesh.is_main:
+            if self._lines == 2 and step < self._last_step:  # the first line has the time of compiling and warming up
+                left, pace = self._last_step - step, (now - self._since) / self._steps
+                self.say(f"step {step}: {left:,} steps left, {describe_hours(left * pace)} at {pace:.3g} s a step")
             with self.failures.survive("log.jsonl", step):
                 self.log_file.append(json.dumps(self.last).encode() + b"\n")
             numbers = {k: v for k, v in self.last.items() if isinstance(v, int | float) and k not in ("step", "epoch")}
@@ -245,6 +250,11 @@ class Monitor:
                 raise
             except Exception as error:
                 raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def describe_hours(seconds: float) -> str:
+    """describe_hours(9000) -> "about 2.5 hours"; below an hour, minutes."""
+    return f"about {seconds / 3600:,.1f} hours" if seconds >= 3600 else f"about {max(1, round(seconds / 60))} min"
 
 
 def keep_up_to(log: Path, step: int) -> None:

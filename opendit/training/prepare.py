@@ -13,11 +13,11 @@ from opendit.checkpoint.load import Checkpoint, find_checkpoint
 from opendit.checkpoint.lock import lock_folder
 from opendit.checkpoint.pretrained import read_config, read_info
 from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
-from opendit.config.checks import check_writable
+from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
 from opendit.config.public_models import family_in
-from opendit.config.train import TrainConfig
+from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
@@ -29,9 +29,9 @@ from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
-from opendit.models import DiTConfig
+from opendit.models import Condition, DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
-from opendit.models.lora import Lora, check_peft
+from opendit.models.lora import Lora
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
@@ -49,6 +49,7 @@ from opendit.training.from_flags import (
     fit_captions,
     held_out,
     last_step_of,
+    lora_of,
     memory_setup,
     open_data,
     plan_model,
@@ -87,6 +88,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     validated_apart = validation if flags.validate_path is not None else None
     global_batch = flags.batch_size * mesh.dp_size * flags.grad_accumulation
     resume = _checkpoint(flags, flags.model, mesh, notes)
+    flags = _lora_of_resume(flags, resume)
     flags, of_captions = fit_captions(flags, everything, text_before(flags, resume), mesh)
     notes = notes + of_captions
     plan = plan_model(flags, dataset, resume)
@@ -135,12 +137,17 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     codec = _codec(flags, dataset, vae, mesh, notes)
     # Grids of a public model are drawn with the embeddings of the cache; its encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
-    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn)
+    conditioner = _conditioner(flags.text_encoder, config, dataset, mesh, drawn or bool(flags.sample_prompts))
+    prompts = _prompts(flags, conditioner)
+    if isinstance(conditioner, PublishedConditioner) and not drawn and dataset.describe().empty_caption is not None:
+        conditioner.encoder = None  # its memory is for the model
     if mesh.is_main:
+        notes += everything.describe().notes
         encoder = getattr(conditioner, "encoder", None)
         if not (config.text and config.text.inside):  # captions of the bytes encoder have been counted
             notes += caption_notes(everything, config.text, encoder)
         if validated_apart is not None:
+            notes += validated_apart.describe().notes
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(
@@ -191,6 +198,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         notes=notes,
         ema_warmup=ema_warmup,
         validation=validation,
+        prompts=prompts,
         samples_at_once=samples,
     )
     spec.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)
@@ -380,16 +388,41 @@ def _conditioner(
     return CaptionConditioner(config.text, mesh.device, encoder, empty)
 
 
+def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfig:
+    """Return the flags with the LoRA of a resumed run, and the base that it is added to, where they are not given."""
+    stored = read_info(resume.model).get("lora") if resume else None
+    if stored is None:
+        if flags.lora is not None and flags.pretrained is None:
+            raise ValueError(NO_BASE)
+        return flags
+    if flags.lora is None:
+        lora = Lora(**stored)
+        flags = replace(flags, lora=lora.rank, lora_alpha=lora.alpha, lora_targets=list(lora.targets))
+    if flags.pretrained is None:
+        if not Path(stored["base"]).exists():
+            raise ValueError(f"--load: adds to {stored['base']}, which is gone; give its new place to --pretrained")
+        flags = replace(flags, pretrained=stored["base"])
+    flags.check_lora()
+    return flags
+
+
+def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], Condition] | None:
+    """Return the captions of --sample_prompts and their condition."""
+    if not flags.sample_prompts or not isinstance(conditioner, CaptionConditioner):
+        return None
+    captions = read_prompts(flags.sample_prompts, "--sample_prompts")
+    return captions, conditioner.encode(captions)
+
+
 def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None, notes: list[str]) -> Lora:
-    """Return the LoRA settings. Raises ValueError if peft is missing, or if the resumed checkpoint has another rank or
-    scale."""
-    assert start.lora is not None and initial is not None, "--lora adds to --pretrained"
-    check_peft()
-    lora = Lora(start.lora, start.lora_alpha or start.lora, str(initial.path.resolve()))
+    """Return the LoRA settings. Raises ValueError if the resumed checkpoint has another rank, scale, or layers."""
+    assert initial is not None, "--lora adds to --pretrained"
+    lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
     if resume is not None:
         stored = Lora(**read_info(resume.model)["lora"])
-        if (stored.rank, stored.alpha) != (lora.rank, lora.alpha):
+        if (stored.rank, stored.alpha, *stored.targets) != (lora.rank, lora.alpha, *lora.targets):
             made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
+            made += f" --lora_targets {' '.join(stored.targets)}" if stored.targets else ""
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
         if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")

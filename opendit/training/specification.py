@@ -15,15 +15,15 @@ from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.base import BadSample, Embedding
-from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.shaped import shape_latents, shape_media
+from opendit.data.order.buckets import token_size
+from opendit.data.shaped import crop_media, shape_latents
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.vae import ImageCodec, codec_geometry
 from opendit.encoders.video_vae import VideoCodec, video_geometry
 from opendit.kernels.select import KernelChoice
-from opendit.models import DiTConfig, config_from_dict
+from opendit.models import Condition, DiTConfig, config_from_dict
 from opendit.models.lora import Lora
 from opendit.models.weights import Weights
 from opendit.models.zoo import model_shapes
@@ -67,6 +67,7 @@ class RunSpecification:
     ema_warmup: float  # of the averages, see opendit.checkpoint.ema.EMA
     samples_at_once: int  # in a rank's micro-batch, by the model's configured size
     validation: MediaDataset | None = None  # samples of the held-out loss
+    prompts: tuple[list[str], Condition] | None = None  # what sample grids show instead of captions of the data set
     clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
@@ -166,37 +167,52 @@ def shape_samples(flags: TrainConfig, dataset: MediaDataset, config: DiTConfig) 
         ValueError: the model or the data set can't be used with the flag; the message names it and what to do.
     """
     if flags.tokens is None:
+        latents = dataset.shapes().latents
+        if config.positions == "learned" and latents and len({size[1:] for _, size in latents()}) > 1:
+            raise ValueError(
+                f"--data_path {flags.data_path}: samples of several sizes, but this model has learned positions, of "
+                "one size; give --positions sincos or rope"
+            )
         return dataset
     flag = "--bucket_tokens" if flags.pack_tokens is None else "--pack_tokens"
+    caption = 0 if flags.pack_tokens is None else config.caption_tokens
     if flags.pack_tokens is not None:
         config.check_packs()
+        if config.joint_sequence and flags.sequence_parallel_size > 1:
+            raise ValueError(
+                f"{flag} {flags.tokens}: ranks can't share the packs of a model whose captions are tokens of the "
+                "sequence; leave --sequence_parallel_size out, or give --bucket_tokens"
+            )
     if config.positions == "learned":
         raise ValueError(
             f"{flag} {flags.tokens}: this model has learned positions, of one size; give --positions sincos or rope"
         )
-    *frames, height, width = config.patch
-    along = frames[0] if frames else 1
     about = dataset.describe()
     if about.kind == "latents":
-        return shape_latents(dataset, TokenSize(along, 1, (height, width)), flags.tokens, flag)
+        return shape_latents(dataset, token_size(config.patch), flags.tokens, flag, beside=caption)
+    if caption and flags.tokens < config.tokens + caption:
+        raise ValueError(
+            f"{flag} {flags.tokens}: a picture of --image_size {flags.image_size} has {config.tokens:,} tokens and its "
+            f"caption up to {caption:,} more; raise it to {config.tokens + caption} at least"
+        )
     channels = about.sample_shape[0]
     if flags.use_video:
         _, downscale, temporal = video_geometry(flags.vae, channels)
     else:
         downscale, temporal = codec_geometry(flags.vae, channels)[1], 1
-    token = TokenSize(along, temporal, (height * downscale, width * downscale))
-    try:
-        table = shape_table(
-            flags.image_size,
-            flags.num_frames if flags.use_video else 1,
-            token,
-            flags.tokens,
-            fine=flags.pack_tokens is not None,
-        )
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}") from error
-    interval = 1 if flags.short_clips == "interval" or flags.fps is not None else flags.frame_interval
-    return shape_media(dataset, table, interval, flags.max_upscale, flag)
+    return crop_media(
+        dataset,
+        token_size(config.patch, downscale, temporal),
+        flags.tokens - caption,
+        flag,
+        image_size=flags.image_size,
+        num_frames=flags.num_frames if flags.use_video else 1,
+        frame_interval=flags.frame_interval,
+        short_clips=flags.short_clips,
+        fps=flags.fps,
+        max_upscale=flags.max_upscale,
+        fine=flags.pack_tokens is not None,
+    )
 
 
 def make_schedule(
@@ -219,6 +235,7 @@ def make_schedule(
         flags.global_seed,
         bucket_tokens=flags.bucket_tokens,
         pack_tokens=flags.pack_tokens,
+        caption_tokens=config.caption_tokens,
         attention=attention_length(config),
     )
 
@@ -247,7 +264,10 @@ def attention_length(config: DiTConfig) -> float:
 
 def samples_at_once(flags: TrainConfig, config: DiTConfig) -> int:
     """Return the most samples of the model's configured size that have the tokens of a rank's micro-batch."""
-    return flags.batch_size if flags.tokens is None else math.ceil(flags.batch_size * flags.tokens / config.tokens)
+    if flags.tokens is None:
+        return flags.batch_size
+    tokens = config.tokens + (config.caption_tokens if flags.pack_tokens is not None else 0)
+    return math.ceil(flags.batch_size * flags.tokens / tokens)
 
 
 def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective, adds: bool) -> list[str]:

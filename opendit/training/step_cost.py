@@ -14,11 +14,12 @@ from typing import Any, cast
 from opendit.config.names import AXIAL, BYTES
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
+from opendit.models.lora import Lora, lora_layers
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
-from opendit.training.memory import Setup, held_counts, stage_setups
+from opendit.training.memory import Setup, held_counts, stage_setups, trained_count
 
 # Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: it is written and
 # read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
@@ -124,6 +125,20 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
     return tuple(part for part in found if part[1])
 
 
+def training_flops(config: DiTConfig, lora: Lora | None = None) -> int:
+    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients; its
+    own products are counted as if all layers but modulations saw the media's tokens."""
+    whole = 3 * config.forward_flops()
+    if lora is None:
+        return whole
+    linear = (term for term in plan_of(config).flops if term.keys is None)
+    frozen = sum(term.flops(config) * (config.depth if term.per_block else 1) for term in linear)
+    thin = 0
+    for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
+        thin += (1 if "modulation" in name else config.tokens) * rank * (inputs + outputs)
+    return whole - frozen + 3 * 2 * thin
+
+
 class _Step:
     """One rank's step, for :func:`step_cost`."""
 
@@ -174,7 +189,7 @@ class _Step:
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
         return {
-            "products": 3 * forward,
+            "products": (3 if setup.lora is None else 2) * forward,  # frozen weights have no gradient
             "attention": there + back,
             "elementwise": elementwise,
             "recomputed": recomputed,
@@ -184,7 +199,7 @@ class _Step:
         """Return the seconds of AdamW and the averages on this rank's share of the state."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
-        trained = self.parameters if setup.trained is None else setup.trained
+        trained = trained_count(self.config, setup)
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
         seconds = (UPDATE * share + averaged) / self.hardware.memory
@@ -199,7 +214,7 @@ class _Step:
         work: seconds of a micro-batch's computation."""
         setup, stride = self.setup, self.setup.tensor_parallel
         alike = span(setup.alike, stride, self.node)
-        trained = self.parameters if setup.trained is None else setup.trained
+        trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
         forward, backward = work / 3, work * 2 / 3  # roughly; half and half if whole blocks are recomputed
         if setup.plugin == "ddp":

@@ -19,9 +19,10 @@ from opendit.parallel.sequence import attention_note
 from opendit.training.dry_run import describe_recipe
 from opendit.training.fingerprint import write_config
 from opendit.training.loggers import RunLogger
-from opendit.training.memory import USABLE, advice, card_memory, describe
+from opendit.training.memory import USABLE, advice, card_memory, describe, lora_parameters
 from opendit.training.monitor import Monitor
 from opendit.training.specification import RunSpecification
+from opendit.training.step_cost import training_flops
 
 
 def announce_memory(spec: RunSpecification) -> None:
@@ -46,13 +47,13 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     flags, mesh, config = spec.flags, spec.mesh, spec.model_config
     cuda = mesh.device.type == "cuda"
     weights = sum(math.prod(shape) for shape in engine.shapes.values())  # number of trained weights
-    if spec.stages is not None:  # this rank has some of them, and all are trained
-        weights = config.parameters()
+    if spec.stages is not None:  # this rank has some of them
+        weights = config.parameters() if spec.lora is None else lora_parameters(config, spec.lora)
     processor = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s) each"
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
-        f"{3 * config.forward_flops() / 1e9:.2f} GFLOP a training sample",
+        f"{training_flops(config, spec.lora) / 1e9:.2f} GFLOP a training sample",
         "data": spec.dataset.describe().text,
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {spec.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",
@@ -74,7 +75,8 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         f"{spec.schedule.global_batch}{_unit(flags)}; {spec.schedule.mean_steps_per_epoch:,.2f} steps an epoch",
         **({"an epoch": spec.schedule.passes} if spec.schedule.passes else {}),
         "steps": f"{spec.first_step} to {spec.last_step}"
-        + (f", resumed from {spec.resume.folder}" if spec.resume else ""),
+        + (f", resumed from {spec.resume.folder}" if spec.resume else "")
+        + f"; {spec.last_step / spec.schedule.mean_steps_per_epoch:,.2f} epochs in all",
         "run folder": str(spec.folder),
     }
     print_block("OpenDiT training", rows)

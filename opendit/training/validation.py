@@ -1,6 +1,7 @@
 """The loss of the EMA weights on samples that are not trained on, by noise level."""
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 LEVELS = 10  # noise levels, each an equal share of training's times
 MOST_SAMPLES = 1000
+RISING = 3  # held-out losses in a row that are higher than the one before, after which a run warns once
 SHARE_OF_SAMPLES = 0.015  # of the samples trained on in between; their forward passes are 0.5 % of the run's work
 
 
@@ -122,6 +124,15 @@ class LossHistory:
             self.steps.append(step)
             self.losses.append(loss)
             self.by_noise.append(by_noise)
+
+    def rises_since(self) -> int | None:
+        """Return the step of the lowest loss if ``RISING`` losses came after it, of which the last ``RISING`` are each
+        above the one before; else None."""
+        losses = [math.inf if loss is None else loss for loss in self.losses]
+        lowest = losses.index(min(losses)) if losses else 0
+        recent = losses[-RISING:]
+        rising = len(losses) - 1 - lowest >= RISING and all(a < b < math.inf for a, b in itertools.pairwise(recent))
+        return self.steps[lowest] if rising else None
 
 
 def draw_losses(history: LossHistory, path: Path, title: str) -> None:
@@ -210,7 +221,7 @@ class Validation:
         self._levels = (quantiles * LEVELS).long().tolist()
         self.noise = noise_levels(objective)
         batches = len(self.samples.micro_batches)
-        self._history = LossHistory(sorted(self.noise))
+        self._history, self._warned = LossHistory(sorted(self.noise)), False
         if mesh.is_main:
             with monitor.failures.survive(PICTURE):
                 self._history = LossHistory.read(spec.folder / "log.jsonl", sorted(self.noise))
@@ -284,6 +295,12 @@ class Validation:
     def _draw(self, line: dict[str, Any]) -> None:
         monitor, path, step = self._monitor, self._spec.folder / PICTURE, line["step"]
         self._history.add(line)
+        if not self._warned and (since := self._history.rises_since()) is not None:
+            self._warned = True
+            logger.warning(
+                f"step {step}: held-out loss rises since step {since}: the model begins to memorise its training "
+                "samples; the checkpoint of that step, more data or fewer steps may do better"
+            )
         with monitor.failures.survive(PICTURE, step):
             draw_losses(self._history, path, f"{self._spec.folder.name}: {self.count:,} losses")
             monitor.picture(path, step, "held-out loss")

@@ -5,6 +5,7 @@
 #
 # Five minutes before the time limit the run saves and is queued again; a job that Slurm preempts saves too, and Slurm
 # queues it again. It goes on with --load latest in its own --outputs (outputs/slurm-JOB unless given).
+# A job whose run has steps left (--max_hours, a preemption) ends with exit code 75.
 # What every rank prints: $LOGS/slurm-JOB/; if one fails, the end of its errors is in the job's own log too.
 #   VENV   environment to activate (.venv)     NPROC   processes a node (its GPUs)     LOGS   where logs go (logs)
 #SBATCH --job-name=opendit
@@ -21,6 +22,7 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ] && [ -f "$venv/bin/ac
 
 attempt=${SLURM_RESTART_COUNT:-0}
 export LOG_DIR="${LOGS:-logs}/slurm-$SLURM_JOB_ID/attempt-$attempt"
+export OPENDIT_RUN_FOLDER_FILE="$LOG_DIR/run_folder" # train.py writes its run's folder there
 mkdir -p "$LOG_DIR"
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD PORT=$((20000 + SLURM_JOB_ID % 20000)) NPROC="${NPROC:-${SLURM_GPUS_ON_NODE:-gpu}}"
@@ -51,8 +53,11 @@ if [ "$code" -ne 0 ]; then
     echo "==> $file" >&2
     tail -n 20 "$file" >&2
   done
-elif [ -n "$stopped" ]; then
-  echo "saved; queueing job $SLURM_JOB_ID again"
-  scontrol requeue "$SLURM_JOB_ID"
+elif [ -s "$OPENDIT_RUN_FOLDER_FILE" ] && ! grep -q '"done": true' "$(cat "$OPENDIT_RUN_FOLDER_FILE")/ended.json"; then
+  code=75
+  if [ -n "$stopped" ]; then
+    echo "saved; queueing job $SLURM_JOB_ID again"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
 fi
 exit "$code"

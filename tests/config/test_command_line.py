@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from opendit.config.command_line import read_flags
+from opendit.config.command_line import build_parser, parse, read_flags
 from opendit.config.console import one_line
 from opendit.config.flags import Value
+from opendit.config.foreign_flags import _OURS, counterpart
+from opendit.config.sample import SampleConfig
 from opendit.config.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +48,34 @@ def refused(argv: list[str], capsys) -> str:
 def test_a_mistake_is_one_line_that_names_the_fix(argv, message, capsys):
     said = refused(argv, capsys)
     assert said.startswith("error: ") and message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "note", "lr"),
+    [
+        (
+            "--lr 1e-4 --model DiT-B/2 --lr=2e-4",
+            "--lr 1e-4: --lr 2e-4 comes later on the command line, and counts",
+            2e-4,
+        ),
+        ("--save --no_save", "--save: --no_save comes later on the command line, and counts", 1e-4),
+        ("--log-to wandb mlflow --log_to wandb", "--log_to wandb mlflow: --log_to wandb comes later", 1e-4),
+        ("--lr 3e-4 --lr 3e-4 --save", None, 3e-4),  # a script's and the user's, who agree
+    ],
+)
+def test_a_flag_that_is_given_twice_is_told(argv, note, lr, capsys):
+    assert parse(TrainConfig, argv.split()).lr == lr
+    said = capsys.readouterr().out
+    assert said.startswith(f"note: {note}") and said.count("\n") == 1 if note else said == ""
+
+
+def test_flags_of_other_programs_lead_to_flags_that_there_are():
+    programs = [{f"--{name}" for name in build_parser(cls).defaults} for cls in (TrainConfig, SampleConfig)]
+    for ours, theirs in _OURS.items():
+        assert all(any(name in flags for flags in programs) for name in ours.split()), ours
+        assert all(any(counterpart(name, flags) for flags in programs) for name in theirs.split())
+    assert counterpart("seed", programs[0]) == "here it is --global_seed"
+    assert counterpart("output_dir", programs[1]) == "here it is --output"
 
 
 def test_only_the_first_rank_prints(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Output never ends a program: odd encodings, closed streams, pipes that nobody reads, full disks."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,9 @@ def test_a_wrong_flag_in_no_encoding(tmp_path):
     for program in (["train.py"], ["sample.py"], ["preprocess.py"], ["-m", "opendit.export"], ["-m", "opendit.models"]):
         done = subprocess.run([sys.executable, *program, "--caf\udce9", "漢"], cwd=ROOT, env=env, capture_output=True)
         assert done.returncode == 2 and b"Traceback" not in done.stderr, (program, done.stderr)
+
+
+def test_ctrl_c_during_imports_is_one_line():
+    program = "from opendit.config.console import prepare_console; prepare_console(); raise KeyboardInterrupt"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and done.stderr == "\nerror: interrupted\n"

@@ -105,6 +105,38 @@ LINES = {
     "train --bacth_size 4": (
         "--bacth_size: no such flag; did you mean --batch_size? (opendit train --help all shows all)"
     ),
+    "train --learning_rate 1e-4": "--learning_rate: no such flag; here it is --lr (opendit train --help all shows all)",
+    "train --trainer.max-train-steps=4": (
+        "--trainer.max_train_steps: no such flag; here it is --max_steps (opendit train --help all shows all)"
+    ),
+    "train --instance_prompt cat": (
+        "--instance_prompt: no such flag; captions are part of --data_path: a CSV of path,text (opendit train --help "
+        "all shows all)"
+    ),
+    "train --qqq": "--qqq: no such flag; opendit train --help all shows all",  # nothing is like it
+    "train --vae ema --image_size 100": (
+        "--image_size 100: does not divide by 16 (--vae ema: 8, patch of DiT-XL/2: 2); use 96"
+    ),
+    "train --model DiT-S/2 --plugin fsdp --dry_run 8 --tensor_parallel_size 4": (
+        "--tensor_parallel_size 4: the 6 heads of --model DiT-S/2 can't be divided by it; use 2, 3, 6"
+    ),
+    "train --model DiT-Ti/2 --plugin fsdp --dry_run 8 --pipeline_parallel_size 8": (
+        "--pipeline_parallel_size 8: the 4 blocks of --model DiT-Ti/2 make at most 4 stages; use 4 or less"
+    ),
+    "train --load pictures": (
+        "--load pictures: no checkpoint there; give a .safetensors or .pt file, a checkpoint folder or a run folder, "
+        "or a pipeline"
+    ),
+    "sample --guidance_scale 3": (
+        "--guidance_scale: no such flag; here it is --cfg_scale (opendit sample --help all shows all)"
+    ),
+    "sample --ckpt pictures/note": (
+        "--ckpt pictures/note: no checkpoint there; give a .safetensors or .pt file, a checkpoint folder or a run "
+        "folder, or a pipeline"
+    ),
+    "export meta --ckpt latest --output y": (
+        "--ckpt latest: no run with a checkpoint under --outputs ./outputs; give a path"
+    ),
     "train --batch-size": "--batch_size: no value; give a whole number from 1 to 65,536",
     "train --outputs": "--outputs: no value; give --outputs FOLDER",
     "train --outputs ''": "--outputs '': empty; give a name",
@@ -161,7 +193,7 @@ LINES = {
     "preprocess latents --data_path digits --output x --vae none": (
         "--vae none: has no latents to cache; train on the pictures themselves"
     ),
-    "preprocess check nowhere --output x": "CSV nowhere: doesn't exist; give a CSV of path,text",
+    "preprocess check nowhere --output x": "CSV nowhere: doesn't exist; give a CSV of path,text, or a folder",
     "preprocess shards --data_path pictures --output x --shard_size 3XB": (
         "--shard_size 3XB: no size; give one such as 200MB or 1GB"
     ),
@@ -184,6 +216,7 @@ def test_the_line_of_a_real_command(line, tmp_path, monkeypatch, capsys, no_rank
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "a.pt").touch()
+    (tmp_path / "pictures" / "note").write_text("no weights")
     words = [word.strip("'") for word in line.split()]
     try:
         code = command.main(words)

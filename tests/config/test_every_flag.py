@@ -40,6 +40,8 @@ NAMES = (*NUMBERS, "words", "underscore", "other digits", "a folder")  # text th
 # What is accepted, and why that is right. All else is refused.
 TRAIN = {
     "label_drop": {ZEROS: "no label is dropped"},
+    "caption_prefix": {("empty",): "no words before captions"},
+    "tag_drop": {ZEROS: "no tag is left out"},
     "num_workers": {ZEROS: "the training process loads"},
     "data_timeout": {ZEROS: "any time"},
     "max_bad": {ZEROS: "no file may be unreadable"},
@@ -84,7 +86,18 @@ PREPROCESS = {
     "demo --output": {NAMES: "a folder of that name"},
     "ucf101 --output": {tuple(name for name in NAMES if name != "a folder"): "a file of that name"},
     "ucf101 ROOT": {("a folder",): "what is in it is looked at later"},
-    "check --image_size": {ZEROS: "none is too small"},
+    "check CSV": {("a folder",): "what is in it is looked at later"},
+    **{
+        f"{command} --{which}_column": {NAMES: "is looked for in the table"}
+        for command in ("check", "look", "latents")
+        for which in ("file", "caption")
+    },
+    **{
+        f"{command} --caption_prefix": {(*NAMES, "longer", "empty", "blank"): "a caption may be any text"}
+        for command in ("look", "latents")
+    },
+    "check --image_size": {ZEROS: "none is counted"},
+    "check --min_size": {ZEROS: "none is too small"},
     "look DATA": {("a folder",): "what is in it is looked at later"},
     "look --output": {NAMES: "a folder of that name"},
     "look --samples": {ZEROS: "all rows"},
@@ -115,6 +128,7 @@ BESIDE_OF_TRAIN = {
     "num_frames": CLIPS, "frame_interval": CLIPS, "fps": CLIPS, "short_clips": CLIPS, "video_reader": CLIPS,
     "max_bad": f"{TINY} --data_path pictures",
     "lora": f"{TINY} {PRETRAINED}", "lora_alpha": f"{TINY} {PRETRAINED} --lora 4",
+    "lora_targets": f"{TINY} {PRETRAINED} --lora 4",
     "text_encoder": f"{TINY} --data_path mock", "max_text_tokens": f"{TINY} --data_path mock --text_encoder bytes",
     **dict.fromkeys(("data_parallel_replicate", "reshard", "reduce_dtype"), f"{TINY} --plugin fsdp"),
     "expert_capacity": f"{TINY} --model EC-DiT-Ti/2", "flow_shift": f"{TINY} --objective flow",

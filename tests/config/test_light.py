@@ -72,7 +72,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert names.TORCH_ATTENTION == tuple(attention.BACKENDS)
     assert names.RECOMPUTE == (*BACKWARD, names.BUT_ATTENTION)
     assert all(callable(importlib.import_module(f"opendit.data.{name}").open_source) for name in SOURCES)
-    assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock"}
+    assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock", "python"}
     assert tuple(KINDS) == tuple(CLASSES)
     for name, made in CLASSES.items():
         assert made.config.kind == module_of(name) and made.config.kind == made.model.__module__.rpartition(".")[2]

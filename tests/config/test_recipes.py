@@ -176,7 +176,7 @@ def test_a_dry_run_says_what_the_formulas_say_and_touches_nothing(tmp_path, caps
             "8 --recipe st_dit_xl_768p --sequence_parallel_size 4 --sequence_parallel_type ring",
             "stdit models have no attention to all tokens",
         ),
-        ("2 --recipe pretrain_xl --lora 8 --pretrained nowhere --tensor_parallel_size 2", "--lora"),
+        ("2 --recipe pretrain_xl --lora 8 --pretrained nowhere --plugin gemini", "--lora: does not work with --plugin"),
         (
             "3 --recipe pretrain_xl --sequence_parallel_size 3 --sequence_parallel_type ulysses",
             "16 heads can't be shared out over 3 ranks that way; use ring or auto",

@@ -20,6 +20,7 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
     ("unused", "used"),
     [
         ("--lora_alpha 8", "--lora 4 --pretrained base.safetensors"),
+        ("--lora_targets qkv", "--lora 4 --pretrained base.safetensors"),
         ("--num_frames 4", CLIPS),
         ("--frame_interval 2", "--model vDiT-Ti/122 --use_video --data_path clips.csv"),
         ("--short_clips interval", "--model vDiT-Ti/122 --use_video --data_path clips.csv"),

@@ -119,10 +119,10 @@ def media(tmp_path):
     [
         ("path,text,text\na.mp4,x,y\n", "line 1: the header path,text,text names text twice; rename one"),
         ("path,text,note,note\na.mp4,x,1,2\n", "line 1: .* names note twice"),
-        ("file,caption\na.mp4,x\n", "line 1: the header file,caption has no column path and text; name the columns"),
-        ("path,caption\na.mp4,x\n", "line 1: the header path,caption has no column text"),
+        ("file,words\na.mp4,x\n", "line 1: the header file,words has no column path and text; name the columns"),
+        ("path,words\na.mp4,x\n", "line 1: the header path,words has no column text"),
         ("filename,text\nplain,x\n", "line 1: the header filename,text has no column path"),
-        ("caption,file\na cat,a.mp4\n", "line 1: the header caption,file has no column path and text"),
+        ("caption,file\na cat,a.mp4\n", "line 1: the header caption,file has no column path; .*--file_column"),
         ("a cat,a.mp4\na dog,b.png\n", r"line 1: the column text holds the path a\.mp4; swap the columns"),
         ("text,path\na.mp4,a cat\n", r"line 2: the column text holds the path a\.mp4; swap .* in the header"),
         ("path;text\na.mp4;x\n", "line 1: the columns are separated by semicolons; write commas"),

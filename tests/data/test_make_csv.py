@@ -63,7 +63,7 @@ def test_a_ucf101_tree(tmp_path, capsys):
     ]
     out = capsys.readouterr().out
     assert "3 clips with captions (3 from the names of 2 classes)" in out
-    assert "left out 1 files: " in out and "stray.avi: not in a folder of its class" in out
+    assert "left out 1 files that are not in a folder of their class: " in out and "stray.avi" in out
     (tmp_path / "empty").mkdir()
     for missing in ("empty", "none"):
         with pytest.raises(FileNotFoundError, match=missing):
@@ -101,10 +101,9 @@ def test_captions_come_from_the_nearest_source(tmp_path):
         "x.PNG": "er",
     }
     assert found.sources == {".txt files": 2, ".json files": 2, "folder names": 4}
-    reasons = {os.path.basename(line.split(": ")[0]): line for line in found.left_out}
-    assert sorted(reasons) == ["bare.mp4", "broken.mp4", "latin.mp4"]
-    assert "no caption" in reasons["bare.mp4"] and "isn't JSON" in reasons["broken.mp4"]
-    assert "isn't UTF-8" in reasons["latin.mp4"]
+    assert found.left_out["files without a caption"] == [str(tmp_path / "bare.mp4")]
+    broken, latin = found.left_out["files whose caption can't be read"]
+    assert "broken.mp4: broken.json isn't JSON" in broken and "latin.mp4: latin.txt isn't UTF-8" in latin
 
     make("folder", str(tmp_path), str(tmp_path / "all.csv"))
     assert {row.path.name: row.text for row in read_csv(tmp_path / "all.csv")} == {
@@ -143,7 +142,13 @@ def folder(tmp_path_factory):
 
 def test_every_reason_is_counted_once(folder, tmp_path, capsys):
     check_csv.run(
-        str(folder / "clips.csv"), str(folder / "ok.csv"), num_frames=16, frame_interval=2, image_size=32, num_workers=3
+        str(folder / "clips.csv"),
+        str(folder / "ok.csv"),
+        num_frames=16,
+        frame_interval=2,
+        min_size=32,
+        num_workers=3,
+        image_size=64,
     )
     rows = read_csv(folder / "ok.csv")
     assert [(row.path.name, row.text, row.extra) for row in rows] == [
@@ -154,6 +159,7 @@ def test_every_reason_is_counted_once(folder, tmp_path, capsys):
     out = capsys.readouterr().out
     lines = {line.split(":")[0].strip(): line for line in out.splitlines() if ": " in line}
     assert "kept 3 of 11 rows, dropped 8" in out
+    assert "kept, and enlarged by training at 64: 2 (" in out and "long.mp4: 64x64" not in out  # no reason to drop
     for reason, count, names in [
         ("missing", 1, ["gone.mp4"]),
         ("undecodable", 4, ["zero.mp4", "text.mp4", "broken.png", "cut.mp4"]),
@@ -224,7 +230,7 @@ def test_pipes_circles_and_names_of_any_bytes(tmp_path, capsys):
     make("folder", str(root), str(root / "media.csv"))
     text = capsys.readouterr().out
     for part in (
-        "left out 1 files:", "d\\xe9/3.png: its folder's name isn't UTF-8", "pipe.mp4 (a named pipe)",
+        "left out 1 files whose", "d\\xe9/3.png: its folder's name isn't UTF-8", "pipe.mp4 (a named pipe)",
         "up (a link that leads back up)", "again (a folder that links led to before)",
     ):  # fmt: skip
         assert part in text
@@ -245,7 +251,8 @@ def test_side_cars_that_are_no_captions(tmp_path):
     (tmp_path / "good.txt").write_text("a caption")
     found = find_folder(tmp_path)
     assert [row.text for row in found.rows] == ["a caption"]
-    assert "deep.json isn't JSON" in found.left_out[0] and "1,048,577 bytes, too many" in found.left_out[1]
+    deep, long = found.left_out["files whose caption can't be read"]
+    assert "deep.json isn't JSON" in deep and "1,048,577 bytes, too many" in long
 
 
 def test_what_is_no_file_is_dropped_unopened(tmp_path):

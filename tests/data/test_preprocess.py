@@ -188,7 +188,9 @@ def test_a_demo_is_made_listed_and_checked(tmp_path, capsys):
     assert preprocess.main([*flags, "--frame-interval=3", "--min-size=16"]) == 0
     out = capsys.readouterr().out
     assert "kept 4 of 4 rows" in out and "duration (s)" in out and len(checked.read_text().splitlines()) == 5
-    assert preprocess.main([*flags, "--image-size=17"]) == 2  # --min_size is its older name
+    assert preprocess.main([*flags, "--image-size=17"]) == 0  # training enlarges them
+    assert "kept 4 of 4 rows" in (out := capsys.readouterr().out) and "enlarged by training at 17: 4 (" in out
+    assert preprocess.main([*flags, "--min-size=17"]) == 2
     assert "too small: 4 (" in capsys.readouterr().out
     assert preprocess.main([*flags, "--frame-interval=4"]) == 2  # 61 frames of 48
     output = capsys.readouterr()

@@ -205,6 +205,27 @@ def test_what_does_not_go_together_is_refused(root, tmp_path, capsys, name, more
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_a_folder_of_captioned_files_with_a_prefix(root, tmp_path, name, capsys):
+    """Cached and live; what can't be changed about cached embeddings is refused."""
+    media, suffix = tmp_path / "media", ".mp4" if name == "wan" else ".png"
+    media.mkdir()
+    for number in range(4):
+        (media / f"{number}{suffix}").write_bytes((root / f"{number}{suffix}").read_bytes())
+        (media / f"{number}.txt").write_text(f"{number}, a, b")
+    cache, folder = tmp_path / "cache", ["--data_path", str(media), "--caption_prefix", "x,"]
+    assert make(root, name, cache, *folder) == 0
+    cached = opened(cache, name)
+    assert [cached.caption(row) for row in range(4)] == [f"x, {number}, a, b" for number in range(4)]
+    argv = ["--pretrained", str(root / name), "--mixed_precision", "fp32", "--num_workers", "0", *flags_of(name)]
+    argv += "--batch_size 2 --max_steps 1 --sample_every 0 --no_save --shuffle_tags --outputs".split()
+    train.main([*argv, str(tmp_path / "runs"), *folder])
+    with pytest.raises(SystemExit):
+        train.main([*argv, str(tmp_path / "runs"), "--data_path", str(cache)])
+    told = capsys.readouterr().err
+    assert f"--shuffle_tags: the captions of --data_path {cache} are embedded already; leave it out" in told
+
+
 def test_embeddings_of_another_model_are_refused(root, made, tmp_path, capsys):
     argv = ["--pretrained", str(root / "z_image"), "--data_path", str(made["flux"]), "--outputs", str(tmp_path)]
     with pytest.raises(SystemExit):

@@ -12,7 +12,10 @@ from opendit.data import build_dataset, latents, sources
 @pytest.mark.parametrize(
     ("data_path", "says"),
     [
-        ("", "--data_path: empty; give a CSV of captioned media, an Energon folder or metadataset, a folder"),
+        (
+            "",
+            "--data_path: empty; give a CSV, .jsonl or .parquet of captioned media, an Energon folder or metadataset",
+        ),
         ("  ", "--data_path: empty"),
         ("digit", r"--data_path digit: doesn't exist \(is digits meant\?\)"),
         ("CIFAR-10", r"--data_path CIFAR-10: doesn't exist \(a torchvision data set is named by the folder"),

@@ -136,7 +136,7 @@ def test_fingerprints_tell_vaes_apart(folder):
 
 def test_pixels_as_latents():
     codec = load_codec("none", channels=1, device="cpu")
-    assert isinstance(codec, PixelCodec) and codec.latent_shape(8) == (1, 8, 8) == (codec.latent_channels, 8, 8)
+    assert isinstance(codec, PixelCodec) and codec.latent_shape(8, 8) == (1, 8, 8) == (codec.latent_channels, 8, 8)
     x = torch.rand(3, 1, 8, 8) * 2 - 1
     noise = torch.randn(3, 1, 8, 8)
     assert torch.equal(codec.encode(x, noise), x) and torch.equal(codec.decode(x), x)
@@ -157,9 +157,9 @@ def test_geometry_needs_no_weights(folder, tmp_path):
     assert codec_geometry("none", 1) == (1, 1)
     assert codec_geometry("ema", 3) == codec_geometry("mse", 3) == (4, 8)
     codec = load_codec(str(folder), channels=3, device="cpu")
-    assert (codec.latent_channels, codec.downscale) == (4, 4) and codec.latent_shape(32) == (4, 8, 8)
+    assert (codec.latent_channels, codec.downscale) == (4, 4) and codec.latent_shape(32, 24) == (4, 8, 6)
     with pytest.raises(ValueError, match="--image_size 30: no multiple of 4"):
-        codec.latent_shape(30)
+        codec.latent_shape(32, 30)
 
 
 def test_a_path_that_is_no_vae(folder, tmp_path):

@@ -8,7 +8,8 @@ from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.kernels.varlen import resolve_varlen
-from opendit.models import DiT, TextConfig, build_model, model_config
+from opendit.models import DiT, DiTConfig, TextConfig, build_model, model_config
+from opendit.models.families.public_config import public_config
 from opendit.models.segments import Segments, segment_attention
 from tests.kernels.cases import BOUNDS, DTYPES, MODULATED, check, make_inputs
 from tests.models.packs import Samples, assert_same, samples
@@ -49,27 +50,43 @@ def test_attention_by_runs_and_varlen(head_dim, lengths):
         assert not out[:, :, sum(lengths) :].any()
 
 
-def case(dtype: torch.dtype, text: bool) -> tuple[DiT, DiT, Samples]:
+# With captions among the tokens, of as many channels as their pooled vectors.
+JOINT = {
+    "flux": dict(in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=64, num_attention_heads=4,
+                 joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(16, 24, 24)),
+    "z_image": dict(in_channels=4, dim=384, n_layers=2, n_refiner_layers=1, n_heads=6, n_kv_heads=6, cap_feat_dim=32,
+                    axes_dims=[16, 24, 24]),
+}  # fmt: skip
+
+
+def case(dtype: torch.dtype, of: str) -> tuple[DiT, DiT, Samples]:
     """(the model in ``dtype``, itself in fp32, samples)."""
-    condition = {"text": TextConfig("t5", 32, 9, True)} if text else {"num_classes": 7}
-    config = model_config("vDiT-S/222", input_size=(16, 16), frames=4, in_channels=4, **condition)
+    if of in JOINT:
+        config: DiTConfig = public_config(of, JOINT[of], (32, 32), max_tokens=70)
+        sizes = [(size[1] * 2, size[2] * size[0]) for size in SIZES]
+    else:
+        condition = {"text": TextConfig("t5", 32, 9, True)} if of == "captions" else {"num_classes": 7}
+        config = model_config("vDiT-S/222", input_size=(16, 16), frames=4, in_channels=4, **condition)
+        sizes = SIZES
     torch.manual_seed(0)
     exact = randomised(build_model(config)).cuda()
     made = build_model(config).cuda()
     made.load_state_dict(exact.state_dict())
-    given = samples(config, SIZES, torch.float32)
+    given = samples(config, sizes, torch.float32)
     moved = [x.cuda() for x in given.latents], given.t.cuda(), given.y.to(CUDA), [w.cuda() for w in given.weights]
     return made.place(CUDA, dtype), exact, Samples(*moved)
 
 
-@pytest.mark.parametrize("text", (False, True), ids=("labels", "captions"))
+@pytest.mark.parametrize("of", ("labels", "captions", *JOINT))
 @pytest.mark.parametrize("recompute", ("none", "mlp"))
 @pytest.mark.parametrize("how", ("kernels", "torch", "fp8"))
-def test_a_model_on_packs_is_the_model_one_by_one(how, recompute, text):
+def test_a_model_on_packs_is_the_model_one_by_one(how, recompute, of):
     if how == "fp8" and recompute != "none":
         pytest.skip("--recompute falls back to none with --fp8")
+    if of == "z_image" and recompute != "none":
+        pytest.skip("--recompute does not know RMSNorm")
     torch.set_float32_matmul_precision("highest")
-    model, exact, given = case(torch.bfloat16, text)
+    model, exact, given = case(torch.bfloat16, of)
     on = how != "torch"
     flags = SpeedFlags(on, on, on, fp8=how == "fp8")
     kernels = select_kernels(flags, CUDA, torch.bfloat16, model.config.head_dim, 1024, packs=True)

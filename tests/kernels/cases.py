@@ -24,7 +24,7 @@ from opendit.kernels.gate_rmsnorm_residual import (
     gate_rmsnorm_residual_rmsnorm_modulate,
     gate_rmsnorm_residual_rmsnorm_modulate_reference,
 )
-from opendit.kernels.join_heads import Heads, join_heads
+from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.layernorm_modulate import (
     layernorm_modulate,
     layernorm_modulate_reference,
@@ -353,7 +353,7 @@ def check_join_heads(
         if table is not None:
             angles = random(*((batch,) if table == "of samples" else ()), length, head_dim // 2) * 3
             turns = torch.stack([angles.cos(), angles.sin()], dim=-1)
-        streams.append(Heads(q, k, v, *weights, turns))
+        streams.append(StreamHeads(q, k, v, *weights, turns))
         exact = [None if weight is None else weight.double() for weight in weights]
         turned = [exact_rotated_heads(x.double(), exact[i], turns, eps, False) for i, x in enumerate((q, k))]
         wanted.append([*turned, v.double()])

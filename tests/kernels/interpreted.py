@@ -11,6 +11,7 @@ INTERPRETED = (
         "test_fp8_shards.py",
         "test_fp8_fsdp.py",
         "test_public_fp8.py",
+        "test_fp8_lora.py",
         "test_tensor_parallel.py",
     ),
     (

@@ -7,7 +7,7 @@ import torch
 
 from opendit.kernels import operations
 from opendit.kernels.common import Launch, forced_launch
-from opendit.kernels.join_heads import Heads, join_heads
+from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.models.blocks import ResidualStream
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
@@ -43,9 +43,9 @@ def test_default_launch():
 def test_streams_that_do_not_fit_are_named():
     q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 16)
     with pytest.raises(ValueError, match="stream 1"):
-        join_heads([Heads(q, q, q), Heads(k, k, k)])
+        join_heads([StreamHeads(q, q, q), StreamHeads(k, k, k)])
     with pytest.raises(ValueError, match="stream 0"):
-        join_heads([Heads(q, q, q, q_weight=torch.ones(8))])
+        join_heads([StreamHeads(q, q, q, q_weight=torch.ones(8))])
 
 
 def test_a_model_with_it():

@@ -9,6 +9,8 @@ from opendit.config.components import SpeedFlags
 from opendit.kernels.recompute import recompute_in
 from opendit.kernels.select import select_kernels
 from opendit.models import DiT, DiTConfig, MovieGenConfig, TextConfig, VDiTConfig, build_model
+from opendit.models.families.public_config import public_config
+from tests.models.families.oracles import FLUX, Z_IMAGE
 from tests.models.packs import Samples, assert_same, samples, with_vectors
 from tests.models.test_dit import randomised
 
@@ -17,6 +19,12 @@ CAPTIONS = VDiTConfig((2, 4, 4), (2, 2, 2), 2, 72, 1, 3, text=TextConfig("t5", 8
 MIXED = DiTConfig((4, 4), 2, 2, 72, 2, 3, num_classes=3, norm="rms", mlp="swiglu", qk_norm=True, positions="rope")
 MOVIEGEN = MovieGenConfig((4, 4, 4), (1, 2, 2), 2, 72, 1, 3, num_classes=3, kv_heads=1)
 FLOAT8 = DiTConfig((4, 4), 2, 2, 64, 2, 2, num_classes=3)
+# Captions among the tokens, with pooled vectors as wide as these.
+OF_FLUX = FLUX | dict(
+    num_layers=1, num_single_layers=1, attention_head_dim=36, axes_dims_rope=(8, 12, 16), pooled_projection_dim=14
+)
+OF_Z_IMAGE = Z_IMAGE | dict(dim=72, n_layers=1, n_refiner_layers=1, axes_dims=[4, 8, 12])
+JOINT = [public_config(*of, (4, 4), max_tokens=5) for of in (("flux", OF_FLUX), ("z_image", OF_Z_IMAGE))]
 SIZES = {2: [(4, 4), (4, 4), (2, 4), (2, 2), (2, 2), (6, 2)], 3: [(2, 4, 4), (4, 2, 4), (1, 4, 2), (1, 4, 2)]}
 FLAGS = {
     "all": SpeedFlags(True, True, True),
@@ -28,7 +36,8 @@ CPU = torch.device("cpu")
 
 def case(config: DiTConfig) -> tuple[DiT, Samples]:
     torch.manual_seed(0)
-    return with_vectors(randomised(build_model(config))), samples(config, SIZES[len(config.patch)], torch.float32)
+    sizes = SIZES[len(config.patch)][3 * config.joint_sequence :]
+    return with_vectors(randomised(build_model(config))), samples(config, sizes, torch.float32)
 
 
 def use(model: DiT, flags: SpeedFlags, recompute: str = "none") -> None:
@@ -41,12 +50,12 @@ def use(model: DiT, flags: SpeedFlags, recompute: str = "none") -> None:
 @pytest.mark.parametrize(
     ("config", "flags"),
     (
-        *((config, "all") for config in (LABELS, CAPTIONS, MIXED, MOVIEGEN)),
+        *((config, "all") for config in (LABELS, CAPTIONS, MIXED, MOVIEGEN, *JOINT)),
         (LABELS, "modulate"),
         (MIXED, "modulate"),
         (CAPTIONS, "split"),
     ),
-    ids=lambda value: getattr(value, "kind", value),
+    ids=lambda value: getattr(value, "family", getattr(value, "kind", value)),
 )
 def test_kernels_give_what_torch_gives_one_by_one(config, flags):
     model, given = case(config)

@@ -69,7 +69,6 @@ def test_blocks_that_are_cut_or_recomputed(cut):
 
 
 def test_what_lora_adds():
-    pytest.importorskip("peft")
     torch.manual_seed(0)
     model = with_vectors(randomised(build_model(CONFIGS["vDiT, captions"][0])))
     add_lora(model, Lora(3, 6.0, "base"), (), seed=0)

@@ -9,6 +9,8 @@ from opendit.models.lora import Lora, add_lora
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
+from opendit.parallel.sequence.fastseq import DirectFastSeq
+from opendit.parallel.sequence.ulysses import DirectUlysses
 from tests.numbers import largest
 from tests.parallel.test_sequence import IMAGE, TEXT, TOLERANCE, VIDEO, errors, fresh, many_cases, run
 from tests.ranks import run_ranks
@@ -54,7 +56,7 @@ FOUR = [
 def with_lora(mesh: Mesh) -> list:
     """Errors of a model whose blocks have additions, which are all that is trained."""
     results = []
-    for kind in ("ulysses", "ring"):
+    for kind in ("ulysses", "fastseq"):
         model = fresh(replace(IMAGE, qk_norm=True))
         add_lora(model, Lora(3, 6.0, "base"), (), seed=0)
         for name, parameter in model.named_parameters():
@@ -62,7 +64,7 @@ def with_lora(mesh: Mesh) -> list:
                 torch.nn.init.normal_(parameter, std=0.1)
         shape = Shape(IMAGE.tokens, IMAGE.hidden_size, IMAGE.num_heads, plain=False)
         sequence = sequence_parallel(init_mesh(sequence_parallel=2), kind, shape)
-        assert not sequence.strategy.takes_projection and "--lora" in sequence.plan.reason
+        assert not isinstance(sequence.strategy, DirectUlysses | DirectFastSeq) and "--lora" in sequence.plan.reason
         alone = run(model.use(), torch.arange(2), IMAGE.input_size)
         results.append(errors(init_mesh(sequence_parallel=2), model, sequence, IMAGE.input_size, 2, alone))
     return results
@@ -80,5 +82,5 @@ def test_four_ranks_as_a_grid():
 
 def test_ranks_that_share_samples():
     for results in run_ranks(2, on_two_ranks):
-        for case, (output, gradient, which) in zip([*CASES, "LoRA", "LoRA, ring"], results, strict=True):
+        for case, (output, gradient, which) in zip([*CASES, "LoRA", "LoRA, fastseq"], results, strict=True):
             assert largest((output, gradient)) < TOLERANCE, (case, which)

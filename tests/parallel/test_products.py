@@ -1,6 +1,7 @@
 """Engines under every product of tensor, pipeline, sequence and expert parallelism, against one plain process: curves,
 averages and moments, checkpoints that another product resumes, and gradients that are not finite on one rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.load import find_checkpoint, load_checkpoint
 from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
-from opendit.models import DiTConfig, TextCondition, build_model, empty_model, plan_of
+from opendit.models import DiT, DiTConfig, TextCondition, build_model, empty_model, plan_of
 from opendit.models.families.public_config import public_config
+from opendit.models.lora import Lora, add_lora
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
 from opendit.parallel.experts import expert_group
@@ -47,7 +49,11 @@ CONFIGS: dict[str, DiTConfig] = {
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
     "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5),
 }
+CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
 PUBLIC = ("flux", "z_image", "wan")
+# Of layers of every rule, and a layer that is trained as a whole, which every stage of a pipeline has.
+LORA = Lora(3, 18.0, "", ("attn.*", "cross_attn.*:2", "fc1", "fc2", "adaLN_modulation.*:4"))
+WITH_LORA = {"t_embedder.mlp.2.weight"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,18 @@ EXPERTS = dict(model="experts", sharding=FREED)
 SEQUENCE = dict(model="odd")
 AXIAL = dict(model="axial", sharding=FREED)
 HALF = dict(precision="bf16")
+LORA_CASES = [
+    Case(dict(tp=2), "ddp", "dense, LoRA", micro_batches=2, how=dict(recompute="half")),
+    Case(dict(tp=2), "fsdp", "dense, LoRA", sharding=FREED),
+    Case(dict(tp=2, sp=2), "zero2", "dense, LoRA", kind="fastseq"),
+    Case(dict(sp=4), "zero2", "dense, LoRA", kind="usp"),
+    Case(dict(pp=2), "fsdp", "deep, LoRA", micro_batches=4, schedule="interleaved", how=CHECKPOINTED),
+    Case(dict(pp=2, tp=2), "zero2", "deep, LoRA", micro_batches=4),
+    Case(dict(ep=2, sp=2), "fsdp", "experts, LoRA", sharding=FREED),
+    Case(dict(sp=2, tp=2), "zero2", "axial, LoRA"),
+    Case(dict(tp=2), "fsdp", "flux, LoRA", sharding=FREED),
+    Case(dict(tp=2), "zero2", "wan, LoRA"),
+]
 CASES = {
     "tensor": [
         Case(dict(tp=2), "ddp", micro_batches=2, how=dict(recompute="half")),
@@ -124,6 +142,7 @@ CASES = {
         Case(dict(sp=2, tp=2), "fsdp", **AXIAL),
         Case(dict(sp=2, tp=2), "zero2", **AXIAL, how=dict(recompute="cheap")),
     ],
+    "LoRA": LORA_CASES,
     **{
         name: [
             Case(dict(tp=2), "fsdp", model=name, sharding=FREED, micro_batches=2),
@@ -156,7 +175,7 @@ HALF_CASES = {
         Case(dict(sp=2), "gemini", **HALF, **SEQUENCE, kind="ring", how=CHECKPOINTED),
         Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="usp"),
     ],
-    **dict.fromkeys(("experts", "axial", *PUBLIC), []),
+    **dict.fromkeys(("experts", "axial", "LoRA", *PUBLIC), []),
 }
 # What is saved, in shards or whole, and what resumes it.
 RESUMED = {
@@ -188,19 +207,31 @@ BAD = [
 ]  # fmt: skip
 
 
+def made(name: str, build: Callable[[DiTConfig], DiT] = build_model) -> DiT:
+    """Build a model, with LoRA if it has that in its name."""
+    model = build(CONFIGS[name])
+    if name.endswith("LoRA"):
+        add_lora(model, LORA, WITH_LORA, seed=0)
+    return model
+
+
 def weights_of(model: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    built = randomised(build_model(CONFIGS[model]))
-    if model in PUBLIC:  # whose matrices begin too small for gradients that are not rounding
+    built = randomised(made(model))
+    if is_public(model):  # whose matrices begin too small for gradients that are not rounding
         randomise(built, std=0.05)
     return {name: p.detach() for name, p in built.named_parameters()}
+
+
+def is_public(model: str) -> bool:
+    return model.startswith(PUBLIC)
 
 
 def samples(model: str, step: int, some: slice) -> MicroBatch:
     generator = torch.Generator().manual_seed(step)
     x, noise = torch.randn(2, SAMPLES, CONFIGS[model].in_channels, *CONFIGS[model].input_size, generator=generator)
     t, y = torch.randint(1000, (SAMPLES,), generator=generator), torch.randint(6, (SAMPLES,), generator=generator)
-    if model in PUBLIC:
+    if is_public(model):
         y = captions_of(model, generator)
     return MicroBatch(x[some], t[some], noise[some], y[some])
 
@@ -209,10 +240,10 @@ def captions_of(model: str, generator: torch.Generator) -> TextCondition:
     """Make a caption of unequal length for every sample."""
     config = CONFIGS[model]
     most, pooled = config.text.max_tokens, config.spec.text.pooled
-    lengths = torch.randint(most if model == "flux" else 1, most + 1, (SAMPLES, 1), generator=generator)
+    lengths = torch.randint(most if model.startswith("flux") else 1, most + 1, (SAMPLES, 1), generator=generator)
     mask = torch.arange(most) < lengths
     tokens = torch.randn(SAMPLES, most, config.text.width, generator=generator) * mask.unsqueeze(-1)
-    guidance = torch.linspace(1, 4, SAMPLES) if model == "flux" else None
+    guidance = torch.linspace(1, 4, SAMPLES) if model.startswith("flux") else None
     return TextCondition(tokens, mask, torch.randn(SAMPLES, pooled, generator=generator), guidance)
 
 
@@ -221,10 +252,11 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
 
     A first moment is a mean of clipped gradients, so a wrong scale shows in it.
     """
-    model, objective, losses, norms = build_model(CONFIGS[name]), SquaredError(), [], []
+    model, objective, losses, norms = made(name), SquaredError(), [], []
     model.load_state_dict(weights_of(name), strict=False)
-    adam = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    averages = {each: p.detach().clone() for each, p in model.named_parameters()}
+    trained = {each: p for each, p in model.named_parameters() if p.requires_grad}
+    adam = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=0.01)
+    averages = {each: p.detach().clone() for each, p in trained.items()}
     for step in range(STEPS):
         batch = samples(name, step, slice(None))
         loss = losses_of(objective, model, batch.x0, batch.t, batch.noise, y=batch.condition).mean()
@@ -234,9 +266,9 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
         adam.step()
         adam.zero_grad()
         losses.append(loss.item())
-        for each, p in model.named_parameters():
+        for each, p in trained.items():
             averages[each].lerp_(p.detach(), 1 - DECAY)
-    return losses, norms, averages, {each: adam.state[p]["exp_avg"] for each, p in model.named_parameters()}
+    return losses, norms, averages, {each: adam.state[p]["exp_avg"] for each, p in trained.items()}
 
 
 class Meshes(dict):
@@ -252,9 +284,9 @@ class Meshes(dict):
 def engine_of(mesh: Mesh, case: Case, empty: bool = False) -> Engine:
     """Build the engine of a case, with the weights of ``weights_of``, or with -1 everywhere."""
     config, full = CONFIGS[case.model], weights_of(case.model)
-    model = empty_model(config)
+    model = made(case.model, empty_model)
     sequence = None
-    if mesh.sp_size > 1 and case.model == "axial":
+    if mesh.sp_size > 1 and case.model.startswith("axial"):
         sequence = test_axial.strategy(mesh, config)
     elif mesh.sp_size > 1:
         sequence = test_sequence.strategy(mesh, case.kind, config)
@@ -297,7 +329,7 @@ def engine_run(mesh: Mesh, case: Case):
     losses, norms, finite = train(mesh, case, engine, ema, range(STEPS if case.precision == "fp32" else 2))
     assert all(finite), case
     moments = gathered(engine, {name: engine.moments(name)["exp_avg"] for name in engine.shapes})
-    shared = gathered(engine, {name: engine.master(name) for name in engine.shared})
+    shared = gathered(engine, {name: engine.master(name) for name in engine.shared if name in engine.shapes})
     return losses, norms, {name: full.clone() for name, full in ema.gather()}, moments, shared
 
 
@@ -317,7 +349,7 @@ def test_curves_averages_and_moments_are_those_of_one_process(kind):
     results = run_ranks(RANKS, all_runs, exact + half)
     for number, case in enumerate(exact + half):
         of_ranks = [runs[number] for runs in results]
-        names = {name for name, _ in build_model(CONFIGS[case.model]).named_parameters()}
+        names = {name for name, p in made(case.model).named_parameters() if p.requires_grad}
         assert set().union(*(moments for *_, moments, _ in of_ranks)) == names, case
         every = plan_of(CONFIGS[case.model]).stages.every if case.sizes.get("pp", 1) > 1 else ()
         for *_, shared in of_ranks:  # what every stage has stays the same on all of them, bit for bit
@@ -327,7 +359,7 @@ def test_curves_averages_and_moments_are_those_of_one_process(kind):
         for case, (curve, of_gradients, means, ours, _) in zip(exact, runs, strict=False):
             losses, norms, averages, moments = plain[case.model]
             assert off_by(curve, losses) < 1e-5 and off_by(of_gradients, norms) < 1e-5, case
-            bound = 3e-4 if case.model in PUBLIC else 1e-4  # their small gradients are sums of larger terms
+            bound = 3e-4 if is_public(case.model) else 1e-4  # their small gradients are sums of larger terms
             for name in ours:
                 assert off(ours[name], moments[name]) < bound, (case, name)
                 assert off(means[name], averages[name]) < bound, (case, name)

@@ -96,7 +96,6 @@ def test_auto_takes_only_what_the_model_can_attend_by():
         plan = make_plan("auto", 2, shape)
         config.check_sequence_parallel(plan.kind)
         assert plan.kind == expected and ("ring" in plan.reason) == (attention == "auto")
-    assert "fastseq" not in ParallelFlags().sequence_types(config.sequence_types, "auto", lora=True)
     with pytest.raises(ValueError, match="by fastseq, ulysses only, and its 4 heads can't .* use a size that divides"):
         make_plan("auto", 3, shape)
     with pytest.raises(ValueError, match="ulysses: 4 heads can't .* use a size that divides them"):

@@ -87,27 +87,30 @@ def test_train_py_gives_the_curve_of_one_process_and_resumes_under_another_produ
     assert made_of["sequence"] == "fastseq over 2 ranks" and made_of["global_batch"] == 8
 
 
-def fsdp(mesh, runs: list[str]) -> None:
+def with_lora(mesh, runs: list[str]) -> None:
     several_programs()
     for flags in runs:
-        train.main([*TINY, "--lr", "1e-2", "--sample_every", "0", "--deterministic", *flags.split()])
+        train.main([*TINY, *QUIET, "--lr", "1e-2", "--deterministic", *flags.split()])
 
 
-def test_lora_under_fsdp_and_its_resumption_follow_one_process(tmp_path):
-    """Frozen weights are sharded and gathered like the others."""
-    lora = f"--lora 4 --pretrained {tmp_path}/base/{RUN}"
+def test_lora_and_its_resumption_follow_one_process(tmp_path):
+    """Under fsdp frozen weights are sharded like the others, and grids are drawn by a second model. A resumed run knows
+    its LoRA and the weights that this is added to."""
+    lora = f"--lora 4 --lora_targets attn.* mlp.*:2 --pretrained {tmp_path}/base/{RUN}"
     base = f"--batch_size 4 --max_steps 3 --outputs {tmp_path}/base"
-    run_ranks(1, fsdp, [base, f"{lora} --batch_size 8 --max_steps 5 --outputs {tmp_path}/one"])
-    freed = f"{lora} --plugin fsdp --reshard after_forward --batch_size 4 --outputs {tmp_path}/freed"
+    run_ranks(1, with_lora, [base, f"{lora} --batch_size 8 --max_steps 5 --outputs {tmp_path}/one"])
+    freed = f"--plugin fsdp --reshard after_forward --batch_size 4 --outputs {tmp_path}/freed"
     runs = [
-        f"{freed} --max_steps 3 --offload average",
+        f"{lora} {freed} --max_steps 3 --offload average",
         f"{freed} --max_steps 5 --load latest --offload state",
         f"{lora} --plugin fsdp --batch_size 2 --grad_accumulation 2 --max_steps 5 --outputs {tmp_path}/split",
+        f"{lora} {TENSOR} --batch_size 8 --max_steps 5 --outputs {tmp_path}/divided",
     ]
-    run_ranks(2, fsdp, runs)
-    for name in ("freed", "split"):
-        (log,), (one,) = ((tmp_path / each).glob("*/log.jsonl") for each in (name, "one"))
-        assert off_by(*([line["loss"] for line in log_of(each.parent)] for each in (log, one))) < 1e-5, name
+    run_ranks(2, with_lora, runs)
+    for name in ("freed", "split", "divided"):
+        assert off_by(losses_in(tmp_path / name), losses_in(tmp_path / "one")) < 1e-5, name
+        assert np.abs(drawn_in(tmp_path / name, 5) - drawn_in(tmp_path / "one", 5)).max() <= 1, name
+    assert np.abs(drawn_in(tmp_path / "one", 5) - drawn_in(tmp_path / "base", 3)).max() > 1
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,17 @@ def test_lora_under_fsdp_and_its_resumption_follow_one_process(tmp_path):
         ("4 --pipeline_parallel_size 3", "--pipeline_parallel_size 3: does not divide the 4 processes"),
         ("4 --pipeline_parallel_size 2 --tensor_parallel_size 4", "2 with --tensor_parallel_size 4: does not divide"),
         ("4 --pipeline_parallel_size 2 --plugin gemini", "does not work with --plugin gemini"),
-        ("4 --pipeline_parallel_size 2 --lora 2 --pretrained x", "does not work with --lora"),
+        ("4 --lora 2 --pretrained x --plugin gemini", "with --plugin gemini, which has frozen weights whole"),
+        (
+            "4 --lora 2 --pretrained x --lora_targets qkw",
+            "qkw: fits no linear layer .*; give one of adaLN_modulation.1, ",
+        ),
+        ("4 --lora 2 --pretrained x --lora_targets fc1:0", "fc1:0: no layer's name; give one as qkv"),
+        ("4 --lora 2 --pretrained x --lora_targets fc1:128", "with rank 128: out of range; .* below the width, 128"),
+        (
+            "4 --lora 2 --pretrained x --lora_targets blocks.0.** --pipeline_parallel_size 2",
+            "of pipeline rank 1 have none",
+        ),
         ("4 --pipeline_parallel_size 2 --checkpoint_format whole", "does not work with --checkpoint_format whole"),
         ("8 --pipeline_parallel_size 8", "the model's 4 blocks make at most 4 stages; use 4 or less"),
         ("4 --pipeline_parallel_size 4 --pipeline_schedule interleaved", "use 2 or less, or 1f1b"),

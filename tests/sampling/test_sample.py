@@ -83,10 +83,10 @@ def test_one_and_three_processes_write_the_same_pictures(tmp_path, ckpt):
 
 
 def test_more_processes_than_samples(tmp_path, ckpt):
-    argv = f"--ckpt {ckpt} --class_labels 3 1 --num_sampling_steps 3 --output {tmp_path} --npz {tmp_path}/s.npz"
-    run_ranks(3, start, argv.split())
+    argv = f"--ckpt {ckpt} --num_sampling_steps 3 --output {tmp_path} --npz {tmp_path}/s.npz --class_labels 1"
+    run_ranks(3, start, [*argv.split(), "A name that is far too long for its picture"])  # class 3
     archive = np.load(tmp_path / "s.npz")
-    assert archive["arr_0"].shape == (2, 8, 8, 3) and archive["arr_1"].tolist() == [3, 1]
+    assert archive["arr_0"].shape == (2, 8, 8, 3) and archive["arr_1"].tolist() == [1, 3]
     assert not list(tmp_path.glob(".part*"))
 
 
@@ -94,6 +94,8 @@ def test_more_processes_than_samples(tmp_path, ckpt):
     "argv,message",
     [
         ("--class_labels 1 5", "--class_labels 5: no class of the model; give labels from 0 to 4"),
+        ("--class_labels -1", "--class_labels -1: no class of the model; give labels from 0 to 4"),
+        ("--class_labels 1 cot", "--class_labels 'cot': no such class; did you mean"),
         ("--image_size 16", "draws 8 x 8"),
         ("--model DiT-S/2", "checkpoint of DiT-Ti/2"),
         ("--num_sampling_steps 2000", "--num_sampling_steps 2000: out of range; give a whole number from 1 to 1,000"),

@@ -37,7 +37,7 @@ def program(argv: list[str], environment: dict[str, str], log: str, fault: Calla
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
     if fault is not None:
         fault()
-    train.main(argv)
+    sys.exit(train.main(argv))
 
 
 class Run:

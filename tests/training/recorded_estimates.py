@@ -62,7 +62,7 @@ def setups(config: DiTConfig) -> list[Setup]:
                 levels = ("norms", "cheap", "half", "mlp")  # at that commit
                 found += [Setup(plugin, precision, fused=fused, recompute=level) for level in levels]
     found.append(Setup("gemini", "fp16", world=4, averages=2, accumulate=True))
-    found.append(Setup("zero2", "fp16", world=3, grad_checkpoint=True, trained=1000))
+    found.append(Setup("zero2", "fp16", world=3, grad_checkpoint=True))
     if config.float8 and config.bias:
         found += [Setup(fp8=True), Setup(fp8=True, grad_checkpoint=True)]
     if config.kind not in ("ecdit", "stdit"):  # which could not share samples, at that commit

@@ -1,6 +1,7 @@
 """A run that fails, on one rank or two, leaves no process after seconds; the exit code is not 0 and the last line says
 why."""
 
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,8 @@ def test_an_exception_on_one_rank_ends_all_of_them(start, ranks):
     run.until(lambda: run.steps() >= 3)
     codes = run.ended(time.monotonic())
     assert codes == [1] if ranks == 1 else codes == [3, 1]
+    ended = json.loads((run.outputs / "000-DiT-Ti-2" / "ended.json").read_text())
+    assert (ended["failed"], ended["done"], ended["stopped"]) == (True, False, False)
     text = run.logs[-1].read_text()
     assert "Traceback" in text  # a defect of the program
     assert run.last_line(ranks - 1) == ("error: " if ranks == 1 else "error: rank 1: ") + "KeyError: 'a defect'"
@@ -216,8 +219,10 @@ def test_sigterm_still_saves_however_long_the_step_takes(start):
     run.until(lambda: run.steps() >= 1)
     run.ranks[1].terminate()
     assert run.ended(time.monotonic(), 60) == [0, 0]
-    checkpoints = run.outputs / "000-DiT-Ti-2" / "checkpoints"
-    assert steps_in(checkpoints) == [run.steps()]
+    folder = run.outputs / "000-DiT-Ti-2"
+    assert steps_in(folder / "checkpoints") == [run.steps()]
+    how = {"step": run.steps(), "done": False, "stopped": True, "hours_up": False, "failed": False}
+    assert json.loads((folder / "ended.json").read_text()) == how
 
 
 def slow_steps() -> None:

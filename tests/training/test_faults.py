@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from multiprocessing.process import BaseProcess as Process
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import torch
 import train
 from opendit.checkpoint import save
 from opendit.checkpoint.files import damage, read_state
+from opendit.common.stages import process_seconds
+from opendit.parallel.mesh import Mesh
 from opendit.training.interrupt import Interrupt
 from tests.checkpoint.test_checkpoint import ARGV, run_to, steps_in
 from tests.checkpoint.test_resume import assert_same_bits
@@ -272,6 +275,20 @@ def test_a_second_signal_quits_at_once():
     env = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
     done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "still here" in done.stdout, done
+
+
+def test_the_hours_leave_time_for_a_step_and_a_save():
+    """A run of 20 s more than this process has had: it goes on, unless a save would take longer than that."""
+    mesh, hours = Mesh(0, 1, 0, torch.device("cpu")), (process_seconds() + 20) / 3600
+    for save_seconds, why in ((1.0, None), (30.0, "hours_up")):
+        with Interrupt(mesh, hours, partial(float, save_seconds)) as interrupt:
+            assert interrupt.why is None
+            interrupt.ask()
+            assert interrupt.answer() == (why is not None) and interrupt.why == why
+    with Interrupt(mesh, hours, lambda: 30.0) as interrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        interrupt.ask()
+        assert interrupt.answer() and interrupt.why == "stopped"
 
 
 def failing_rank(mesh) -> bool:

@@ -234,7 +234,7 @@ def test_peft_s_layers_are_the_product_and_merging_is_the_same_model(name, tmp_p
     """Value and every gradient against W + (alpha / rank) B A put in the place of W, in float64."""
     frames = {} if name.endswith("/2") else {"frames": 3}
     base, adapted = (model(name, **frames).double() for _ in range(2))
-    layers = targets(base)
+    layers = targets(base, Lora(3, 5.0, ""))
     add = with_lora(adapted, also={"y_embedder.embedding_table.weight"}).double()
     trained = {name: p for name, p in add.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * len(layers) + 1 and len(layers) >= 4 * base.config.depth
@@ -268,7 +268,7 @@ def test_initial_weights_of_lora_are_keyed_and_as_peft_draws_them(text):
     add_lora(one, Lora(16, 16, "base"), (), seed=3)
     torch.manual_seed(9)
     peft_s, two = build_model(config), build_model(config, seed=3)
-    layers = LoraConfig(r=16, lora_alpha=16, target_modules=targets(peft_s), bias="none")
+    layers = LoraConfig(r=16, lora_alpha=16, target_modules=list(targets(peft_s, Lora(16, 16, ""))), bias="none")
     peft_s = dict(inject_adapter_in_model(layers, peft_s).named_parameters())
     add_lora(two, Lora(16, 16, "base"), (), seed=4)
     two, before = dict(two.named_parameters()), dict(plain.named_parameters())
@@ -325,6 +325,7 @@ def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_pa
         argv = [*common, "--plugin", plugin]
         runs.append([*argv, "--max_steps", "6", "--outputs", str(tmp_path / plugin / "whole")])
         runs.append([*argv, "--max_steps", "3", "--outputs", str(tmp_path / plugin / "parts")])
+        argv = argv if plugin == "zero2" else [*TRAIN, *argv[-4:]]  # a resumed run knows its LoRA and its base
         again.append([*argv, "--max_steps", "6", "--outputs", str(tmp_path / plugin / "parts"), "--load", "latest"])
     run_ranks(2, trainings, runs)
     run_ranks(2, trainings, again)
@@ -370,9 +371,6 @@ def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_pa
         with pytest.raises(SystemExit):
             train.main([*common, "--max_steps", "7", "--outputs", str(tmp_path / "x"), "--load", str(run), *changed])
         assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train.main([*TRAIN, "--max_steps", "7", "--outputs", str(tmp_path / "x"), "--load", str(run)])
-    assert "was made with --lora" in capsys.readouterr().err
 
 
 def test_what_was_taken_over_is_printed(base, tmp_path, no_ranks, capsys):

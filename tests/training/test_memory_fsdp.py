@@ -12,7 +12,7 @@ from opendit.kernels.host_access import Staged
 from opendit.kernels.operations import FLOAT8, chosen
 from opendit.kernels.tensor_table import BlockTable
 from opendit.models import DiT, DiTConfig, TextConfig, build_model, model_config
-from opendit.models.lora import Lora, add_lora, lora_parameters
+from opendit.models.lora import Lora, add_lora
 from opendit.parallel.apply import Sharding, float8_weights
 from opendit.parallel.mesh import Mesh, init_mesh
 from opendit.training.memory import (
@@ -82,8 +82,8 @@ def test_states_are_those_of_the_engine(world):
     cases = [(1, "fp32", None), (1, "bf16", None), (1, "bf16", 8)] + [(2, "bf16", None)] * (world > 1)
     for found in run_ranks(world, states_held, cases):
         for (replicate, precision, rank), (states, gradients) in zip(cases, found, strict=True):
-            trained = None if rank is None else lora_parameters(DEEP, rank)
-            setup = Setup("fsdp", precision, world, averages=2, trained=trained, replicate=replicate)
+            lora = None if rank is None else Lora(rank, rank, "")
+            setup = Setup("fsdp", precision, world, averages=2, lora=lora, replicate=replicate)
             needs = estimate(DEEP, setup, 1)
             for name, held in states.items():
                 assert needs.states[name] == pytest.approx(held, rel=0.01), (name, replicate, precision)

@@ -74,7 +74,7 @@ def test_what_is_drawn_with_a_lora_is_drawn_from_the_merged_folder(folders, trai
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_of_lora_resumes_bit_for_bit(folders, trained, name, tmp_path):  # noqa: F811
     half = run(folders, name, tmp_path, *LORA, steps=2)
-    run(folders, name, tmp_path, *LORA, "--load", str(half))
+    run(folders, name, tmp_path, *LORA[4:], "--load", str(half), load=True)  # it knows its LoRA and its base
     assert losses(half) == losses(trained[name])
     for file in ("model", "ema", "optimizer_000"):
         one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained[name], half))

@@ -13,6 +13,7 @@ import sample
 import train
 from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import make_demo
+from opendit.encoders import pictures as encoders_pictures
 from tests.encoders.test_text import save_clip  # a small CLIP with a tokenizer, in a folder
 from tests.encoders.test_vae import small_vae
 
@@ -41,14 +42,22 @@ def clips(tmp_path_factory):
     return make_demo(tmp_path_factory.mktemp("videos"), clips=8, size=32, frames=12)
 
 
-def test_text_to_image_with_the_trained_encoder(pictures, tmp_path):
+def test_text_to_image_with_the_trained_encoder(pictures, tmp_path, monkeypatch):
     argv = ["--data_path", str(pictures), *"--model DiT-Ti/4 --image_size 16 --vae none --cross_attention".split()]
-    train.main([*argv, *COMMON, "--outputs", str(tmp_path)])
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("grey, number 3\n\nund etwas Anderes: größer\n")
+    drawn = []
+
+    def save_grid(path, pictures, captions, **options):
+        drawn.append((len(pictures), captions))
+        encoders_pictures.save_grid(path, pictures, captions, **options)
+
+    monkeypatch.setattr("opendit.training.drawing.save_grid", save_grid)
+    train.main([*argv, *COMMON, "--sample_prompts", str(prompts), "--outputs", str(tmp_path)])
+    assert drawn and all(each == (2, ["grey, number 3", "und etwas Anderes: größer"]) for each in drawn)
     run = tmp_path / "000-DiT-Ti-4"
     assert all(0.1 < loss < 10 for loss in losses(run))
     output = tmp_path / "samples"
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("grey, number 3\n\nund etwas Anderes: größer\n")
     for given in (["a", "b, c"], [str(prompts)], []):
         archive = tmp_path / "s.npz"
         words = ["--prompt", *given] if given else []

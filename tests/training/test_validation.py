@@ -200,6 +200,23 @@ def test_a_resumed_run_s_picture_goes_on_and_what_is_not_finite_is_left_out(tmp_
     assert Image.open(tmp_path / "p.png").size[0] == 1500
 
 
+@pytest.mark.parametrize(
+    ("losses", "since"),
+    [
+        ([3.0, 2.0, 2.1, 2.2], None),
+        ([3.0, 2.0, 2.1, 2.2, 2.3], 20),
+        ([3.0, 2.0, 2.5, 2.1, 2.2, 2.3], 20),
+        ([3.0, 2.0, 2.1, 2.3, 2.2], None),  # not rising now
+        ([3.0, 2.0, 2.1, None, 2.3], None),
+        ([1.0, 2.0, 3.0, 4.0], 10),
+        ([], None),
+    ],
+)
+def test_a_loss_that_rises_is_told_from_one_that_is_uneven(losses, since):
+    steps = [10 * (number + 1) for number in range(len(losses))]
+    assert LossHistory([1.0], steps, losses).rises_since() == since
+
+
 @pytest.mark.parametrize("objective", [DDPMObjective(), FlowObjective(shift=3.0), EDMObjective()])
 def test_quantiles_are_equal_shares_of_what_training_draws(objective):
     drawn = objective.times(5, 0, torch.arange(20_000)).double()

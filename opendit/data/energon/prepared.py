@@ -7,6 +7,7 @@ where it is made when the set is first opened.
 import fcntl
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -291,7 +292,8 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
                 _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
         except OSError as error:
             what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"
-            fix = f"set {FOLDER} to another folder, or run: python preprocess.py index {printable(prepared.folder)}"
+            path = shlex.quote(printable(prepared.folder))
+            fix = f"set {FOLDER} to another folder, or run: python preprocess.py index {path}"
             raise ValueError(f"{shown}: {what}; {fix}") from error
         except ValueError as error:
             raise ValueError(f"{shown}: {error}") from error

@@ -35,6 +35,13 @@ class TokenSize:
         return (tokens * self.frames - 1) * self.temporal + 1
 
 
+def token_size(patch: tuple[int, ...], downscale: int = 1, temporal: int = 1) -> TokenSize:
+    """Return the size of a token of a model with this patch, ([frames,] rows, columns), of latents each of which stands
+    for ``downscale`` pixels along a side and ``temporal`` frames."""
+    *frames, height, width = patch
+    return TokenSize(frames[0] if frames else 1, temporal, (height * downscale, width * downscale))
+
+
 @dataclass(frozen=True)
 class ShapeTable:
     """shapes: (n, 3) int32, the frames, height and width of each, in frames and pixels. tokens: (n,) int64. level: (n,)

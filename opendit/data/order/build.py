@@ -17,6 +17,7 @@ def build_schedule(
     *,
     bucket_tokens: int | None = None,
     pack_tokens: int | None = None,
+    caption_tokens: int = 0,
     attention: float = float("inf"),
 ) -> BatchSchedule:
     """Return the data set's schedule: in buckets if its samples have several shapes, by weights if it has several
@@ -25,13 +26,15 @@ def build_schedule(
     Args:
         bucket_tokens: tokens of a unit of several samples of one shape; for a ``ShapedDataset``.
         pack_tokens: tokens of a unit of any samples; for a ``ShapedDataset``.
+        caption_tokens: tokens of a pack that each sample takes beside its media's.
         attention: see ``PackSchedule``.
 
     Raises:
         ValueError: there are too few samples.
     """
     if pack_tokens is not None:
-        tokens, sources = cast(ShapedDataset, dataset).token_counts(), dataset.describe().sources
+        shaped, sources = cast(ShapedDataset, dataset), dataset.describe().sources
+        tokens = shaped.token_counts(caption_tokens)
         return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
     if bucket_tokens is not None:
         return _in_buckets(cast(ShapedDataset, dataset), global_batch, micro_batches, seed, bucket_tokens)

@@ -361,6 +361,7 @@ class ShardDataset(PicturesAndClips):
             sample_shape=self.sample_shape,
             clips=self.clip_reading,
             random_flip=self.random_flip,
+            random_crop=self.random_crop,
             random_window=self.random_window,
             seed=self.seed,
             max_bad=self.max_bad,

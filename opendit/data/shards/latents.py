@@ -307,14 +307,17 @@ class TarLatents(CachedLatents, ShardDataset):
         self.random_window, self.use_video = False, use_video
         self.empty_caption = empty_caption
         self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
+        self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
         """Read a sample's tensors. Raises BadSample for others than the index says."""
         try:
             tensors = self._read_tensors(row)
             shape = list(tensors["moments"].shape)
-            wanted = [2 if self.index["flips"] else 1, *self.sample_shape]
-            if len(wanted) == len(shape) == 5 and shape[2] == 1:
+            wanted, own = [2 if self.index["flips"] else 1, *self.sample_shape], self._own_shape(row)
+            if own is not None:
+                wanted[2:] = own[1:]
+            elif len(wanted) == len(shape) == 5 and shape[2] == 1:
                 wanted[2] = 1  # pictures among clips have one frame
             if shape != wanted:
                 raise ValueError(f"moments of shape {shape}, not {wanted}")
@@ -325,6 +328,10 @@ class TarLatents(CachedLatents, ShardDataset):
         except Exception as error:  # of a stranger's bytes
             raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
         return tensors
+
+    def _own_shape(self, row: int) -> list[int] | None:
+        """Return (C, [t,] h, w) of a row's latents if its tar's entry in the index has it."""
+        return self._latent_shapes[self.find_record(row)[0]]
 
     def _read_tensors(self, row: int) -> dict[str, Tensor]:
         content, foreign = self.read_medium(row), self.index.get("foreign")
@@ -350,19 +357,26 @@ class TarLatents(CachedLatents, ShardDataset):
         if len(set(self._keys)) < 2:
             return self._keys[0]
         if self._kinds is None:
-            make = partial(np.repeat, np.array(self._keys, np.uint8), [len(shard) for shard in self.shards])
+            make = partial(np.repeat, np.array(self._keys, np.int16), [len(shard) for shard in self.shards])
             self._kinds = kept_array(len(self), lambda: hash_parts("keys of latents", self._identity()), make)
         return self._kinds
 
     def _sizes(self) -> list[tuple[int, Size]]:
         """Return, for each tar, (the end of its rows, (frames, height, width) of their latents)."""
-        lengths = {key: self._frames(key) for key in set(self._keys)}
-        height, width = self.sample_shape[-2:]
-        of = zip(self.starts[1:].tolist(), self._keys, strict=True)
-        return [(end, (lengths[key], height, width)) for end, key in of]
+        lengths: dict[int, int] = {}
+        sizes: list[Size] = []
+        for key, own in zip(self._keys, self._latent_shapes, strict=True):
+            if own is None:
+                if key not in lengths:
+                    lengths[key] = self._frames(key)
+                own = [0, lengths[key], *self.sample_shape[-2:]]
+            frames, height, width = (1, *own[1:])[-3:]
+            sizes.append((frames, height, width))
+        return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the frames of the latents in tars with this key, which no index has: 1 for pictures among clips."""
+        """Return the frames of the latents in tars with this key, which their index lacks: 1 for pictures among
+        clips."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():
@@ -382,7 +396,8 @@ class TarLatents(CachedLatents, ShardDataset):
         return Checksums(Path(self.shards[0].path).parent, self.checksums, self.shown)
 
     def describe(self) -> Description:
-        clips = sum(len(tar) for tar, key in zip(self.shards, self._keys, strict=True) if key == max(self._keys))
+        of_tars = zip(self.shards, self._keys, self._latent_shapes, strict=True)
+        clips = sum(len(tar) for tar, key, own in of_tars if (own[1] > 1 if own else key == max(self._keys)))
         about = self._description(self.shown.removeprefix("--data_path "), clips, self.empty_caption)
         counted = ((len(self), self.counted_captions),)
         return replace(about, counted_captions=counted, largest_label=self._find_largest_label)

@@ -1,5 +1,6 @@
 """A folder of tars, or one of them."""
 
+import shlex
 from collections.abc import Sequence
 
 from opendit.common.json_file import MIB, parse_json, read_json
@@ -38,7 +39,7 @@ def open_source(asked: Request) -> ShardDataset | None:
     if missing := [printable(tar.name) for tar in tars if not index_of(tar).exists()]:
         raise ValueError(
             f"{asked.shown}: no index beside {name_few(missing)}; make it: python preprocess.py index "
-            f"{printable(folder)}"
+            f"{shlex.quote(printable(folder))}"
         )
     shards = []
     for tar in tars:

@@ -22,7 +22,7 @@ from torch import Tensor
 from opendit.common.safe_files import make_folder, refuse_links, replacing
 from opendit.common.tensor_files import open_safetensors, write_file
 from opendit.common.utils import DataError, hash_parts, sha256_of
-from opendit.data.csv_table import read_csv
+from opendit.data.captioned_folder import find_captions
 from opendit.data.files import printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
@@ -35,6 +35,7 @@ from opendit.data.progress import Progress
 from opendit.data.shards.index import TarIndex, index_of, write_index
 from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.shards.scan import BLOCK, member_header, padded, scan
+from opendit.data.tables import read_table
 from opendit.data.text_cache import EMPTY
 
 _READ = 4 << 20
@@ -63,15 +64,16 @@ class TarPlan:
 
 
 def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
-    """Return the samples of a CSV or a folder of pictures, the names of its classes (none for a CSV), and "path: why"
-    for files that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
-    if os.path.isdir(data_path):
+    """Return the samples of a table or a folder, the names of its classes (none with captions), and "path: why" for
+    files that can't be packed. Raises ValueError or FileNotFoundError, naming the flag."""
+    captioned = find_captions(data_path) if os.path.isdir(data_path) else None
+    if captioned is not None and not captioned.has_captions:
         found = find_pictures(data_path)
         class_names, beside = found.class_names, "cls"
         media = [(path, suffix_of(path), str(label)) for path, label in zip(found.paths, found.labels, strict=True)]
     else:
         class_names, beside, media = [], "txt", []
-        for row in read_csv(data_path):
+        for row in read_table(data_path) if captioned is None else captioned.rows:
             suffix = suffix_of(str(row.path))
             if suffix not in picture_suffixes() | CLIPS:
                 suffix = ".jpg" if row.is_picture else ".mp4"  # decoders go by the bytes; this only tells the two apart
@@ -79,6 +81,8 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
     with ThreadPoolExecutor(16) as pool:  # a network disk answers sixteen as quickly as one
         states = list(pool.map(lambda medium: _state(medium[0]), media))
     entries, left_out = [], []
+    if captioned is not None and captioned.has_captions:
+        left_out += [name for names in captioned.left_out.values() for name in names]
     for number, ((path, suffix, text), state) in enumerate(zip(media, states, strict=True)):
         if isinstance(state, str) or not text:
             left_out.append(f"{printable(path)}: {state if isinstance(state, str) else 'empty caption'}")

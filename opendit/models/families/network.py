@@ -5,6 +5,7 @@ A family's file makes the specification of its ``config.json``; nothing here ask
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from opendit.models.dit import DiT
 from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
 from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
+from opendit.models.interleaved import Interleaved
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
 from opendit.models.parameter_names import canonical_name
 from opendit.models.positions import axes_table, grid_coordinates
@@ -296,10 +298,7 @@ class PublicDiT(DiT):
             media = torch.cat([media, filling.to(media.dtype).expand(len(media), count, -1)], dim=1)
         if alone.shards is not None:
             media = alone.shards.take(media)
-        if spec.media_refiner is not None:
-            m = [next(modulations) for _ in range(spec.media_refiner.count)]
-            checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
-            media = run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
+        media = self._refined(media, modulations, alone)
         if not spec.order:
             return media, grid
         text, _ = _of_context(context)
@@ -307,6 +306,15 @@ class PublicDiT(DiT):
             text = cast(StreamShards, grid.shards).take_stream(spec.order.index("text"), text)
         parts = {"text": text, "media": media}
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
+
+    def _refined(self, media: Tensor, modulations: Iterator[Modulation], alone: TokenGrid) -> Tensor:
+        """Run the media's refiner, if there is one, on tokens (B, n, D). Takes its modulations."""
+        refiner = self.config.spec.media_refiner
+        if refiner is None:
+            return media
+        m = [next(modulations) for _ in range(refiner.count)]
+        checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
+        return run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, TokenGrid]:
         """Describe the places of all tokens of a batch of latents of this size, and those of the media alone."""
@@ -371,6 +379,68 @@ class PublicDiT(DiT):
 
     # --------------------------------------------------------------------------------------------------------- packs
 
+    def _predict_pack(
+        self, x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
+    ) -> Tensor:
+        spec, embed = self.config.spec, cast(PatchLinear, self.x_embedder)
+        if not spec.order:
+            return super()._predict_pack(x, modulations, context, segments)
+        self._check_pack(x, segments)
+        modulations, (text, keys) = iter(modulations), _of_context(context)
+        pack = self._joint_pack(segments, text, keys)
+        # The pack's padding stays outside: nothing attends to it.
+        patches = self._input_patches(x[: segments.filled]).unsqueeze(0)
+        media = embed.project(patches.to(embed.proj.weight.dtype))
+        if pack.filled is not None:
+            filling = cast(Tensor, embed.filling).to(media.dtype).expand(1, pack.filled.totals[1], -1)
+            media = pack.filled.join([media, filling])
+        parts = {"media": self._refined(media, modulations, pack.alone), "text": pack.without_padding(text)}
+        tokens, grid = pack.grid.join([parts[name] for name in spec.order]), pack.grid
+        checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
+        tokens = run_blocks(self.blocks, tokens, modulations, None, grid, checkpointed=checkpointed)
+        media = grid.split(tokens)[spec.order.index("media")]
+        if pack.filled is not None:
+            media = pack.filled.split(media)[0]
+        y = self.final_layer(media, cast(Tensor, next(modulations)), (pack.sample_of_row,)).squeeze(0)
+        y = self._output_patches(nn.functional.pad(y, (0, 0, 0, segments.tokens - segments.filled)))
+        return -y if spec.reversed_time else y
+
+    def _joint_pack(self, segments: Segments, text: Tensor, keys: Tensor) -> "JointPack":
+        """Describe a pack whose captions, text (S, L, D), are tokens of its sequence. keys: (S, L) bool, the tokens of
+        each that are; (S, 0) for all. Where captions are of unequal length this waits for the device."""
+        spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
+        count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
+        counted = rotary.text == "count"
+        own = keys.sum(1) if counted and keys.shape[1] else None
+        captions = [length] * count if own is None else own.tolist()
+        filling = [-tokens % spec.media_multiple for tokens in segments.lengths]
+        media = [tokens + more for tokens, more in zip(segments.lengths, filling, strict=True)]
+        lengths = {"text": captions, "media": media}
+        padding = [length - tokens for tokens in captions]
+        padded = Interleaved.of([captions, padding], device) if any(padding) else None
+        filled = Interleaved.of([segments.lengths, filling], device) if any(filling) else None
+        joint = Interleaved.of([lengths[name] for name in spec.order], device)
+
+        placed = segments.place(device)
+        sample_of_row = placed.sample_of_row[: segments.filled]
+        at = placed.coordinates()[: segments.filled, -axes:].double().unsqueeze(0)
+        text_at = at.new_zeros(1, count * length, axes)
+        if counted:
+            text_at[..., 0] = torch.arange(1, length + 1, device=device).repeat(count)
+            at[..., 0] += (length if own is None else own[sample_of_row]) + 1
+        if filled is not None:
+            at = filled.join([at, at.new_zeros(1, sum(filling), axes)])
+        places = {"text": text_at if padded is None else padded.split(text_at)[0], "media": at}
+
+        def grid_of(at: Tensor, lengths: list[int], **how: Any) -> TokenGrid:
+            own = Segments(tuple((1, 1, tokens) for tokens in lengths), sum(lengths)).place(device)
+            return TokenGrid((sum(lengths),), axes_table(at[0], rotary.channels, rotary.base), packed=own, **how)
+
+        whole = [text + media for text, media in zip(captions, media, strict=True)]
+        at_joint = joint.join([places[name] for name in spec.order])
+        grid = grid_of(at_joint, whole, streams=joint.totals, interleaved=joint)
+        return JointPack(grid, grid_of(at, media), filled, padded, sample_of_row)
+
     def _output_patches(self, y: Tensor) -> Tensor:
         if self.config.spec.channels_last[1]:
             return super()._output_patches(y)
@@ -382,6 +452,24 @@ class PublicDiT(DiT):
     def _segment_rotations(self, packed: PlacedSegments) -> Tensor:
         rotary = self.config.spec.rotary
         return axes_table(packed.coordinates()[:, -len(rotary.channels) :], rotary.channels, rotary.base)
+
+
+@dataclass(frozen=True, eq=False)
+class JointPack:
+    """A pack whose samples each have a caption among the tokens. grid: the places of all tokens; alone: of the media's.
+    filled: media and the tokens that fill them; None for no such tokens. padded: captions and their padding, likewise.
+    sample_of_row: (n,) of the media's tokens."""
+
+    grid: TokenGrid
+    alone: TokenGrid
+    filled: Interleaved | None
+    padded: Interleaved | None
+    sample_of_row: Tensor
+
+    def without_padding(self, text: Tensor) -> Tensor:
+        """Return captions (S, L, D) as tokens (1, n, D)."""
+        tokens = text.flatten(0, 1).unsqueeze(0)
+        return tokens if self.padded is None else self.padded.split(tokens)[0]
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:

@@ -64,12 +64,9 @@ class PublicConfig(DiTConfig):
         return ("ulysses",)
 
     @property
-    def why_no_packs(self) -> str:  # type: ignore[override]
-        return "their captions are tokens of the sequence" if self.spec.order else ""
-
-    def check_packs(self) -> None:
-        if self.why_no_packs:
-            raise ValueError(f"--pack_tokens: not {self.family} models: {self.why_no_packs}; give --bucket_tokens")
+    def caption_tokens(self) -> int:
+        multiple, text = self.spec.text.multiple, cast(TextConfig, self.text)
+        return -(-text.max_tokens // multiple) * multiple if self.joint_sequence else 0
 
     @property
     def joint_sequence(self) -> bool:

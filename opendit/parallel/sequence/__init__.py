@@ -147,8 +147,7 @@ def sequence_parallel(
         direct: through symmetric memory if possible; otherwise by collectives.
 
     Raises:
-        ValueError: the number of heads forbids this kind, or these groups; or this kind reads the weights of layers
-            that have LoRA additions.
+        ValueError: the number of heads forbids this kind, or these groups.
     """
     if mesh.sp_size == 1:
         return None
@@ -202,7 +201,7 @@ def sequence_shape(
         heads=config.num_heads // tensor_parallel,
         samples=samples,
         bytes=BYTES[precision],
-        types=parallel.sequence_types(config.sequence_types, attention, lora),
+        types=parallel.sequence_types(config.sequence_types, attention),
         plain=not lora and config.plain_projections,
         axial=config.axial_attention,
     )

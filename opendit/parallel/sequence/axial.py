@@ -43,10 +43,9 @@ from opendit.kernels import fp8
 from opendit.kernels.fp8 import Float8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards, TokenGrid
-from opendit.models.layers import Attend
+from opendit.models.layers import Attend, in_working_dtype
 from opendit.parallel.collectives import Exchange, Group, gather_tokens
 from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
-from opendit.parallel.sequence.products import in_working_dtype
 from opendit.parallel.sequence.ulysses import Collect, Depart, Layer, unread
 
 FRAMES, PLACES = 0, 1  # axes of the grid

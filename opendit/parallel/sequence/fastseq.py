@@ -22,16 +22,18 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from opendit.common.torch_utils import not_compiled
 from opendit.kernels.common import kernels_available
+from opendit.kernels.fp8_linear import dequantised
 from opendit.kernels.split_heads import split_heads, split_heads_reference
 from opendit.kernels.sum_parts import sum_parts, sum_parts_reference
 from opendit.models.attention import AnyProjection
-from opendit.models.layers import Attend
-from opendit.parallel.collectives import Exchange, Flight, Group, Ring, start_gather
+from opendit.models.layers import Attend, LowRank
+from opendit.parallel.collectives import Exchange, Flight, Group, Ring, join, start_gather
 from opendit.parallel.sequence.peer_memory import Buffer, Pair, PeerMemory
 from opendit.parallel.sequence.products import (
     Products,
@@ -65,13 +67,23 @@ class FastSeq:
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
         """See :class:`opendit.models.attention.SequenceShards`."""
-        projected = prepare_projection(x, qkv, float8)
-        gathered = None if self.keep_gathered else _GatheredAgain(self.group)
-        output = attend(*unpack(own_heads(*projected, num_heads, Ring(self.group), gathered), length))
-        if gathered is not None:
+        projected, frozen = prepare_projection(x, qkv, float8), not qkv.weight.requires_grad
+        gathered = None if self.keep_gathered and not frozen else _GatheredAgain(self.group)
+        packed = own_heads(*projected, num_heads, Ring(self.group), gathered)
+        if qkv.low_rank is not None:
+            packed = self._with_low_rank(packed, dequantised(x), qkv.low_rank)
+        output = attend(*unpack(packed, length))
+        if gathered is not None and not frozen:
             output = _GatherAhead.apply(output, projected.sent, gathered)
         sent = Exchange(self.group).start(tokens_by_rank(output, x.shape[1], self.group.size))
         return side_by_side(sent.finish())
+
+    def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
+        """Add what LoRA adds to q, k, v of this rank's heads, packed; of x (B, n, D) the ranks gather a few numbers a
+        token."""
+        thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
+        own = low_rank._replace(b=own_rows(low_rank.b, self.group))
+        return own.add_to(packed.flatten(3), thin).view(packed.shape)
 
 
 class _GatheredAgain:
@@ -155,13 +167,14 @@ class _OwnHeads(torch.autograd.Function):
         rows, columns = products.gradient(exact), products.columns(own_weight)
 
         def weights() -> None:
-            shards = ctx.gathered.take() if kept is None else kept
-            whole = zeros_but_own(own_weight[0], ctx.dtype, group)
-            grads["weight"] = products.own_weight_gradient(rows.flatten(0, 1), shards.view(-1, D), group, whole)
+            if ctx.needs_input_grad[1]:
+                shards = ctx.gathered.take() if kept is None else kept
+                whole = zeros_but_own(own_weight[0], ctx.dtype, group)
+                grads["weight"] = products.own_weight_gradient(rows.flatten(0, 1), shards.view(-1, D), group, whole)
             grads["bias"] = whole_rows(exact.flatten(0, 1).sum(0), group) if ctx.needs_input_grad[2] else None
 
         dx = ctx.ring.reduce_scatter(lambda rank: products.input_gradient(rows[rank], columns), meanwhile=weights)
-        return dx.view(B, n, D), grads["weight"], grads["bias"], None, None, None, None, None
+        return dx.view(B, n, D), grads.get("weight"), grads["bias"], None, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ of them. It is what an all-to-all delivers and what FastSeq's projections write;
 it that attention takes as they are. The conversions here make no more passes over memory than the exchange needs.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from opendit.kernels import fp8
 from opendit.kernels.fp8_linear import Modulated, Quantized, quantized
 from opendit.kernels.fp8_weight import weight_in_float8
 from opendit.models.attention import AnyProjection
+from opendit.models.layers import in_working_dtype
 from opendit.parallel.collectives import Group
 
 Saved = tuple[Tensor, ...]  # a weight, as the backward pass wants it
@@ -149,16 +150,6 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     products = Float8Products((x.stand_in.dtype, qkv.weight.dtype), x.data.descale)
     sent = x.data.data.view(torch.uint8)  # not every way of sending knows float8
     return Projected(x.stand_in, qkv.weight, qkv.bias, sent, products)
-
-
-def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Cast tensors as autocast would for a linear layer, before they are sent, so that half as much is sent. None stays
-    None."""
-    tensors, kind = (first, *others), first.device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -1,0 +1,39 @@
+"""LoRA of public models against peft's, on diffusers' networks."""
+
+import pytest
+import torch
+
+from opendit.export.lora import under_published_names
+from opendit.models.families import FAMILIES
+from opendit.models.lora import Lora, add_lora
+from tests.models.families.oracles import ORACLES, difference, in_double_precision, inputs, ours
+
+
+@pytest.mark.parametrize("family", ORACLES)
+def test_output_and_gradients_are_those_of_peft(family):
+    """A layer of ours may be several of theirs, which share A: their gradients go back to ours by the chain rule."""
+    lora = Lora(3, 6.0, "", ("attn.*", "mlp.*:2"))
+    with in_double_precision():
+        oracle = ORACLES[family](torch.float64)
+        model, given = ours(oracle, torch.float64), inputs(oracle, torch.float64, [5, 7, 2])
+        add_lora(model, lora, (), seed=0)
+        trained = {name: p for name, p in model.double().named_parameters() if p.requires_grad}
+        for p in trained.values():
+            torch.nn.init.normal_(p, std=0.1)
+        output = model(given.x, given.t, given.y)
+        mine = torch.autograd.grad((output * given.weights).sum(), list(trained.values()))
+
+        matches = FAMILIES[family].names(model.config.spec)
+        pairs = tuple((*names, match.dim) for match in matches for names in match.names())
+        shapes = {name: tuple(p.shape) for name, p in oracle.module.named_parameters()}
+        published = under_published_names(trained, lora.scale, pairs, shapes)
+        oracle.module.load_lora_adapter({name: part.detach() for name, part in published.items()}, prefix=None)
+        named = {name.replace(".default_0", ""): p for name, p in oracle.module.named_parameters() if ".lora_" in name}
+        assert named.keys() == published.keys()
+        assert all(torch.equal(named[name], part) for name, part in published.items())
+        expected = oracle.theirs(given.x, given.t, given.y)
+        theirs = torch.autograd.grad((expected * given.weights).sum(), [named[name] for name in published])
+    assert difference(output.detach(), expected.detach()) < 1e-12
+    wanted = torch.autograd.grad(list(published.values()), list(trained.values()), theirs)
+    errors = [difference(one, other) for one, other in zip(mine, wanted, strict=True)]
+    assert max(errors) < 1e-10 and all(gradient.any() for gradient in mine), errors
