@@ -203,7 +203,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
     lora, state = Lora(**weights.info["lora"]), weights.state
     products = {
         f"{name.removesuffix(A)}.weight": [
-            PlacedLowRank(state[name], state[name.removesuffix(A) + B], weight * lora.alpha / lora.rank)
+            PlacedLowRank(state[name], state[name.removesuffix(A) + B], weight * lora.scale)
         ]
         for name in state
         if name.endswith(A)

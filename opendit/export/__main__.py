@@ -102,7 +102,7 @@ def check(
     if to == "lora":
         reject_unused(given, dict.fromkeys(("model", "vae", "max_shard_size"), "does nothing with the format lora"))
     else:
-        reject_unused(given, {"format": f"is for the format lora alone, and does nothing with {to}"})
+        reject_unused(given, {"format": f"does nothing with the format {to}; it is for lora"})
     if to == "meta":
         idle = {
             "vae": "does nothing with the format meta, which holds no VAE",

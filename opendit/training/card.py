@@ -17,7 +17,7 @@ from opendit.parallel.hardware import CARDS, HardwareModel, of_card
 from opendit.parallel.mesh import Mesh
 from opendit.training.auto_parallel import Circumstances, Search, circumstances, data_of
 from opendit.training.from_flags import memory_setup
-from opendit.training.memory import GIB, USABLE, estimate, parts, resolve_sharding
+from opendit.training.memory import GIB, USABLE, estimate, parts, resolve_sharding, trained_count
 from opendit.training.specification import samples_at_once
 
 AUTO = "auto"
@@ -108,10 +108,11 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             too_large.append((memory, words))
             continue
         place = where.hardware.name if where.has_gpu else "host memory"
+        layers = f"at {' '.join(flags.lora_targets) or 'all linear layers of attention and MLPs'}"
         lines = [
             f"--card {flags.card}: {words}",
             f"  {memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB ({place}) by the estimate: {parts(needs)}",
-            f"  {(setup.trained or 0) / 1e6:,.1f} M trained weights, at all linear layers of attention and MLPs",
+            f"  {trained_count(config, setup) / 1e6:,.1f} M trained weights, {layers}",
         ]
         if too_large:
             more, before = min(too_large)

@@ -20,13 +20,14 @@ from opendit.config.checks import path_and_weight
 from opendit.export.__main__ import main as export
 from opendit.models import build_model, model_config
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import A, B, targets
+from opendit.models.lora import A, B, Lora, targets
 from opendit.models.zoo import empty_model
 from tests.models.families.oracles import ORACLES, inputs
 
 FAMILIES = ("flux", "z_image", "wan")
 LOADERS = {"flux": "FluxLoraLoaderMixin", "z_image": "ZImageLoraLoaderMixin", "wan": "WanLoraLoaderMixin"}
 ALPHA, RANK = 5.0, 2
+LAYERS = ("qkv:3", "q", "kv:1", "proj", "fc1", "fc2:4", "adaLN_modulation.*")  # of runs on public models
 # Layers by their authors' names, of the oracles' sizes: (rows, columns).
 FLUX = {
     **{
@@ -138,12 +139,11 @@ def write_run(path, folder, config, name, seed=0, full=()):
     """Write what a run with --lora leaves, with random numbers; full: layers that it trained as a whole."""
     model, generator = empty_model(config, parameters=False), torch.Generator().manual_seed(seed)
     state = {key: torch.randn(dict(model.named_parameters())[key].shape, generator=generator) for key in full}
-    for layer in targets(model):
-        rows, columns = model.get_submodule(layer).weight.shape
-        state[layer + A] = torch.randn(RANK, columns, generator=generator) / 4
-        state[layer + B] = torch.randn(rows, RANK, generator=generator) / 4
-    lora = {"rank": RANK, "alpha": ALPHA, "base": str(folder)}
-    info = {"model": name, "config": config.to_dict(), "vae": "none", "lora": lora}
+    lora = Lora(RANK, ALPHA, str(folder), LAYERS if name != "DiT-Ti/2" else ())
+    for layer, (rank, columns, rows) in targets(model, lora).items():
+        state[layer + A] = torch.randn(rank, columns, generator=generator) / 4
+        state[layer + B] = torch.randn(rows, rank, generator=generator) / 4
+    info = {"model": name, "config": config.to_dict(), "vae": "none", "lora": lora.to_dict()}
     save_file(state, path, {METADATA_KEY: json.dumps(info)})
     return path
 
