@@ -135,8 +135,8 @@ class Projection(nn.Linear):
     (opendit/kernels/operations.py), and looks at ``low_rank`` as well.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True):
-        super().__init__(in_features, out_features, bias)
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **where: Any):
+        super().__init__(in_features, out_features, bias, **where)
         self.lora_A: Factor | None = None
         self.lora_B: Factor | None = None
         self.lora_scale: float = 1.0
