@@ -88,14 +88,15 @@ class LowRank(NamedTuple):
 
 
 class _LinearWithLowRank(torch.autograd.Function):
-    """x W^T + bias + scale * (x a^T) b^T. The thin products are added where the wide ones are written, forward and
-    backward, so that they take no pass of their own over y and dx."""
+    """x W^T + bias + scale * (x a^T) b^T. Forward and backward, the wide product adds to what the thin one has written:
+    it reads that while it computes, where adding the thin one afterwards would be a pass over y and dx."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
         rows = x.flatten(0, -2)
         thin = rows @ a.t()
-        y = F.linear(rows, weight, bias).addmm_(thin, b.t(), alpha=scale)
+        first = thin.new_zeros(1) if bias is None else bias
+        y = torch.addmm(first, thin, b.t(), beta=0 if bias is None else 1, alpha=scale).addmm_(rows, weight.t())
         ctx.save_for_backward(x, weight, a, b, thin)
         ctx.scale = scale
         return y.view(*x.shape[:-1], len(weight))
@@ -105,7 +106,7 @@ class _LinearWithLowRank(torch.autograd.Function):
         (x, weight, a, b, thin), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
         dthin = (dy @ b).mul_(ctx.scale)
-        dx = (dy @ weight).addmm_(dthin, a).view(x.shape) if of_x else None
+        dx = (dthin @ a).addmm_(dy, weight).view(x.shape) if of_x else None
         dweight = dy.t() @ rows if of_weight else None  # not of a frozen layer
         return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
 

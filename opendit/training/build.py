@@ -17,12 +17,13 @@ from opendit.checkpoint.load import load_checkpoint
 from opendit.checkpoint.run_folders import ENDED, folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
-from opendit.config.names import PLUGINS
+from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
+from opendit.kernels.fp8_weight import keep_weights
 from opendit.models import DiTConfig, empty_model
 from opendit.models.lora import Lora
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.engines import Engine, StepResult, build_engine
+from opendit.parallel.engines import PRECISIONS, Engine, StepResult, build_engine
 from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.supervisor import Supervisor
@@ -91,9 +92,15 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     torch.set_float32_matmul_precision("high")  # TF32 for what is left in fp32 on a GPU
     mesh = spec.mesh
     cut = flags.plugin == "fsdp" and mesh.dims.size("loss") > 1
-    with mesh.device:  # no rank holds a whole model that is sharded, or whose layers or blocks are divided
-        model = empty_model(spec.model_config, parameters=not cut and mesh.tp_size * mesh.pp_size == 1)
+    # No rank holds a whole model that is sharded, or whose layers or blocks are divided; nor one in fp32 beside LoRA.
+    at_once = not cut and mesh.tp_size * mesh.pp_size == 1 and spec.lora is None
+    with mesh.device:
+        model = empty_model(spec.model_config, parameters=at_once)
     initial = first_values(spec, model)
+    if spec.lora is not None and not cut and flags.plugin != "ddp":  # which casts in every product
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(PRECISIONS[flags.mixed_precision])
     apply_parallel(
         model,
         ops=spec.kernels.ops,
@@ -109,7 +116,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     )
     if not cut:
         allocate(model, mesh.device)
-    return build_engine(
+    engine = build_engine(
         model.train(),
         mesh,
         plugin=flags.plugin,
@@ -123,6 +130,10 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         offload=flags.offload,
         initial=initial,
     )
+    recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
+    if spec.lora is not None and spec.kernels.ops.float8 and not cut and not recomputed:
+        keep_weights(model)  # all of them are kept until the backward pass anyway
+    return engine
 
 
 def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:

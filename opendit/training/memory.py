@@ -322,7 +322,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
-    block += 0 if setup.gathers_float8 else kept.weights
+    block += 0 if setup.gathers_float8 else kept.weights  # (beside LoRA they are cast once, and take as much)
     if setup.recomputes_blocks:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
