@@ -142,16 +142,15 @@ def rank_of_torchrun_killed(lab: Lab) -> None:
 # From step 10 on, on one rank: an exception, or noise that makes loss and gradients infinite.
 FROM_STEP_10 = """
 import os
-from train import Inputs
-true_inputs = Inputs.of
-def inputs(self, batch):
-    given = true_inputs(self, batch)
+from opendit.training.build import Run
+true_count = Run.count
+def count(self, batch, micro_batch):
+    true_count(self, batch, micro_batch)
     if batch.step >= 10 and os.environ.get("RANK", "0") == "{rank}":
         {what}
-    return given
-Inputs.of = inputs
+Run.count = count
 """
-INFINITE = "given = given._replace(noise=given.noise * float('inf'))"
+INFINITE = "micro_batch.noise.mul_(float('inf'))"
 
 
 @fault("an exception in a step of rank 1 of two")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.faults.endings import FROM_STEP_10, INFINITE, trained
 from benchmarks.faults.lab import Lab, fault
+from opendit.training.run_end import AGAIN
 
 
 def told_to_stop(number: int) -> Callable[[Lab], None]:
@@ -13,7 +14,7 @@ def told_to_stop(number: int) -> Callable[[Lab], None]:
         programs = trained(lab)
         lab.now()
         programs[0].send(number)
-        lab.ends(programs, {0}, "", anywhere=True)
+        lab.ends(programs, {AGAIN}, "", anywhere=True)
         lab.loses_nothing()
 
     return make
@@ -39,7 +40,7 @@ def two_signals(lab: Lab) -> None:
     programs[0].send(signal.SIGTERM)
     time.sleep(0.02)
     programs[0].send(signal.SIGINT)
-    lab.ends(programs, {0, -signal.SIGINT})
+    lab.ends(programs, {AGAIN, -signal.SIGINT})
     lab.loses_nothing()
 
 
@@ -50,7 +51,7 @@ def sigint_at_the_start(lab: Lab) -> None:
     time.sleep(0.3)
     lab.now()
     programs[0].send(signal.SIGINT)
-    lab.ends(programs, {0, 1, 2, 130, -signal.SIGINT})
+    lab.ends(programs, {AGAIN, 0, 1, 2, 130, -signal.SIGINT})
     lab.loses_nothing()
 
 

@@ -160,7 +160,9 @@ class DataFlags(Flags):
         "what decodes clips: the fastest that works here, or this one; the pixels are the same",
         choices=("auto", "torchcodec", "decord", "pyav"),
     )
-    energon_cooker: str | None = flag(None, "MODULE:FUNCTION of yours that reads the samples of an Energon folder")
+    energon_cooker: str | None = flag(
+        None, "MODULE:FUNCTION of yours that reads the samples of an Energon folder", unit="name"
+    )
     vae: str = flag(
         "ema",
         "ema, mse, a folder with a VAE, or none to train on pixels",
@@ -181,8 +183,12 @@ class WordFlags(Flags):
 
     group: ClassVar[str] = "Words: where captions come from, and what is changed about them"
 
-    file_column: str | None = flag(None, "of a table or metadata.*: its column of files (default: path, or file_name)")
-    caption_column: str | None = flag(None, "of a table or metadata.*: its column of captions (default: text)")
+    file_column: str | None = flag(
+        None, "of a table or metadata.*: its column of files (default: path, or file_name)", unit="name"
+    )
+    caption_column: str | None = flag(
+        None, "of a table or metadata.*: its column of captions (default: text)", unit="name"
+    )
     caption_prefix: str | None = flag(
         None, "words before every caption; in a folder also for files without one", free=True, unit="words"
     )

@@ -65,7 +65,7 @@ def build_parser(doc: str) -> CommandLine:
     index.heading(IN_AND_OUT)
     index.option("root", TEXT, "the folder, of tars as WebDataset has them", metavar="DIR")
     index.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes, of which each reads a tar", 4)
-    index.option("--energon_cooker", TEXT, COOKER)
+    index.option("--energon_cooker", NAME, COOKER)
     index.switch("--force", "make existing ones again, too", False)
     index.heading("Latents: of tars that hold some of another program's")
     index.option(
@@ -83,8 +83,8 @@ def build_parser(doc: str) -> CommandLine:
 
 
 def _add_columns(parser: CommandLine) -> None:
-    parser.option("--file_column", TEXT, "of a table or metadata.*: its column of files (default: path, or file_name)")
-    parser.option("--caption_column", TEXT, "of a table or metadata.*: its column of captions (default: text)")
+    parser.option("--file_column", NAME, "of a table or metadata.*: its column of files (default: path, or file_name)")
+    parser.option("--caption_column", NAME, "of a table or metadata.*: its column of captions (default: text)")
 
 
 def _add_check(check: CommandLine) -> None:
@@ -114,7 +114,7 @@ def _add_look(look: CommandLine) -> None:
     look.option("--split", one_of(("train", "test")), "of a data set that has both", "train")
     look.option("--samples", whole(0, 1_000_000_000, "rows"), "to look into, spread evenly, by weight; 0: all", 1000)
     look.option("--pictures", whole(1, 10_000, "pictures"), "of these, at most, on the contact sheet", 48)
-    look.option("--energon_cooker", TEXT, COOKER)
+    look.option("--energon_cooker", NAME, COOKER)
     _add_columns(look)
     look.option("--caption_prefix", WORDS, PREFIX)
     look.option("--num_workers", whole(1, WORKERS["at_most"], "processes"), "processes that decode", 2)
@@ -141,7 +141,7 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option(
         "--pretrained",
         FOLDER,
-        "of a public model as diffusers writes it (FLUX.1, Z-Image, Wan), whose VAE and text encoders are used",
+        "of a public model, for its VAE and text encoders",
     )
     latents.switch("--download", "fetch --pretrained OWNER/NAME[@REVISION] from the hub", False)
     latents.option("--vae", NAME, "ema, mse or a folder with a VAE", "ema")
@@ -149,9 +149,9 @@ def _add_latents(latents: CommandLine) -> None:
     latents.option(
         "--bucket_tokens",
         whole(1, 2**30, "tokens"),
-        "crop samples to shapes near their own of at most this many tokens, as the same flag of train.py does",
+        "crop to shapes near a sample's own of at most this many tokens, as in train.py",
     )
-    latents.option("--model", NAME, "with --bucket_tokens, whose tokens they are: DiT-XL/2 (default: --pretrained's)")
+    latents.option("--model", NAME, "whose tokens (default: --pretrained's or DiT-XL/2)")
     latents.option(
         "--max_upscale", Value(float, **SCALE), "of --bucket_tokens: enlarge nothing by more than this", 1.25
     )
@@ -189,7 +189,7 @@ def _add_latents(latents: CommandLine) -> None:
         "what decodes clips: the fastest that works here, or this one",
         "auto",
     )
-    latents.option("--energon_cooker", TEXT, COOKER)
+    latents.option("--energon_cooker", NAME, COOKER)
     _add_columns(latents)
     latents.option("--caption_prefix", WORDS, PREFIX)
     latents.option("--text_encoder", NAME, "also encode the captions: clip, t5 or a folder (default: keep words)")

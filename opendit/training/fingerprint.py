@@ -48,7 +48,7 @@ FREE = frozenset(
     "num_workers data_timeout max_bad max_bad_steps max_hours enable_cuda_graph keep_gathered recipe config dry_run "
     "outputs load download log_every ckpt_every save ckpt_keep checkpoint_format profile "
     "sample_every sample_steps sample_cfg_scale sample_prompts "
-    "video_reader reshard offload gather_fp8 parallel hardware gpus_per_node "
+    "video_reader reshard offload gather_fp8 parallel hardware card gpus_per_node "
     "log_to validate_every validate_path validate_samples ckpt_best "
     "evaluate_every evaluate_samples evaluate_metrics evaluate_reference evaluate_features evaluate_video_features "
     "evaluate_steps evaluate_cfg_scale".split()

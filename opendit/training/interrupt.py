@@ -92,8 +92,7 @@ class Interrupt:
     @property
     def why(self) -> str | None:
         """What ended the run at the last :meth:`ask`, "stopped" (by a signal) or "hours_up"; else None."""
-        found = None if self._answer is None else self._answer()
-        return {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(found)
+        return self._answer and {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(self._answer())
 
     def _out_of_time(self) -> bool:
         """Return True if the run would exceed its hours by another step, as long as the last one, and a save."""
