@@ -114,7 +114,7 @@ RECIPES = {
     "lora": Preset(
         "a LoRA of a public model on a folder of pictures, fitted to the card's memory (docs/finetuning.md)",
         f"--pretrained ./Z-Image --data_path ./photos --lora 16 --card auto --global_batch_size 4 --batch_size 4 "
-        f"--lr 1e-4 --warmup_steps 50 --max_steps 2000 --ckpt_every 250 --ckpt_keep 3 {FAST}",
+        f"--lr 1e-4 --warmup_steps 50 --max_steps 2000 --ckpt_every 250 --ckpt_keep 3 --enable_cuda_graph {FAST}",
     ),
     "wan_14b_finetune": Preset(
         "all weights of Wan 2.1 14B on clips of 81 frames of about 480p, on 4 H200s or 8 H100s (docs/public_models.md)",
