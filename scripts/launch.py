@@ -79,6 +79,8 @@ def main(words: list[str]) -> int:
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, pass_on)
         processes += start(count, words[2:] if kept else words, file)
+        if signals:  # that came before there was anything to end
+            end(processes)
         code, run = wait(processes), file.read_text(encoding="utf-8").strip()
         if code < 0 and signals:
             print(f"error: ended by {signal.Signals(signals[-1]).name}; what is saved stays", file=sys.stderr)
