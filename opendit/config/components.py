@@ -138,6 +138,12 @@ class StartFlags(Flags):
     lora_targets: list[str] = flag(
         [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"
     )
+    card: str | None = flag(
+        None,
+        "fit rank, FP8, what is recomputed and the micro-batch of --lora to a card's memory: auto (this one), its GiB, "
+        "or H200, H100, ...",
+        unit="name",
+    )
 
 
 @dataclass(frozen=True)
@@ -359,12 +365,6 @@ class PluginFlags(Flags):
     hardware: str | None = flag(
         None,
         "whose figures auto and --dry_run count with: a file of python -m opendit.cli.links, or H200, H100, ...",
-        unit="name",
-    )
-    card: str | None = flag(
-        None,
-        "fit rank, FP8, what is recomputed and the micro-batch of --lora to a card's memory: auto (this one), its GiB, "
-        "or H200, H100, ...",
         unit="name",
     )
     plugin: str = flag("zero2", plugin_help(), choices=tuple(PLUGINS), common="what shards the state")

@@ -46,7 +46,7 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
 )
 def test_of_train(unused, used, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "checkpoints" / "step_0000001").mkdir(parents=True)
     for name in ("base.safetensors", "clips.csv"):
         (tmp_path / name).touch()
     read_flags(TrainConfig, [*unused.split(), *used.split()])
