@@ -80,8 +80,8 @@ def leave_overflow_unchecked() -> None:
 
 
 def remember_types() -> None:
-    """Triton's interpreter describes the type of every result anew: its shape, number of values and name, and a table of
-    all types to find numpy's. That took 40 % of its time."""
+    """Triton's interpreter describes the type of every result anew: its shape, number of values and name. For numpy's
+    type it makes a table of all. That took a quarter of its time."""
     try:
         from triton.language import core
         from triton.runtime import interpreter
