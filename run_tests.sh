@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 SETUP=test
 . scripts/env.sh
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # every process would compile every module, and rewrite the assertions of every test
 ruff check .
 ruff format --check .
 python scripts/check_pages.py

@@ -3,6 +3,8 @@
 import atexit
 import gc
 
+gc.disable()  # it would walk through all that is imported, time and again
+
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import sklearn.datasets  # noqa: F401
@@ -21,5 +23,6 @@ from opendit.parallel.colossal import load
 from tests.kernels import conftest  # noqa: F401  (Triton's interpreter, mended also in ranks)
 
 load()
+gc.enable()
 gc.freeze()  # or every rank's collections would walk through all of it
 atexit.register(gc.unfreeze)  # or Triton's bindings report leaks at the end
