@@ -15,6 +15,7 @@ from opendit.cli.programs import program
 from opendit.config import console
 from opendit.config.console import print_error
 from opendit.config.flags import nearest, show
+from opendit.config.preprocess import build_parser as preprocess_parser
 
 SCRIPTS = {
     "train": "trains a model (train.py)",
@@ -55,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"opendit {__version__}")
         return 0
     if command not in COMMANDS:
-        print_error(f"{show(command)}: no such command; did you mean {nearest(command, COMMANDS)}?")
+        inside = command in preprocess_parser("").commands
+        hint = f"here it is preprocess {command}" if inside else f"did you mean {nearest(command, COMMANDS)}?"
+        print_error(f"{show(command)}: no such command; {hint}")
         return 2
     with console.started_as(command):
         return module_of(command).main(words[1:]) or 0

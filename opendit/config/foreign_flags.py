@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 # Our names, the first that the program at hand has; or a sentence, where there is no such flag.
 _OURS = {
-    "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path lora_path",
+    "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
     "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "
     "pretrained_model_name_or_path pretrained_model_path transformer_path",
     "--lr": "learning_rate base_lr",
@@ -19,9 +19,10 @@ _OURS = {
     "--grad_accumulation": "gradient_accumulation gradient_accumulation_steps grad_accum accumulate_grad_batches",
     "--grad_checkpoint": "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing",
     "--max_steps": "max_train_steps num_train_steps train_steps total_steps train_iters iterations",
-    "--lora": "rank lora_rank network_dim network_rank lora_weights",
+    "--lora": "rank lora_rank network_dim network_rank network_module lora_weights lora_path lora_model_path",
     "--lora_alpha": "network_alpha alpha",
-    "--data_path": "train_data_dir instance_data_dir data_dir data_root dataset dataset_name dataset_path",
+    "--data_path": "train_data_dir train_data instance_data_dir data_dir data_root dataset "
+    "dataset_config dataset_name dataset_path",
     "--num_sampling_steps --sample_steps": "num_inference_steps inference_steps num_steps steps",
     "--cfg_scale --sample_cfg_scale": "guidance_scale guidance cfg",
     "--sample_prompts": "validation_prompt validation_prompts sample_prompt",
@@ -39,10 +40,19 @@ _OURS = {
     "--enable_flashattn": "xformers enable_xformers_memory_efficient_attention use_flash_attn sdpa",
     "--num_samples": "num_images num_images_per_prompt num_videos n_samples",
     "--prompt": "text caption",
+    "--sampler": "scheduler scheduler_type",
+    "--bucket_tokens": "enable_bucket aspect_ratio_bucketing",
+    "--caption_prefix": "trigger_word trigger instance_prompt class_prompt",
+    "--caption_column": "text_column",
+    "--file_column": "image_column video_column",
 }
 _NONE_HERE = {
-    "instance_prompt class_prompt caption_column": "captions are part of --data_path: a CSV of path,text",
-    "center_crop": "pictures are always cropped at their centre",
+    "cache_latents cache_latents_to_disk cache_text_encoder_outputs": "preprocess.py latents encodes once",
+    "lora_scale lora_weight lora_strength": "the weight follows the LoRA: --lora RUN:0.8",
+    "repeats num_repeats dataset_repeats": "--data_path A:2,B:1 weights several sources, and epochs repeat them",
+    "optimizer optimizer_type": "the optimizer is AdamW",
+    "save_every_n_epochs": "--ckpt_every counts steps",
+    "center_crop": "pictures are cropped at their centre; --random_crop crops elsewhere",
     "use_ema ema": "averaged weights are always kept; --ema_decay sets how",
     "allow_tf32": "what stays in fp32 uses TF32 anyway",
     "num_gpus nproc_per_node num_processes": "torchrun --nproc_per_node starts a process a GPU",

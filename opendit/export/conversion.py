@@ -50,6 +50,10 @@ def refuse_unless_plain(config: DiTConfig, info: dict[str, Any], target: str) ->
         raise ValueError(
             f"--base: left out; name the folder of the public model {info.get('model', '')} that was trained"
         )
+    if config.kind == PublicConfig.kind:
+        raise ValueError(
+            f"{target} has no public models; export diffusers --base FOLDER writes {info.get('model', '')}"
+        )
     if config.kind != DiTConfig.kind:
         what = "video DiT" if config.is_video else f"{config.kind} model"
         raise ValueError(f"{target} has no {what}; a {config.kind} can't be exported")

@@ -336,8 +336,10 @@ def announce(run: SamplingRun) -> None:
     processor = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     sampler = run.objective.choose(flags.sampler)
     shares = f", shared out over {replica.count}" if replica.count > 1 else ""
+    loras = [f"{weight:g} x {path}" for path, weight in map(path_and_weight, flags.lora)]
     rows = {
         "weights": str(run.source),
+        **({"LoRA": ", ".join(loras)} if loras else {}),
         "model": f"{parameters / 1e6:.1f} M parameters, {flags.mixed_precision}{layers}",
         "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"
         f"{', its halves on different processes' if replica.halves else ''}",

@@ -356,7 +356,7 @@ def choose_on_ranks(flags: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Mesh]:
     where, origin = circumstances(flags, mesh)
     if mesh.is_main:
         try:
-            chosen, config = choose(flags, data_of(flags), where)
+            chosen, config = choose(flags, data_of(flags, where), where)
             print("\n".join(report(chosen, config, where, origin)), flush=True)
             found = chosen[0].candidate, None
         except (ValueError, OSError, DataError) as error:
@@ -379,9 +379,9 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
     return Circumstances(mesh.world_size, flags.node_size(mesh.world_size), usable, hardware, has_gpu), origin
 
 
-def data_of(flags: TrainConfig) -> MediaDataset:
-    """Open the data set of the flags. Raises as ``open_data``."""
-    return open_data(flags)
+def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
+    """Open the data set of the flags, resolved: --pretrained may say the size of samples. Raises as ``open_data``."""
+    return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
 def report(chosen: list[Priced], config: DiTConfig, where: Circumstances, origin: str) -> list[str]:

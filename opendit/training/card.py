@@ -146,7 +146,7 @@ def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:
         try:
             hardware = on_card(flags.card or AUTO, where.hardware)
             usable = where.capacity if flags.card == AUTO else USABLE * hardware.capacity
-            found = fit(flags, data_of(flags), replace(where, hardware=hardware, capacity=usable))
+            found = fit(flags, data_of(flags, where), replace(where, hardware=hardware, capacity=usable))
             print("\n".join(found[1]), flush=True)
         except (ValueError, OSError, DataError) as error:
             found = None, error

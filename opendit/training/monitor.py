@@ -202,8 +202,9 @@ class Monitor:
             shown = {
                 "loss": "-" if loss is None else f"{loss:.4f}",
                 "img/s": f"{rate:.1f}",
-                "TFLOP/s": f"{flops / 1e12:.1f}",
             }
+            if flops >= 5e10:  # of a tiny model on a CPU it would be 0.0
+                shown["TFLOP/s"] = f"{flops / 1e12:.1f}"
             if self.peak:
                 shown["MFU"] = f"{self.last['mfu']:.1%}"
             self._bar.figures(shown)

@@ -12,6 +12,7 @@ from opendit.checkpoint.save import Checkpoints
 from opendit.common.records import RecordFile, WriteFailures
 from opendit.config.components import BatchFlags
 from opendit.config.console import print_block
+from opendit.config.public_models import family_in
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
 from opendit.parallel.engines import Engine
@@ -132,8 +133,13 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
         return f"the same command with --load {run} goes on to step {spec.last_step}"
     if isinstance(spec.dataset, MockDataset):
         return None  # the model learned noise
-    command, info = f"python sample.py --ckpt {quote(spec.folder)}", spec.info()
-    text = spec.model_config.text
+    info, text = spec.info(), spec.model_config.text
+    if spec.lora is not None and family_in(spec.flags.model):  # its folder has the rest, trusted by being named
+        video = " --use_video" if spec.flags.use_video else ""
+        return (
+            f"python sample.py{video} --ckpt {quote(spec.flags.pretrained)} --lora {quote(spec.folder)} --prompt WORDS"
+        )
+    command = f"python sample.py --ckpt {quote(spec.folder)}"
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
         command += f" --{name} {quote(info[name])}"  # a name that only a file gives is not loaded

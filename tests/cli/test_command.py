@@ -39,6 +39,7 @@ def test_the_wheel_has_them():
         (["-h"], 0, "sample      draws pictures"),
         (["--version"], 0, f"opendit {__version__}"),
         (["sampel"], 2, "error: sampel: no such command; did you mean sample?"),
+        (["look"], 2, "error: look: no such command; here it is preprocess look"),
     ],
 )
 def test_what_it_says(argv, code, said, capsys):

@@ -76,6 +76,8 @@ def test_flags_of_other_programs_lead_to_flags_that_there_are():
         assert all(any(counterpart(name, flags) for flags in programs) for name in theirs.split())
     assert counterpart("seed", programs[0]) == "here it is --global_seed"
     assert counterpart("output_dir", programs[1]) == "here it is --output"
+    assert counterpart("lora_path", programs[1]) == "here it is --lora"
+    assert counterpart("trigger_word", programs[0]) == "here it is --caption_prefix"
 
 
 def test_only_the_first_rank_prints(capsys, monkeypatch):

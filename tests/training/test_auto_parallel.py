@@ -17,7 +17,7 @@ from opendit.parallel.sequence import sequence_shape
 from opendit.training import auto_parallel
 from opendit.training.auto_parallel import Circumstances, choose, choose_on_ranks, data_of
 from opendit.training.dry_run import budget
-from opendit.training.from_flags import memory_setup, plan_model
+from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import estimate, resolve_sharding
 from tests.ranks import run_ranks, several_programs
 
@@ -45,7 +45,7 @@ def flags_of(words: str) -> TrainConfig:
 def chosen(words: str, world: int, gib: float = 131.4, node: int = 8, hardware=H200):
     flags = flags_of(f"{words} --dry_run {world} --gpus_per_node {node}")
     where = Circumstances(world, flags.node_size(world), gib * GIB, hardware)
-    return choose(flags, data_of(flags), where)[0]
+    return choose(flags, data_of(flags, where), where)[0]
 
 
 def check_as_typed(words: str, world: int, capacity: float, one) -> None:
@@ -56,7 +56,7 @@ def check_as_typed(words: str, world: int, capacity: float, one) -> None:
     settled, _ = flags.resolve(world, has_gpu=True)
     for name, value in asdict(one.candidate).items():
         assert getattr(settled, name) == value, name
-    config = plan_model(settled, data_of(settled)).config
+    config = plan_model(settled, open_data(settled)).config
     how = (settled, settled.attention, settled.mixed_precision, config, settled.batch_size)
     sequence_shape(*how, tensor_parallel=settled.tensor_parallel_size)
     sizes = dict(sp=settled.sequence_parallel_size, tp=settled.tensor_parallel_size)
@@ -101,11 +101,11 @@ def test_nothing_better_was_left_out():
     """Against all candidates, priced one by one without leaving any out."""
     flags = flags_of(f"{LONG} --dry_run 4 --global_batch_size 8")
     where = Circumstances(4, 4, 100 * GIB, H200)
-    search = auto_parallel.Search(flags, data_of(flags), where)
+    search = auto_parallel.Search(flags, data_of(flags, where), where)
     every = [one for form in search.forms("none") for one in search.batches(form) if search.accepts(one)]
     assert len(every) > 200
     best = min(filter(None, map(search.price, every)), key=lambda one: one.price)
-    assert choose(flags, data_of(flags), where)[0][0] == best
+    assert choose(flags, data_of(flags, where), where)[0][0] == best
 
 
 @pytest.mark.parametrize("world", [1, 3, 6, 512])
@@ -185,7 +185,7 @@ def test_words_name_the_limit_and_the_bytes():
     one = chosen(f"{CLIPS} --global_batch_size 8", 4)[0]
     flags = flags_of(f"{CLIPS} --dry_run 4")
     where = Circumstances(4, 4, 131.4 * GIB, H200)
-    config = auto_parallel.Search(flags, data_of(flags), where).config
+    config = auto_parallel.Search(flags, data_of(flags, where), where).config
     head, first = auto_parallel.report([one], config, where, "an H200")
     assert "4 ranks, 131.4 GiB each" in head and "8 samples of 8,192 tokens" in head
     assert first.startswith("1. ") and f"{8 * 8192 / 4 / one.cost.total:,.0f} tokens/s a rank" in first

@@ -34,6 +34,8 @@ from opendit.export.__main__ import main as export
 from opendit.models import TextConfig
 from opendit.models.families.public_config import family_of, public_config
 from opendit.models.segments import unpack_patches
+from opendit.parallel.hardware import H200
+from opendit.training.auto_parallel import Circumstances, data_of
 from opendit.training.from_flags import fit_captions, memory_setup, open_data, plan_model, text_before
 from opendit.training.memory import Setup, estimate, largest_batch, parts
 from opendit.training.micro_batch import MicroBatch
@@ -312,6 +314,12 @@ def test_a_dry_run_plans_a_public_model(folders, name, capsys):
     _, whole, chosen = capsys.readouterr().out.split("nothing was built")
     assert "4 x 2 ranks x 1 micro-batches = 8" in whole and f"{name}/{name}" in chosen
     assert "--plugin" in whole  # the choice is told before its own figures
+
+
+def test_plans_look_at_samples_of_the_size_that_the_folder_gives(folders):
+    flags = parse(TrainConfig, ["--pretrained", str(folders / "z_image"), "--data_path", "mock"])
+    dataset = data_of(flags, Circumstances(1, 1, 1.0, H200, has_gpu=False))
+    assert dataset.sample_shape == (8, 128, 128)  # means and deviations of 1024 px
 
 
 REFUSED = [

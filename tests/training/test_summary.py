@@ -14,7 +14,9 @@ from opendit.training import summary
 def spec(folder, **more):
     flags = SimpleNamespace(save=True, outputs=str(folder.parent), model="DiT-Ti/2", max_steps=5, epochs=1400)
     info = {"vae": "ema", "text_encoder": None, **more.pop("info", {})}
-    rest = dict(dataset=None, codec=object(), last_step=5, first_step=0, model_config=SimpleNamespace(text=None))
+    rest = dict(
+        dataset=None, lora=None, codec=object(), last_step=5, first_step=0, model_config=SimpleNamespace(text=None)
+    )
     rest["schedule"] = BatchSchedule(8, 2, 0)
     return SimpleNamespace(flags=flags, folder=folder, info=lambda: info, **{**rest, **more})
 
@@ -68,6 +70,13 @@ def test_what_is_there_is_named_with_a_command_that_works(tmp_path, capsys):
 def test_the_next_command_names_what_sample_py_would_ask_for(more, end, tmp_path):
     said = summary.what_next(spec(tmp_path, **more), 5, tmp_path / "x")
     assert said is None if end is None else said == f"python sample.py --ckpt {tmp_path}{end}"
+
+
+def test_a_lora_of_a_public_model_is_drawn_with_beside_its_folder(tmp_path):
+    found = spec(tmp_path, lora=object())
+    vars(found.flags).update(model="wan/Wan", use_video=True, pretrained="my models/Wan")
+    said = summary.what_next(found, 5, tmp_path / "x")
+    assert said == f"python sample.py --use_video --ckpt 'my models/Wan' --lora {tmp_path} --prompt WORDS"
 
 
 def test_a_stopped_run_goes_on_by_latest_or_by_its_name(tmp_path):
