@@ -71,7 +71,7 @@ def gelu_in_the_product(rows: int, inputs: int, outputs: int) -> dict[str, Work]
 
     x, layers = random(1, rows, inputs), []
     for _ in range(WEIGHTS):
-        layers.append(Projection(inputs, outputs, device="cuda", dtype=torch.bfloat16))
+        layers.append(Projection(inputs, outputs).to("cuda", torch.bfloat16))
     return {"bf16, GELU in the product": lambda i: linear_gelu(x, layers[i])}
 
 

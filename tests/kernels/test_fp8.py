@@ -193,7 +193,7 @@ def test_layernorm_modulate_with_a_scale_for_every_sample():
 def run_ops(ops, dtype, linears, tensors, seeds):
     """All operations of a block but attention: results and gradients of every input and weight, by name."""
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in tensors.items()}
-    qkv, proj, fc1, fc2 = linears = [Projection(*w.t().shape, dtype=dtype, device=DEVICE) for w in linears]
+    qkv, proj, fc1, fc2 = linears = [Projection(*w.t().shape).to(DEVICE, dtype) for w in linears]
     for i, (linear, weight) in enumerate(zip(linears, seeds, strict=True)):
         linear.weight.data.copy_(weight)
         linear.bias.data.copy_(normal(weight.shape[0], seed=90 + i))
@@ -227,7 +227,7 @@ def test_linear_layers_against_float64():
 
 
 def test_gradients_that_are_not_finite_stay_so():
-    linear = Projection(64, 64, device=DEVICE, dtype=ACTIVATIONS)
+    linear = Projection(64, 64).to(DEVICE, ACTIVATIONS)
     x, gate, z = normal(2, 9, 64), normal(2, 64, seed=1), normal(2, 9, 64, seed=2).to(ACTIVATIONS).requires_grad_()
     for value in (math.inf, math.nan):
         dout = torch.ones(2, 9, 64, device=DEVICE)
