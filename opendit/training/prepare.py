@@ -31,7 +31,7 @@ from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiTConfig
 from opendit.models.families.public_config import PublicConfig, embedded_guidance, family_of
-from opendit.models.lora import Lora
+from opendit.models.lora import A, Lora, lora_layers
 from opendit.models.weights import Weights
 from opendit.models.zoo import of_revision
 from opendit.parallel.apply import Sharding
@@ -133,7 +133,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
     flags = replace(flags, ema_warmup=bool(ema_warmup))
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
-    lora = _lora(flags, initial, resume, notes) if flags.lora else None
+    lora = _lora(flags, config, initial, resume, notes) if flags.lora else None
     codec = _codec(flags, dataset, vae, mesh, notes)
     # Grids of a public model are drawn with the embeddings of the cache; its encoders may be larger than the model.
     drawn = flags.evaluate_every > 0 if family_in(flags.model) else codec is not None
@@ -414,7 +414,9 @@ def _prompts(flags: TrainConfig, conditioner: Conditioner) -> tuple[list[str], C
     return captions, conditioner.encode(captions)
 
 
-def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None, notes: list[str]) -> Lora:
+def _lora(
+    start: StartFlags, config: DiTConfig, initial: Weights | None, resume: Checkpoint | None, notes: list[str]
+) -> Lora:
     """Return the LoRA settings. Raises ValueError if the resumed checkpoint has another rank, scale, or layers."""
     assert initial is not None, "--lora adds to --pretrained"
     lora = cast(Lora, lora_of(start, str(initial.path.resolve())))
@@ -424,6 +426,13 @@ def _lora(start: StartFlags, initial: Weights | None, resume: Checkpoint | None,
             made = f"--lora {stored.rank} --lora_alpha {stored.alpha:g}"
             made += f" --lora_targets {' '.join(stored.targets)}" if stored.targets else ""
             raise ValueError(f"--load: {resume.folder} was made with {made}; repeat that")
+        with resume.open(resume.model.name) as tensors:
+            trained = [name.removesuffix(A) for name in tensors if name.endswith(A)]
+        if gone := set(trained) - lora_layers(config, lora).keys():  # earlier versions trained those of bytes' encoder
+            raise ValueError(
+                f"--load: {resume.folder} has LoRA at {min(gone)}, where none is trained now; start a new run, or draw "
+                "from it by sample.py"
+            )
         if stored.base != lora.base and "pretrained" not in stored_fingerprint(resume.state):
             notes.append(f"--pretrained {lora.base}: the checkpoint was made for {stored.base}")
     return lora

@@ -20,6 +20,7 @@ from opendit.checkpoint.pretrained import METADATA_KEY, load_pretrained
 from opendit.kernels import operations
 from opendit.kernels.operations import MODULATE, NORM, SPLIT
 from opendit.models import DiT, TextConfig, build_model, encode_bytes, model_config
+from opendit.models import lora as lora_module
 from opendit.models.initialization import initialize
 from opendit.models.layers import TORCH_OPS
 from opendit.models.lora import A, B, Lora, add_lora, targets
@@ -318,7 +319,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_path, no_ranks, capsys):
+def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_path, no_ranks, capsys, monkeypatch):
     common = [*TRAIN, "--pretrained", str(base), "--lora", "2", "--lora_alpha", "6", "--mixed_precision", "fp32"]
     runs, again = [], []
     for plugin in ("zero2", "ddp"):
@@ -371,6 +372,12 @@ def test_lora_trains_little_resumes_bit_for_bit_and_is_sampled_from(base, tmp_pa
         with pytest.raises(SystemExit):
             train.main([*common, "--max_steps", "7", "--outputs", str(tmp_path / "x"), "--load", str(run), *changed])
         assert message in capsys.readouterr().err
+    monkeypatch.setattr(lora_module, "TARGETS", ("qkv", "proj", "fc1"))
+    lora_module.lora_layers.cache_clear()
+    with pytest.raises(SystemExit):
+        train.main([*common, "--max_steps", "7", "--outputs", str(tmp_path / "x"), "--load", str(run)])
+    assert "has LoRA at blocks.0.mlp.fc2, where none is trained now" in capsys.readouterr().err
+    lora_module.lora_layers.cache_clear()
 
 
 def test_what_was_taken_over_is_printed(base, tmp_path, no_ranks, capsys):
