@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,14 +97,20 @@ while not stopped and not (folder / "stopped").exists():
 def test_the_launcher_passes_a_signal_on_and_tells_how_it_ended(program, signals, code, tmp_path):
     (tmp_path / "program.py").write_text(TRAINS)
     argv = [sys.executable, ROOT / "scripts/launch.py", "2", tmp_path / "program.py", tmp_path, program]
-    launched = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's job in the background ignores it
+    launched = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     end = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready*" if signals else "started*"))) < 2:
-        assert launched.poll() in (None, code) and time.monotonic() < end
-        time.sleep(0.01)
-    for number in signals:
-        launched.send_signal(number)
-    _, errors = launched.communicate(timeout=60)
+    try:
+        while len(list(tmp_path.glob("ready*" if signals else "started*"))) < 2:
+            assert launched.poll() in (None, code) and time.monotonic() < end
+            time.sleep(0.01)
+        for number in signals:
+            launched.send_signal(number)
+        _, errors = launched.communicate(timeout=60)
+    finally:
+        while launched.poll() is None:  # the second ends its processes, too
+            launched.terminate()
+            time.sleep(0.2)
     assert launched.returncode == code and "Traceback" not in errors
     assert (tmp_path / "ended.json").exists() == (program == "trains")
 
