@@ -18,6 +18,7 @@ INTERPRETED = (
         "test_add_table.py",
         "test_filled_heads.py",
         "test_first_row.py",
+        "test_join_heads.py",
         "test_philox.py",
         "test_rotate_heads.py",
         "test_sampling_step.py",
