@@ -27,7 +27,7 @@ from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import GIB, H200, HardwareModel, find_hardware
 from opendit.training.auto_parallel import Circumstances, Priced, choose, data_of
-from opendit.training.from_flags import memory_setup, plan_model
+from opendit.training.from_flags import memory_setup, open_data, plan_model
 from opendit.training.memory import USABLE, estimate, resolve_sharding
 from opendit.training.step_cost import step_cost
 
@@ -128,7 +128,7 @@ def measured(known: Known, path: Path = RESULTS) -> tuple[float, float | None]:
 def predicted(words: str, gpus: int, hardware: HardwareModel = H200) -> tuple[float, float]:
     """(ms of a step, GiB of a rank) of train.py with these flags, as --dry_run says."""
     flags, _ = parse(TrainConfig, [*words.split(), "--dry_run", str(gpus)]).resolve(gpus, has_gpu=True)
-    config = plan_model(flags, data_of(flags)).config
+    config = plan_model(flags, open_data(flags)).config
     setup = resolve_sharding(config, memory_setup(flags, config, gpus), flags.batch_size, USABLE * hardware.capacity)
     cost = step_cost(
         config,
@@ -203,7 +203,7 @@ def products(pair: str, gpus: int, hardware: HardwareModel, count: int = PRODUCT
     words += f" --global_batch_size {samples * gpus // 4}"
     flags = parse(TrainConfig, [*words.split(), "--parallel", "auto", "--dry_run", str(gpus)])
     where = Circumstances(gpus, flags.node_size(gpus), USABLE * hardware.capacity, hardware)
-    return words, choose(flags, data_of(flags), where, shown=count)[0]
+    return words, choose(flags, data_of(flags, where), where, shown=count)[0]
 
 
 def typed(words: str, one: Priced) -> str:

@@ -131,7 +131,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         initial=initial,
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
-    if spec.lora is not None and spec.kernels.ops.float8 and not cut and not recomputed:
+    if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:
         keep_weights(model)  # all of them are kept until the backward pass anyway
     return engine
 

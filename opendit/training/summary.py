@@ -136,9 +136,8 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
     info, text = spec.info(), spec.model_config.text
     if spec.lora is not None and family_in(spec.flags.model):  # its folder has the rest, trusted by being named
         video = " --use_video" if spec.flags.use_video else ""
-        return (
-            f"python sample.py{video} --ckpt {quote(spec.flags.pretrained)} --lora {quote(spec.folder)} --prompt WORDS"
-        )
+        base = quote(str(spec.flags.pretrained))
+        return f"python sample.py{video} --ckpt {base} --lora {quote(spec.folder)} --prompt WORDS"
     command = f"python sample.py --ckpt {quote(spec.folder)}"
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):

@@ -28,6 +28,7 @@ ALLOWED = {
     ("opendit/data/memory_file.py", "NamedTemporaryFile"): "a file of this process's in the system's temporary folder",
     ("opendit/data/memory_file.py", "open"): "a file in memory",
     ("opendit/data/memory_file.py", "truncate"): "of that file",
+    ("opendit/training/run_end.py", "write_text"): "the temporary file of the script that has started the run",
     ("opendit/data/shards/remote.py", "mkdtemp"): "a folder of this process's in the system's temporary folder",
     ("opendit/data/size_cache.py", "mkdtemp"): "a new folder with a random name in the cache",
     ("opendit/data/video_readers.py", "TemporaryDirectory"): "a folder of this process's",

@@ -110,8 +110,7 @@ LINES = {
         "--trainer.max_train_steps: no such flag; here it is --max_steps (opendit train --help all shows all)"
     ),
     "train --instance_prompt cat": (
-        "--instance_prompt: no such flag; captions are part of --data_path: a CSV of path,text (opendit train --help "
-        "all shows all)"
+        "--instance_prompt: no such flag; here it is --caption_prefix (opendit train --help all shows all)"
     ),
     "train --qqq": "--qqq: no such flag; opendit train --help all shows all",  # nothing is like it
     "train --vae ema --image_size 100": (

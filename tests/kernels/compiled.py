@@ -34,6 +34,7 @@ from opendit.kernels.fp8_rows import rows_in_float8
 from opendit.kernels.fp8_shards import ShardQuantizer
 from opendit.kernels.gate_residual_layernorm_modulate import gate_residual_layernorm_modulate_float8
 from opendit.kernels.guided_update import guided_update
+from opendit.kernels.join_heads import StreamHeads, join_heads
 from opendit.kernels.layernorm_modulate import layernorm_modulate_float8
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.rotate_heads import rotate_heads
@@ -148,6 +149,12 @@ def rotated(heads: int, size: int, dtype: torch.dtype, norm: bool, turn: bool, a
     torch.autograd.grad(outputs, [qkv, *weights] if norm else qkv, [torch.randn_like(part) for part in outputs])
 
 
+def joined(heads: int, size: int, dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(2, 256, 3, heads, size, dtype=dtype).unbind(2)
+    weight, table = torch.randn(size, dtype=dtype), torch.zeros(256, size // 2, 2)
+    join_heads([StreamHeads(q, k, v, weight, weight, table)] * 2)
+
+
 def short(batch: int, tokens: int, heads: int, size: int) -> None:
     qkv = torch.empty(batch, tokens, 3, heads, size, dtype=BFLOAT16)
     short_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
@@ -189,6 +196,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     for heads_of in ((24, 128, BFLOAT16), (16, 72, BFLOAT16), (24, 128, torch.float32)):
         for what in ((True, True, False), (True, False, False), (False, True, False)):
             yield f"rotate_heads {heads_of} {what}", lambda h=heads_of, w=what: rotated(*h, *w)
+        yield f"join_heads {heads_of}", lambda h=heads_of: joined(*h)
     for heads_of in ((12, 128), (40, 128)):
         yield f"rotate_heads across {heads_of}", lambda h=heads_of: rotated(*h, BFLOAT16, True, True, True)
     for shape in ((2, 256, 16, 72), (64, 256, 16, 72), (64, 130, 6, 64), (64, 256, 8, 96)):

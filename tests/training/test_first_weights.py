@@ -19,6 +19,7 @@ from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiTConfig, TextConfig, build_model, model_config
 from opendit.models.attention import local_attention
 from opendit.models.initialization import initialize
+from opendit.models.layers import TORCH_OPS
 from opendit.models.lora import Lora, add_lora
 from opendit.models.weights import Weights
 from opendit.parallel.apply import Sharding
@@ -137,7 +138,7 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         initial_config=case.found,
         dataset=SimpleNamespace(describe=lambda: SimpleNamespace(class_names=list(case.after))),
         lora=Lora(case.lora, 4.0, "base") if case.lora else None,
-        kernels=SimpleNamespace(ops=None, attend=local_attention, varlen=None),
+        kernels=SimpleNamespace(ops=TORCH_OPS, attend=local_attention, varlen=None),
         sequence=None,
         stages=None,
         why_not_compiled="off",
