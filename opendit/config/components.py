@@ -185,7 +185,7 @@ class DataFlags(Flags):
 
 @dataclass(frozen=True)
 class WordFlags(Flags):
-    """Where captions come from, and what training changes about them."""
+    """Settings of captions: their source, and the changes that training makes to them."""
 
     group: ClassVar[str] = "Words: where captions come from, and what is changed about them"
 

@@ -1,4 +1,4 @@
-"""What flags of other programs of the field are called here: those of diffusers' examples, kohya's scripts, Meta's DiT
+"""Names here of the flags of other programs of the field: of diffusers' examples, kohya's scripts, Meta's DiT
 and their like."""
 
 from collections.abc import Collection

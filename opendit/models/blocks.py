@@ -178,6 +178,7 @@ class ResidualStream:
         self._routing: tuple[Tensor, Routing] | None = None
         self._rows, self._stack, self._outside = rows, stack, True
         self._streams: list[ResidualStream] | None = None
+        self._join: Callable[..., Tensor] = torch.cat  # of the grid that has split them
 
     def split(self, grid: TokenGrid, ops: BlockOps) -> "list[ResidualStream]":
         """Return the residual streams of the grid's streams of tokens. They are joined when x is asked for, so that a

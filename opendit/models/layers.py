@@ -76,7 +76,7 @@ def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 class LowRank(NamedTuple):
-    """What LoRA adds to a linear layer's weight (out, in): scale * b @ a, with a (rank, in) and b (out, rank)."""
+    """LoRA's addition to a linear layer's weight (out, in): scale * b @ a, with a (rank, in) and b (out, rank)."""
 
     a: Tensor
     b: Tensor
@@ -150,7 +150,7 @@ class Projection(nn.Linear):
 
     @property
     def low_rank(self) -> LowRank | None:
-        """What LoRA adds to the weight; None without it."""
+        """LoRA's addition to the weight; None without LoRA."""
         if self.lora_A is None or self.lora_B is None:
             return None
         return LowRank(self.lora_A.default.weight, self.lora_B.default.weight, self.lora_scale)

@@ -91,7 +91,7 @@ class Interrupt:
 
     @property
     def why(self) -> str | None:
-        """What ended the run at the last :meth:`ask`, "stopped" (by a signal) or "hours_up"; else None."""
+        """The reason why the run ended at the last :meth:`ask`: "stopped" (by a signal) or "hours_up"; else None."""
         return self._answer and {_STOP: "stopped", _HOURS_UP: "hours_up"}.get(self._answer())
 
     def _out_of_time(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a run ended, for what started it: ``ended.json`` in the run's folder, and exit code 75 for "start me again"."""
+"""Tell a run's starter how it ended: ``ended.json`` in the run's folder, and exit code 75 for "start me again"."""
 
 import contextlib
 import json
