@@ -30,8 +30,8 @@ from opendit.models.layers import Projection, RMSNorm
 # one tile size for products that apply them, which can't fill the GPU. fc2 of DiT-XL/2 on an H200, with and without
 # row scales: 512 rows 15.0 and 8.6 us, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
 TILES = 1024
-# Least rows times columns of a product for which an activation is cast. Casting reads and writes the activation once more;
-# what that gains grows with the columns. Below it, the product is in the dtype of its input.
+# Least rows times columns of a product for which an activation is cast. Casting reads the activation and writes it once
+# more; what it gains grows with the columns. Below this, the product is in the dtype of its input.
 CAST_FROM = 8192 * 1152
 
 
