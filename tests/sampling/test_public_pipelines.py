@@ -18,7 +18,7 @@ import sample
 from opendit.diffusion.random import initial_noise
 from opendit.sampling.pipeline import Pipeline
 from tests.encoders.published_folders import write_pipeline
-from tests.models.families.oracles import networks
+from tests.models.families.oracles import networks, packed, unpacked
 from tests.ranks import run_ranks, several_programs
 
 PROMPTS = ["a sign that says open", "fog", "a lighthouse above the fog, seen from the sea in the evening"]
@@ -55,17 +55,6 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     if name == "flux" and output == "latent":
         drawn = unpacked(drawn, noise.shape)
     return drawn
-
-
-def packed(x: Tensor) -> Tensor:
-    """Patches of 2 x 2 of x (B, C, H, W) as FLUX's tokens (B, N, 4 C)."""
-    B, C, H, W = x.shape
-    return x.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, -1, 4 * C)
-
-
-def unpacked(tokens: Tensor, shape: torch.Size) -> Tensor:
-    B, C, H, W = shape
-    return tokens.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
 
 def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tuple[Tensor, Tensor, list[Any]]:

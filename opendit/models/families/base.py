@@ -77,8 +77,8 @@ class Text:
     Attributes:
         tokens: to which prompts are cut, and padded unless ``padding`` is "remove".
         padding: what the network sees of padded tokens: "attend" (as the encoder gives them), "zero" (zeros that are
-            attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network adds learned
-            ones).
+            attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network masks what
+            pads it to others, or adds learned ones).
         pooled: whether there is a pooled vector beside the tokens.
     """
 
@@ -111,10 +111,12 @@ class Guidance:
         scale: by default, as its pipeline counts it.
         formula: "uncond", uncond + scale * (cond - uncond); "cond", cond + scale * (cond - uncond); "embedded", one
             pass, to which the scale is an input.
+        rescaled: the guided prediction of every patch gets the norm that the conditional one has.
     """
 
     scale: float
     formula: Literal["uncond", "cond", "embedded"] = "uncond"
+    rescaled: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,15 @@ class Rotary:
     Attributes:
         channels: of a head, for each axis.
         base: of the frequencies.
-        text: coordinates of a caption's tokens: all 0 ("zero"), or 1, 2, ... along the first axis ("count"), on which
-            the media follow, at the place after the caption's last.
+        text: coordinates of a caption's tokens: all 0 ("zero"); 1, 2, ... along the first axis ("count"), on which the
+            media follow, at the place after the caption's last; 0, 1, ... along one more axis, the last ("last"); or
+            equal on all axes ("diagonal"), from half the longer side of the media on, whose rows and columns are then
+            counted from their middle.
     """
 
     channels: tuple[int, ...]
     base: float = 10000.0
-    text: Literal["zero", "count"] = "zero"
+    text: Literal["zero", "count", "last", "diagonal"] = "zero"
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,14 @@ class TextEmbedding:
         layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU.
         multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
         pooled: width of a vector that is embedded beside the time; 0 for none.
+        masked: in one sequence with the media, a caption's padding is not attended to.
     """
 
     width: int
     layers: Literal["linear", "norm", "mlp"] = "linear"
     multiple: int = 1
     pooled: int = 0
+    masked: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
     FLUX,
     ORACLES,
+    QWEN_IMAGE,
     WAN,
     Z_IMAGE,
     Inputs,
@@ -32,14 +33,15 @@ from tests.models.families.oracles import (
     difference,
     in_double_precision,
     inputs,
+    is_read,
     load,
     networks,
     ours,
     output_and_gradients,
 )
 
-TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN}
-SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10)}
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "qwen_image": QWEN_IMAGE}
+SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10), "qwen_image": (4, 6, 10)}
 FLUX_1 = dict(
     patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
@@ -54,6 +56,10 @@ WAN_14B = dict(
     text_dim=4096, freq_dim=256, ffn_dim=13824, num_layers=40, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
     eps=1e-6, image_dim=None, added_kv_proj_dim=None, rope_max_seq_len=1024,
 )  # fmt: skip
+QWEN_IMAGE_20B = dict(
+    patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
+    joint_attention_dim=3584, guidance_embeds=False, axes_dims_rope=[16, 56, 56],
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -62,6 +68,7 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 # The layers of all families by whose outputs norms divide.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
+    r"|img_in|txt_in"
 )
 
 
@@ -96,6 +103,7 @@ USUAL = {
     "flux": Case("flux", (3, 7, 5), padded=9),
     "z_image": Case("z_image", (5, 40, 33)),
     "wan": Case("wan", (4, 6, 1), padded=8),
+    "qwen_image": Case("qwen_image", (3, 7, 5), padded=9),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
 VARIANTS = {
@@ -146,6 +154,20 @@ VARIANTS = {
         },
         (3, 3, 6, 10),
     ),
+    "qwen_image, wider": Case(
+        "qwen_image",
+        (6, 1),
+        {
+            "num_layers": 3,
+            "attention_head_dim": 20,
+            "num_attention_heads": 3,
+            "axes_dims_rope": (8, 2, 10),
+            "in_channels": 24,
+            "out_channels": 6,
+            "joint_attention_dim": 5,
+        },
+        (6, 10, 4),
+    ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
 BOTH = USUAL | {f"{family} with small weights": case for family, case in SMALL.items()}
@@ -178,7 +200,8 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
     wrong = {name: error for name, pair in found.items() if (error := difference(*pair)) > TOLERANCE}
     assert not wrong
     # No weight is at a value that hides what it does.
-    assert not [name for name, (mine, _) in found.items() if mine.numel() and not mine.any()]
+    family = CASES[name].family
+    assert not [one for one, (mine, _) in found.items() if mine.numel() and is_read(family, one) != bool(mine.any())]
 
 
 # ------------------------------------------------------------------------------------------------- single wrong facts
@@ -227,7 +250,7 @@ def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
             yield module
 
 
-@wrong("final layer's halves swapped", "flux", "wan")
+@wrong("final layer's halves swapped", "flux", "wan", "qwen_image")
 def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
@@ -237,7 +260,7 @@ def _(model, patch, y):
     model.final_layer.ops = BlockOps(lambda x, shift, scale: layer_norm(x) + scale[:, None])
 
 
-@wrong("no SiLU before the modulation", "flux")
+@wrong("no SiLU before the modulation", "flux", "qwen_image")
 def _(model, patch, y):
     for sequential in modulations_of(model):
         sequential[0] = nn.Identity()
@@ -254,7 +277,7 @@ def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
 
-@wrong("no SiLU before the final layer's modulation", "flux", "z_image")
+@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image")
 def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
@@ -269,24 +292,24 @@ def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
 
-@wrong("time reversed", "flux", "wan")
+@wrong("time reversed", "flux", "wan", "qwen_image")
 def _(model, patch, y):
     model.t_embedder.reversed_from = 1000.0
 
 
-@wrong("time in 0 ... 1", "flux", "z_image", "wan")
+@wrong("time in 0 ... 1", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t / 1000, dim))
 
 
-@wrong("time in bfloat16", "flux", "z_image", "wan")
+@wrong("time in bfloat16", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan")
+@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
@@ -312,12 +335,12 @@ def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
-@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan")
+@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
         norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
@@ -335,7 +358,7 @@ def _(model, patch, y):
         block.cross_norm.eps = 1e-5
 
 
-@wrong("exact GELU", "flux", "wan")
+@wrong("exact GELU", "flux", "wan", "qwen_image")
 def _(model, patch, y):
     gelu = F.gelu
     patch.setattr(F, "gelu", lambda x, approximate: gelu(x))
@@ -374,6 +397,11 @@ def _(model, patch, y):
 def _(model, patch, y):
     for block in blocks_of(model):
         block.cross_attn.attends_padding = False
+
+
+@wrong("padding attended to", "qwen_image")
+def _(model, patch, y):
+    return replace(y, mask=torch.ones_like(y.mask))
 
 
 @wrong("padding not zeros", "wan")
@@ -430,10 +458,33 @@ def _(model, patch, y):
     respecify(model, patch, rotary=replace(model.config.spec.rotary, text="zero"))
 
 
+@wrong("places of a picture counted from its corner", "qwen_image")
+def _(model, patch, y):
+    sides = network._media_places
+    patch.setattr(network, "_media_places", lambda rotary, at, size: sides(rotary, at, torch.zeros_like(size)))
+
+
+@wrong("places of a picture counted from its middle, rounded the other way", "qwen_image")
+def _(model, patch, y):
+    sides = network._media_places
+    patch.setattr(network, "_media_places", lambda rotary, at, size: sides(rotary, at, size // 2 * 2))
+
+
+@wrong("captions' places counted from the shorter side", "qwen_image")
+def _(model, patch, y):
+    sides = network._text_places
+    patch.setattr(network, "_text_places", lambda rotary, n, size: sides(rotary, n, size.amin().expand(2)))
+
+
+@wrong("all captions at place 0", "qwen_image")
+def _(model, patch, y):
+    patch.setattr(network, "_text_places", lambda rotary, n, _: torch.zeros(n, 3, dtype=torch.float64))
+
+
 @wrong("captions' places counted from 0", "z_image")
 def _(model, patch, y):
-    arange = torch.arange
-    patch.setattr(network.torch, "arange", lambda *n, **more: arange(*(n if len(n) == 1 else (0, n[1] - 1)), **more))
+    places, first = network._text_places, torch.tensor([1.0, 0, 0])
+    patch.setattr(network, "_text_places", lambda *args: places(*args) - first)
 
 
 @wrong("places of a picture counted from 1", "flux")
@@ -442,7 +493,7 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan")
+@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -453,19 +504,19 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", exchanged)
 
 
-@wrong("axes of the rotations in another order", "flux", "z_image", "wan")
+@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, channels=rotary.channels[1:] + rotary.channels[:1]))
 
 
-@wrong("base of the rotations", "flux", "z_image", "wan")
+@wrong("base of the rotations", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
 
 
-@wrong("rotations of halves", "flux", "z_image", "wan")
+@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     def halves(x, table):
         a, b = x.chunk(2, -1)
@@ -475,7 +526,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image")
+@wrong("rotations the other way", "flux", "z_image", "qwen_image")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -502,7 +553,7 @@ def _(model, patch, y):
     normalise_by_head(model, patch, r"\.cross_attn\.[qk]_norm")
 
 
-@wrong("queries and keys normalised across heads", "flux", "z_image")
+@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image")
 def _(model, patch, y):
     for module in model.modules():
         if isinstance(module, attention.Attention):
@@ -511,7 +562,7 @@ def _(model, patch, y):
                 norm.weight = nn.Parameter(norm.weight.repeat(module.num_heads))
 
 
-@wrong("queries and keys normalised after they are rotated", "flux", "z_image")
+@wrong("queries and keys normalised after they are rotated", "flux", "z_image", "qwen_image")
 def _(model, patch, y):
     def rotate_normalise(q, k, q_norm, k_norm, table, across):
         return q_norm(layers.rotate(q, table)), k_norm(layers.rotate(k, table))
@@ -519,37 +570,37 @@ def _(model, patch, y):
     model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 
 
-@wrong("channels of a patch the other way, in", "flux", "z_image", "wan")
+@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     model.x_embedder.channels_last = not model.x_embedder.channels_last
 
 
-@wrong("channels of a patch the other way, out", "flux", "z_image", "wan")
+@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     first, last = model.config.spec.channels_last
     respecify(model, patch, channels_last=(first, not last))
 
 
-@wrong("values of the modulation in another order", "flux", "z_image", "wan")
+@wrong("values of the modulation in another order", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     for block in blocks_of(model):
         values = block.spec.values
         block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
 
 
-@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan")
+@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     vectors = Block.vectors
     patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
 
 
-@wrong("modulation of pictures and captions exchanged", "flux")
+@wrong("modulation of pictures and captions exchanged", "flux", "qwen_image")
 def _(model, patch, y):
     modulate = JointBlock.modulate
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan")
+@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
@@ -586,7 +637,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan")
+@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -619,6 +670,7 @@ PUBLISHED = {
     "Z-Image": ("z_image", Z_IMAGE_6B, 6_155),
     "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
     "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
+    "Qwen-Image": ("qwen_image", QWEN_IMAGE_20B, 20_430),
 }
 
 
@@ -648,7 +700,7 @@ def test_published_configurations_survive_json(name):
 
 
 def test_configurations_of_an_unknown_family_are_refused():
-    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan"):
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, qwen_image"):
         public_config("flax", {})
 
 
@@ -707,6 +759,20 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "rope_max_seq_len": (5, {}),
         "pos_embed_seq_len": (6, REFUSED),
     },
+    "qwen_image": {
+        "patch_size": (1, REFUSED),
+        "in_channels": (24, {"out_channels": 6}),
+        "out_channels": (8, REFUSED),
+        "num_layers": (1, {}),
+        "attention_head_dim": (16, {"axes_dims_rope": (4, 6, 6)}),
+        "num_attention_heads": (3, {}),
+        "joint_attention_dim": (6, {}),
+        "guidance_embeds": (True, REFUSED),
+        "axes_dims_rope": ((4, 4, 6), REFUSED),
+        "zero_cond_t": (True, REFUSED),
+        "use_additional_t_cond": (True, REFUSED),
+        "use_layer3d_rope": (True, REFUSED),
+    },
 }
 
 
@@ -727,7 +793,9 @@ def test_unusual_values_are_refused_or_mean_what_they_mean_to_diffusers(family, 
             public_config(family, TINY[family] | {key: value})
         return
     values = {key: value} | beside
-    shape = (values["in_channels"], *SHAPES[family][1:]) if "in_channels" in values else None
+    shape = (
+        (values.get("out_channels", values["in_channels"]), *SHAPES[family][1:]) if "in_channels" in values else None
+    )
     case = replace(case, values=values, shape=shape)
     with in_double_precision(), torch.no_grad():
         oracle = case.oracle(torch.float64)
