@@ -53,6 +53,7 @@ def cfg_model(
     null_y: Condition,
     scale: float | Tensor,
     guided_channels: int | None = None,
+    rescaled: tuple[int, ...] | None = None,
 ) -> Model:
     """Classifier-free guidance, [G] eq. 6 in the form uncond + scale * (cond - uncond), as a model of (x, t).
 
@@ -64,6 +65,8 @@ def cfg_model(
         scale: may be (B, 1, ..., 1), one for each sample; both halves are always evaluated then.
         guided_channels: number of eps channels, from the first, that are guided; all by default. Meta's DiT samples
             with 3 of its 4. Other channels, and v, are the conditional ones.
+        rescaled: sides of a patch, over whose numbers the guided prediction gets the norm of the conditional one; None:
+            it keeps its own.
 
     Returns:
         A model whose result is float32 at least.
@@ -89,9 +92,18 @@ def cfg_model(
         cond, uncond = at_least_float32(model(torch.cat((x, x)), torch.cat((t, t)), y_both)).chunk(2)
         split_output(cond, x)  # a wrong shape is reported as for any model
         uncond = uncond[:, :channels]
-        return torch.cat((uncond + scale * (cond[:, :channels] - uncond), cond[:, channels:]), dim=1)
+        found = torch.cat((uncond + scale * (cond[:, :channels] - uncond), cond[:, channels:]), dim=1)
+        return found if rescaled is None else found * (_patch_norms(cond, rescaled) / _patch_norms(found, rescaled))
 
     return guided
+
+
+def _patch_norms(x: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """Return the norm over every patch of x (B, C, ...), at each of its places: (B, 1, ...)."""
+    sides = [part for side, p in zip(x.shape[2:], patch, strict=True) for part in (side // p, p)]
+    squares = x.square().sum(1, keepdim=True).reshape(len(x), 1, *sides)
+    sums = squares.sum(tuple(range(3, 3 + 2 * len(patch), 2)), keepdim=True)
+    return sums.sqrt().expand_as(squares).reshape(len(x), 1, *x.shape[2:])
 
 
 # Users write levels with three digits: 157 for the 157.4 of DDPM's noisiest timestep. Levels that differ by less than

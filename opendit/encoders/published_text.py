@@ -46,6 +46,7 @@ MODEL_TYPES = {
     "T5EncoderModel": ("t5",),
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl",),
 }
 CLASSES_OF_TOKENIZERS = (*TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast")
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
@@ -61,6 +62,8 @@ class Prompts:
         settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
             the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
         pooled: component of the pooled vector, which is the second of the tuple. None without one.
+        masked: the second of the tuple is the mask of the tokens (B, L), or None where none is padding.
+        dropped: the tokens of the template before the prompt, which are not among those that come back.
         written: (pipeline, prompt) -> the text that the tokenizer gets.
     """
 
@@ -68,6 +71,8 @@ class Prompts:
     tokenizer: str = "tokenizer"
     settings: Mapping[str, Any] = field(default_factory=dict)
     pooled: str | None = None
+    masked: bool = False
+    dropped: int = 0
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
 
 
@@ -76,6 +81,11 @@ def _chat(pipeline: Any, prompt: str) -> str:
     message = [{"role": "user", "content": prompt}]
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
     return pipeline.tokenizer.apply_chat_template(message, **options)
+
+
+def _described(pipeline: Any, prompt: str) -> str:
+    """Return the prompt in the template of QwenImagePipeline."""
+    return pipeline.prompt_template_encode.format(prompt)
 
 
 def _cleaned(pipeline: Any, prompt: str) -> str:
@@ -89,6 +99,7 @@ PROMPTS = {
     "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
     "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+    "QwenImagePipeline": Prompts(masked=True, dropped=34, written=_described),
 }
 
 
@@ -115,7 +126,7 @@ class PublishedText:
         self.pipeline, self.family, self.name, self.device = pipeline, family, name, torch.device(device)
         self.prompts = PROMPTS[family.pipelines[0]]
         self.max_tokens = max_tokens or family.text.tokens
-        self.width = self._component(self.prompts.encoder).config.hidden_size
+        self.width = self._component(self.prompts.encoder).config.get_text_config().hidden_size
         self.pooled_width = self._component(self.prompts.pooled).config.hidden_size if self.prompts.pooled else 0
 
     @property
@@ -154,7 +165,10 @@ class PublishedText:
                     max_sequence_length=self.max_tokens,
                     **self.prompts.settings,
                 )
-            tokens += list(found[0])
+            rows = list(found[0])
+            if self.prompts.masked and found[1] is not None:
+                rows = [row[mask.bool()] for row, mask in zip(rows, found[1], strict=True)]
+            tokens += rows
             pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
         shortest = min(len(row) for row in tokens)
         return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
@@ -173,7 +187,8 @@ class PublishedText:
         if not captions:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
-        return [len(ids) for ids in self._component(self.prompts.tokenizer)(written, verbose=False).input_ids]
+        found = self._component(self.prompts.tokenizer)(written, verbose=False).input_ids
+        return [len(ids) - self.prompts.dropped for ids in found]
 
     def fingerprint(self) -> str:
         """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and

@@ -8,7 +8,7 @@ plain object, not a module, so that it never becomes part of a model's state.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from annotated_types import Interval, Len
@@ -32,6 +32,7 @@ from opendit.encoders.folder import (
     weight_files,
     weight_shapes,
 )
+from opendit.encoders.image_vaes import OneFrame
 from opendit.encoders.tiles import Tiles, tiles_of
 
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
@@ -220,11 +221,11 @@ class FrozenVAE(Codec):
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """Stable Diffusion's kind of VAE, ours or diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
+    """A VAE of IMAGE_CLASSES, ours or diffusers'; ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
-        self.latent_channels, self.downscale = picture_geometry(vae.config)
+        self.latent_channels, self.downscale = IMAGE_CLASSES[vae.config.get("_class_name", KL)](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
         tiles = self._tiles((pixels.shape[-2] // self.downscale, pixels.shape[-1] // self.downscale))
@@ -299,7 +300,13 @@ def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
 
 
 Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
-IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": picture_geometry}
+KL = AutoencoderKL.__name__
+IMAGE_CLASSES: dict[str, Geometry] = {
+    KL: picture_geometry,
+    "AutoencoderKLQwenImage": lambda config: (config["z_dim"], 2 ** (len(config["dim_mult"]) - 1)),
+}
+# Classes whose encode and decode are not those of AutoencoderKL -> what gives them these.
+ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {"AutoencoderKLQwenImage": OneFrame}
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
@@ -314,7 +321,7 @@ def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch
     class_name, config = read_vae_config(str(folder), classes)
     try:
         refuse_adapters(folder)
-        if own and class_name == AutoencoderKL.__name__ and describes(config):
+        if own and class_name == KL and describes(config):
             return _own(folder, config)
         return _of_diffusers(folder, class_name)
     except FileNotFoundError as error:
@@ -396,7 +403,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     path = Path(name).expanduser() / FILES[0]
     try:
         config = read_file(path, VAE_CONFIG)
-        found = config.get("_class_name", "AutoencoderKL")
+        found = config.get("_class_name", KL)
         if found in classes:
             channels = classes[found](config)[0]
             for key in ("latents_mean", "latents_std"):
@@ -437,7 +444,8 @@ def codec_geometry(name: str, channels: int) -> tuple[int, int]:
         return channels, 1
     if name in HUB:
         return 4, 8
-    return picture_geometry(read_vae_config(name, IMAGE_CLASSES)[1])
+    found, config = read_vae_config(name, IMAGE_CLASSES)
+    return cast(tuple[int, int], IMAGE_CLASSES[found](config))
 
 
 def load_codec(
@@ -460,4 +468,5 @@ def load_codec(
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)
+    vae = ADAPTED.get(type(vae).__name__, lambda vae: vae)(vae)
     return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling, compiled=compiled)

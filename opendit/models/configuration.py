@@ -125,6 +125,11 @@ class DiTConfig:
         return False
 
     @property
+    def rescaled_guidance(self) -> tuple[int, ...] | None:
+        """Sides of the patch over which guided predictions get the norm of conditional ones; None: they keep theirs."""
+        return None
+
+    @property
     def is_video(self) -> bool:
         return len(self.patch) == 3
 

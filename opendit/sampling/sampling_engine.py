@@ -358,7 +358,9 @@ class SamplingLoop:
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
-        guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels)
+        guided = cfg_model(
+            forward, y, null, settings.cfg_scale, settings.cfg_channels, settings.model.config.rescaled_guidance
+        )
         if settings.cfg_interval is None:
             return guided
         conditional = cfg_model(forward, y, null, 1.0)

@@ -255,6 +255,17 @@ def test_families_are_guided_by_their_formula(formula, scale):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)  # of conditions up to 1000
 
 
+def test_guided_predictions_get_the_norm_of_conditional_ones_in_every_patch():
+    """As QwenImagePipeline writes it, of tokens: here of patches of 1 x 3."""
+    (x, t), generator = (torch.zeros(2, 4, 2, 6), torch.zeros(2)), torch.Generator().manual_seed(0)
+    both = torch.randn(4, 4, 2, 6, generator=generator)
+    got = cfg_model(lambda *_: both, torch.zeros(2), torch.zeros(2), 3.0, rescaled=(1, 3))(x, t)
+    cond, uncond = (part.unflatten(3, (2, 3)).permute(0, 2, 3, 1, 4).flatten(3) for part in both.chunk(2))
+    guided = uncond + 3 * (cond - uncond)
+    wanted = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+    torch.testing.assert_close(got, wanted.unflatten(3, (4, 3)).permute(0, 3, 1, 2, 4).flatten(3))
+
+
 # The levels of every sampler's steps, written down again: with 8 steps, the noisiest first
 RAMP = np.linspace(0, 1, 8)
 EVEN = SIGMAS[[999, 856, 714, 571, 428, 285, 143, 0]]

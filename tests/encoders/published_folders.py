@@ -1,7 +1,7 @@
 """Folders of tiny public models, as diffusers' pipelines read them: tokenizers and encoders made from scratch, random
 weights, nothing of the hub.
 
-``write_pipeline(folder, name)`` writes a whole pipeline of "flux", "z_image" or "wan", which diffusers draws with on a
+``write_pipeline(folder, name)`` writes a whole pipeline of a family of COMPONENTS, which diffusers draws with on a
 CPU in a few seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
 """
 
@@ -14,7 +14,8 @@ import torch
 LATENT_CHANNELS = 4
 CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH = 24, 20, 16
 MEAN, STD = [0.3, -0.2, 0.1, 0.5], [2.0, 0.5, 1.5, 0.8]
-# Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo and Wan2.1-T2V-1.3B.
+# Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo, Wan2.1-T2V-1.3B and
+# Qwen-Image.
 COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
     "flux": {
         "tokenizer": ("transformers", "CLIPTokenizer"),
@@ -33,8 +34,18 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder": ("transformers", "UMT5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKLWan"),
     },
+    "qwen_image": {
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+        "vae": ("diffusers", "AutoencoderKLQwenImage"),
+    },
 }
-PIPELINES = {"flux": "FluxPipeline", "z_image": "ZImagePipeline", "wan": "WanPipeline"}
+PIPELINES = {
+    "flux": "FluxPipeline",
+    "z_image": "ZImagePipeline",
+    "wan": "WanPipeline",
+    "qwen_image": "QwenImagePipeline",
+}
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
         "FluxTransformer2DModel",
@@ -78,6 +89,18 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_max_seq_len": 64,
         },
     ),
+    "qwen_image": (
+        "QwenImageTransformer2DModel",
+        {
+            "in_channels": 4 * LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": QWEN_WIDTH,
+            "axes_dims_rope": (2, 2, 4),
+        },
+    ),
 }
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -97,7 +120,33 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "use_flow_sigmas": True,
         "flow_shift": 3.0,
     },
+    "qwen_image": EULER
+    | {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 8192,
+        "shift_terminal": 0.02,
+    },
 }
+QWEN_SIZES: dict[str, Any] = {
+    "hidden_size": QWEN_WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+}
+# So that Qwen-Image's template has 34 tokens before the prompt, as it has for the published tokenizer.
+TEMPLATE_WORDS = (
+    *("system", "user", "Describe"),
+    *(
+        f" {word}"
+        for word in "the image by detailing color shape size texture quantity text spatial relationships of objects and "
+        "background".split()
+    ),
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -169,7 +218,16 @@ def write_flux_text(folder: Path) -> None:
 
 def write_z_image_text(folder: Path) -> None:
     """Write Z-Image's tokenizer, with a chat template, and its encoder of text, a Qwen3 of three layers."""
-    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(vocab_size=write_qwen_tokenizer(folder), head_dim=8, **QWEN_SIZES)
+    torch.manual_seed(0)
+    randomise(Qwen3Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
+def write_qwen_tokenizer(folder: Path, words: tuple[str, ...] = ()) -> int:
+    """Write Qwen's tokenizer, with a chat template, and return the size of its vocabulary. words: that are one token."""
+    from transformers import Qwen2Tokenizer
 
     letters = _byte_letters()
     merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
@@ -177,20 +235,23 @@ def write_z_image_text(folder: Path) -> None:
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, eos_token="<|im_end|>", model_max_length=1024)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(list(words))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=QWEN_WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=1024,
-    )
+    return len(tokenizer)
+
+
+def write_qwen_image_text(folder: Path) -> None:
+    """Write Qwen-Image's tokenizer and its encoder of text, a Qwen2.5-VL of three layers with a small vision part."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    size = write_qwen_tokenizer(folder, TEMPLATE_WORDS)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    text = QWEN_SIZES | {"vocab_size": size, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision | {"fullatt_block_indexes": [0]})
     torch.manual_seed(0)
-    randomise(Qwen3Model(config), 3).save_pretrained(folder / "text_encoder")
+    randomise(Qwen2_5_VLForConditionalGeneration(config), 3).save_pretrained(folder / "text_encoder")
 
 
 def write_wan_text(folder: Path) -> None:
@@ -198,7 +259,12 @@ def write_wan_text(folder: Path) -> None:
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
-WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text}
+WRITE_TEXT = {
+    "flux": write_flux_text,
+    "z_image": write_z_image_text,
+    "wan": write_wan_text,
+    "qwen_image": write_qwen_image_text,
+}
 
 
 def write_vae(folder: Path, name: str) -> None:
@@ -206,8 +272,9 @@ def write_vae(folder: Path, name: str) -> None:
     import diffusers
 
     torch.manual_seed(0)
-    if name == "wan":
-        vae = diffusers.AutoencoderKLWan(
+    if name in ("wan", "qwen_image"):
+        kind = {"wan": diffusers.AutoencoderKLWan, "qwen_image": diffusers.AutoencoderKLQwenImage}[name]
+        vae = kind(
             base_dim=4,
             z_dim=LATENT_CHANNELS,
             dim_mult=[1, 1, 1, 1],

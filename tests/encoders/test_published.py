@@ -56,6 +56,10 @@ def expected(pipeline, captions, tokens=512):
     kind = type(pipeline).__name__
     if kind == "FluxPipeline":
         return pipeline.encode_prompt(list(captions), None, max_sequence_length=tokens)[:2]
+    if kind == "QwenImagePipeline":
+        found, mask = pipeline.encode_prompt(list(captions), max_sequence_length=tokens)
+        lengths = [tokens if mask is None else int(row.sum()) for row in (mask if mask is not None else found)]
+        return [row[:length] for row, length in zip(found, lengths, strict=True)], None
     options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens}
     return pipeline.encode_prompt(list(captions), **options)[0], None
 
@@ -76,7 +80,7 @@ def test_encode_is_diffusers(name, captions, encoders, pipelines):
         torch.testing.assert_close(got.pooled, pooled)
     else:
         assert got.pooled.shape == (count, 0)
-    if name != "z_image":
+    if name not in ("z_image", "qwen_image"):
         torch.testing.assert_close(got.tokens, want, rtol=1e-5, atol=1e-6)
         return
     assert got.tokens.shape == (count, max(map(len, want)), QWEN_WIDTH)
@@ -189,7 +193,8 @@ def test_fingerprints(name, encoders, folders):
 
 def test_widths_need_no_weights(folders):
     widths = {name: text_widths(folder, FAMILIES[name]) for name, folder in folders.items()}
-    assert widths == {"flux": (T5_WIDTH, CLIP_WIDTH), "z_image": (QWEN_WIDTH, 0), "wan": (T5_WIDTH, 0)}
+    of_qwen = dict.fromkeys(("z_image", "qwen_image"), (QWEN_WIDTH, 0))
+    assert widths == {"flux": (T5_WIDTH, CLIP_WIDTH), "wan": (T5_WIDTH, 0)} | of_qwen
 
 
 @pytest.mark.parametrize(
@@ -198,6 +203,7 @@ def test_widths_need_no_weights(folders):
         ("flux", {"height": 64, "width": 64}),
         ("z_image", {"height": 64, "width": 64, "guidance_scale": 3.0}),
         ("wan", {"height": 32, "width": 32, "num_frames": 5}),
+        ("qwen_image", {"height": 64, "width": 64, "negative_prompt": " "}),
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
@@ -222,22 +228,25 @@ def test_vae_is_diffusers(name, folders, pipelines):
     generator = torch.Generator().manual_seed(1)
     sizes = (5, 32, 48) if name == "wan" else (64, 48)
     pixels = torch.rand(2, 3, *sizes, generator=generator) * 2 - 1
+    framed = (lambda x: x[:, :, None]) if name == "qwen_image" else (lambda x: x)  # clips of one frame
     with torch.no_grad():
-        posterior = vae.encode(pixels).latent_dist
+        posterior = vae.encode(framed(pixels)).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator)
-    latents, z = codec.encode(pixels, noise), posterior.mean + posterior.std * noise
-    if name == "wan":  # the mean and the inverse deviation, as WanPipeline writes them
+    given = noise.squeeze(2) if name == "qwen_image" else noise
+    latents, z = codec.encode(pixels, given), posterior.mean + posterior.std * noise
+    restored = framed(latents)
+    if name in ("wan", "qwen_image"):  # the mean and the inverse deviation, as WanPipeline writes them
         mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
-        normalised, restored = (z - mean) / std, latents / (1 / std) + mean
+        normalised, restored = (z - mean) / std, restored / (1 / std) + mean
     else:
         shift, scale = vae.config.shift_factor, vae.config.scaling_factor
-        normalised, restored = (z - shift) * scale, latents / scale + shift
-    torch.testing.assert_close(latents, normalised, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(codec.sample(codec.moments(pixels), noise), latents, rtol=0, atol=0)
+        normalised, restored = (z - shift) * scale, restored / scale + shift
+    torch.testing.assert_close(framed(latents), normalised, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(codec.sample(codec.moments(pixels), given), latents, rtol=0, atol=0)
     with torch.no_grad():
         decoded = vae.decode(restored).sample.clamp(-1, 1)
-    torch.testing.assert_close(codec.decode(latents), decoded, rtol=1e-4, atol=1e-4)
-    assert latents.shape[1:] == ((4, 2, 4, 6) if name == "wan" else (4, 8, 6)) and decoded.shape == pixels.shape
+    torch.testing.assert_close(framed(codec.decode(latents)), decoded, rtol=1e-4, atol=1e-4)
+    assert latents.shape[1:] == ((4, 2, 4, 6) if name == "wan" else (4, 8, 6)) and decoded.shape == framed(pixels).shape
 
 
 @NAMES
@@ -245,7 +254,7 @@ def test_vae_geometry_needs_no_weights(name, folders):
     vae = check_vae(folders[name], FAMILIES[name])
     assert video_geometry(vae, 3) == (4, 8, 4 if name == "wan" else 1)
     scale, shift = codec_scale(vae)
-    assert (len(scale) == len(shift) == 4) if name == "wan" else (scale, shift) == (0.3611, 0.1159)
+    assert (len(scale) == len(shift) == 4) if name in ("wan", "qwen_image") else (scale, shift) == (0.3611, 0.1159)
 
 
 # ---------------------------------------------------------------- what is wrong with a folder

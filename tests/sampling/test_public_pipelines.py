@@ -26,7 +26,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "flux": {"size": (64, 48)},
     "z_image": {"size": (48, 64)},
     "wan": {"size": (32, 48), "frames": 5},
+    "qwen_image": {"size": (64, 48)},
 }
+PACKED = ("flux", "qwen_image")  # whose pipelines take and give latents as tokens
 STEPS = 4
 
 
@@ -44,15 +46,18 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     pipeline = networks().DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     height, width = SIZES[name]["size"]
-    more: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
+    scale = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
+    more: dict[str, Any] = {} if guidance is None else {scale: guidance}
+    if name == "qwen_image":  # which is not guided without
+        more["negative_prompt"] = [""] * len(prompts)
     if name == "wan":
         more["num_frames"] = SIZES[name]["frames"]
-    latents = packed(noise) if name == "flux" else noise
+    latents = packed(noise) if name in PACKED else noise
     drawn = pipeline(
         prompt=prompts, height=height, width=width, num_inference_steps=STEPS, latents=latents, output_type=output,
         **more,
     )[0]  # fmt: skip
-    if name == "flux" and output == "latent":
+    if name in PACKED and output == "latent":
         drawn = unpacked(drawn, noise.shape)
     return drawn
 
@@ -73,7 +78,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
     if (name, guidance) == ("flux", 0.0):
         guidance = 1.0
     pipe = opendit.load(folders[name])
-    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0}[name]
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "qwen_image": 4.0}[name]
     noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()

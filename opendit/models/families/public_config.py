@@ -73,6 +73,10 @@ class PublicConfig(DiTConfig):
         return bool(self.spec.order)
 
     @property
+    def rescaled_guidance(self) -> tuple[int, ...] | None:
+        return self.patch if family_of(self.family).guidance.rescaled else None
+
+    @property
     def float8(self) -> bool:
         """True if the blocks can be in FP8, whose GELU adds the bias of the layer before it."""
         return all(block.mlp != "gelu" or block.options.bias for block in self.spec.blocks)
