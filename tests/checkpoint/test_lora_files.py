@@ -24,8 +24,13 @@ from opendit.models.lora import A, B, Lora, targets
 from opendit.models.zoo import empty_model
 from tests.models.families.oracles import ORACLES, inputs
 
-FAMILIES = ("flux", "z_image", "wan")
-LOADERS = {"flux": "FluxLoraLoaderMixin", "z_image": "ZImageLoraLoaderMixin", "wan": "WanLoraLoaderMixin"}
+LOADERS = {
+    "flux": "FluxLoraLoaderMixin",
+    "z_image": "ZImageLoraLoaderMixin",
+    "wan": "WanLoraLoaderMixin",
+    "qwen_image": "QwenImageLoraLoaderMixin",
+}
+FAMILIES = tuple(LOADERS)
 ALPHA, RANK = 5.0, 2
 LAYERS = ("qkv:3", "q", "kv:1", "proj", "fc1", "fc2:4", "adaLN_modulation.*")  # of runs on public models
 # Layers by their authors' names, of the oracles' sizes: (rows, columns).
@@ -69,6 +74,13 @@ WAN_AROUND = {
 ATTENTION = {
     f"transformer_blocks.0.attn.{part}": (24, 24) for part in ("to_q", "to_v", "to_out.0", "add_k_proj", "to_add_out")
 }
+QWEN_IMAGE = ATTENTION | {
+    f"transformer_blocks.0.{layer}": shape
+    for layer, shape in {
+        "img_mlp.net.0.proj": (96, 24), "txt_mlp.net.2": (24, 96), "img_mod.1": (144, 24), "attn.add_q_proj": (24, 24)
+    }.items()
+}  # fmt: skip
+QWEN_AROUND = {"img_in": (24, 16), "txt_in": (24, 14), "norm_out.linear": (48, 24), "proj_out": (16, 24)}
 W3 = {"layers.0.feed_forward.w3": (96, 36)}
 PROJ_OUT = {"single_transformer_blocks.1.proj_out": (24, 120)}
 KOHYA, NEW, DOTS = ("lora_down", "lora_up"), ("lora_A", "lora_B"), ("lora.down", "lora.up")
@@ -81,6 +93,8 @@ FOREIGN = {
     "z_image, kohya": ("z_image", "lora_unet_", True, KOHYA, Z_IMAGE, {"cap_embedder.1": (36, 14)}),
     "z_image, ComfyUI": ("z_image", "diffusion_model.", False, NEW, Z_IMAGE_APART, W3),
     "z_image, dots": ("z_image", "", False, DOTS, Z_IMAGE_APART, {}),
+    "qwen_image, musubi": ("qwen_image", "lora_unet_", True, KOHYA, QWEN_IMAGE, QWEN_AROUND),
+    "qwen_image, ComfyUI": ("qwen_image", "diffusion_model.", False, NEW, QWEN_IMAGE, {}),
     "wan, musubi": ("wan", "lora_unet_", True, KOHYA, WAN, {}),
     "wan, ComfyUI": ("wan", "diffusion_model.", False, NEW, WAN, WAN_AROUND),
 }  # fmt: skip
@@ -185,9 +199,10 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
     first = {
         "diffusers": "transformer.", "comfyui": "diffusion_model.", "kohya": "lora_unet_"
     }[form] + {  # fmt: skip
-        "flux": "double_blocks.0.img_attn.qkv", "wan": "blocks.0.self_attn.q", "z_image": "layers.0.attention.qkv"
+        "flux": "double_blocks.0.img_attn.qkv", "wan": "blocks.0.self_attn.q", "z_image": "layers.0.attention.qkv",
+        "qwen_image": "transformer_blocks.0.attn.to_q"
     }[name].replace(".", "_" if form == "kohya" else ".")  # fmt: skip
-    original = form == "kohya" or (form == "comfyui" and name != "z_image")
+    original = form == "kohya" or (form == "comfyui" and name != "z_image")  # (Qwen-Image's layers have one name)
     assert (f"{first}.lora_down.weight" in keys) == original
     assert ("ComfyUI" in capsys.readouterr().out) == (form == "comfyui")
 
