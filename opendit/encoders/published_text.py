@@ -46,8 +46,11 @@ MODEL_TYPES = {
     "T5EncoderModel": ("t5",),
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
+    "Gemma2Model": ("gemma2",),
 }
-CLASSES_OF_TOKENIZERS = (*TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast")
+CLASSES_OF_TOKENIZERS = (
+    *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast"
+)  # fmt: skip
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how prompts are cleaned
 
@@ -61,14 +64,19 @@ class Prompts:
         settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
             the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
         pooled: component of the pooled vector, which is the second of the tuple. None without one.
+        masked: the second of the tuple is a mask (B, L), and padding is to be removed by it.
         written: (pipeline, prompt) -> the text that the tokenizer gets.
+        bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
+            fourth of the tuple.
     """
 
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
     settings: Mapping[str, Any] = field(default_factory=dict)
     pooled: str | None = None
+    masked: bool = False
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
+    bare: bool = False
 
 
 def _chat(pipeline: Any, prompt: str) -> str:
@@ -85,10 +93,18 @@ def _cleaned(pipeline: Any, prompt: str) -> str:
     return prompt_clean(prompt)
 
 
+def _instructed(pipeline: Any, prompt: str) -> str:
+    """Return the prompt after the instruction of Lumina2Pipeline."""
+    return f"{pipeline.system_prompt} <Prompt Start> {prompt}"
+
+
 PROMPTS = {
     "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
     "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+    "Lumina2Pipeline": Prompts(
+        settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
+    ),
 }
 
 
@@ -129,8 +145,9 @@ class PublishedText:
         return torch.nn.ModuleDict({name: self._component(name) for name in names})
 
     @torch.no_grad()
-    def encode(self, captions: list[str], length: int | None = None) -> TextCondition:
-        """Encode captions, on the encoders' device and in their dtype.
+    def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
+        """Encode captions, on the encoders' device and in their dtype. away: in the form of prompts that guidance leads
+        away from.
 
         What the network is to see of padding, ``Text.padding``, decides about the tokens after a caption's last one:
 
@@ -147,14 +164,18 @@ class PublishedText:
         for start in range(0, len(captions), CAPTIONS_AT_ONCE):
             part = captions[start : start + CAPTIONS_AT_ONCE]
             with _quiet(type(self.pipeline).__module__):
-                # A copy of the list, which ZImagePipeline overwrites.
+                # Copies of the list, which ZImagePipeline overwrites.
+                bare = away and self.prompts.bare
+                more = {"do_classifier_free_guidance": True, "negative_prompt": list(part)} if bare else {}
                 found = self.pipeline.encode_prompt(
                     prompt=list(part),
                     device=self.device,
                     max_sequence_length=self.max_tokens,
-                    **self.prompts.settings,
+                    **{**self.prompts.settings, **more},
                 )
-            tokens += list(found[0])
+            found = found[2:] if bare else found
+            rows = zip(found[0], found[1], strict=True) if self.prompts.masked else ((row, None) for row in found[0])
+            tokens += [row if mask is None else row[mask.bool()] for row, mask in rows]
             pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
         shortest = min(len(row) for row in tokens)
         return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)

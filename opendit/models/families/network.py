@@ -115,7 +115,7 @@ class PublicDiT(DiT):
         condition = spec.time_width or width
         self.x_embedder = cast(Any, PatchLinear(spec, width))
         start = 1000.0 if spec.reversed_time else None
-        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start)
+        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start, spec.time_unit)
         if spec.guidance:
             self.guidance_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden)
         if spec.text.pooled:
@@ -212,8 +212,8 @@ class PublicDiT(DiT):
         """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool; (B, 0) for all."""
         spec, embed = self.config.spec, self.text_embedder
         elsewhere = not hasattr(embed, "mlp")  # on a pipeline's first stage
-        if spec.text.multiple == 1:
-            return tokens if elsewhere else embed(tokens), mask
+        if spec.text.multiple == 1 and not spec.text.masked:
+            return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask
         tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))
         length = tokens.shape[1]
         lengths = mask.sum(1)
@@ -223,11 +223,12 @@ class PublicDiT(DiT):
             keys = keys[:, :0]
         if elsewhere:
             return tokens, keys
-        own = (place < lengths[:, None]).unsqueeze(-1)
-        x = torch.where(own, embed(tokens), cast(Tensor, embed.filling))
+        x = embed(tokens)
+        if embed.filling is not None:
+            x = torch.where((place < lengths[:, None]).unsqueeze(-1), x, embed.filling)
         if spec.text_refiner is not None:
             ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
-            ids[..., 0] = place + 1
+            ids[..., 0] = place + spec.rotary.first
             alone = keys if keys.shape[1] else None
             grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
             checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
@@ -334,9 +335,9 @@ class PublicDiT(DiT):
         mask = None
         text_at = torch.zeros(length, axes, dtype=torch.float64, device=device)
         if rotary.text == "count":
-            text_at[:, 0] = torch.arange(1, length + 1, device=device)
+            text_at[:, 0] = torch.arange(rotary.first, rotary.first + length, device=device)
             at = at.expand(batch, -1, -1).clone()
-            at[:, : len(places), 0] += lengths + 1
+            at[:, : len(places), 0] += lengths + rotary.first
             text_at = text_at.expand(batch, -1, -1)
             if keys.shape[1]:
                 mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
@@ -426,8 +427,8 @@ class PublicDiT(DiT):
         at = placed.coordinates()[: segments.filled, -axes:].double().unsqueeze(0)
         text_at = at.new_zeros(1, count * length, axes)
         if counted:
-            text_at[..., 0] = torch.arange(1, length + 1, device=device).repeat(count)
-            at[..., 0] += (length if own is None else own[sample_of_row]) + 1
+            text_at[..., 0] = torch.arange(rotary.first, rotary.first + length, device=device).repeat(count)
+            at[..., 0] += (length if own is None else own[sample_of_row]) + rotary.first
         if filled is not None:
             at = filled.join([at, at.new_zeros(1, sum(filling), axes)])
         places = {"text": text_at if padded is None else padded.split(text_at)[0], "media": at}

@@ -13,13 +13,14 @@ class Rotary:
     Attributes:
         channels: of a head, for each axis.
         base: of the frequencies.
-        text: coordinates of a caption's tokens: all 0 ("zero"), or 1, 2, ... along the first axis ("count"), on which
-            the media follow, at the place after the caption's last.
+        text: coordinates of a caption's tokens: all 0 ("zero"), or ``first``, ``first`` + 1, ... along the first axis
+            ("count"), on which the media follow, at the place after the caption's last.
     """
 
     channels: tuple[int, ...]
     base: float = 10000.0
     text: Literal["zero", "count"] = "zero"
+    first: int = 1
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class TextEmbedding:
         layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU.
         multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
         pooled: width of a vector that is embedded beside the time; 0 for none.
+        masked: in one sequence with the media, a caption's padding is not attended to.
     """
 
     width: int
     layers: Literal["linear", "norm", "mlp"] = "linear"
     multiple: int = 1
     pooled: int = 0
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class NetworkSpec:
         time_width: width of the time's embedding, and of its condition.
         time_hidden, frequencies: of the time's embedding.
         reversed_time: the network is told 1000 - t, and predicts data - noise.
+        time_unit: times are divided by this before they are embedded.
         guidance: the scale of guidance is embedded beside the time.
         shared: number of modulation vectors that all blocks share; 0 for none.
         final: values of the final layer's modulation, in their order.
@@ -84,6 +88,7 @@ class NetworkSpec:
     time_hidden: int | None = None
     frequencies: int = 256
     reversed_time: bool = False
+    time_unit: float = 1.0
     guidance: bool = False
     shared: int = 0
     final: tuple[str, ...] = ("shift", "scale")

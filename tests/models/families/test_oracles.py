@@ -23,6 +23,7 @@ from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
     FLUX,
+    LUMINA2,
     ORACLES,
     WAN,
     Z_IMAGE,
@@ -38,8 +39,8 @@ from tests.models.families.oracles import (
     output_and_gradients,
 )
 
-TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN}
-SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10)}
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2}
+SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10), "lumina2": (4, 6, 10)}
 FLUX_1 = dict(
     patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
@@ -54,6 +55,11 @@ WAN_14B = dict(
     text_dim=4096, freq_dim=256, ffn_dim=13824, num_layers=40, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
     eps=1e-6, image_dim=None, added_kv_proj_dim=None, rope_max_seq_len=1024,
 )  # fmt: skip
+LUMINA2_2B = dict(
+    sample_size=128, patch_size=2, in_channels=16, hidden_size=2304, num_layers=26, num_refiner_layers=2,
+    num_attention_heads=24, num_kv_heads=8, multiple_of=256, ffn_dim_multiplier=None, norm_eps=1e-5,
+    scaling_factor=1.0, axes_dim_rope=(32, 32, 32), axes_lens=(300, 512, 512), cap_feat_dim=2304,
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -62,6 +68,7 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 # The layers of all families by whose outputs norms divide.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
+    r"|forward.linear_2|\bnorm2"
 )
 
 
@@ -96,6 +103,7 @@ USUAL = {
     "flux": Case("flux", (3, 7, 5), padded=9),
     "z_image": Case("z_image", (5, 40, 33)),
     "wan": Case("wan", (4, 6, 1), padded=8),
+    "lumina2": Case("lumina2", (5, 8, 2), padded=9),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
 VARIANTS = {
@@ -145,6 +153,9 @@ VARIANTS = {
             "ffn_dim": 20,
         },
         (3, 3, 6, 10),
+    ),
+    "lumina2 with a head of keys a head": Case(
+        "lumina2", (5, 5), {"num_kv_heads": 4, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-6}, (4, 8, 6)
     ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
@@ -232,12 +243,12 @@ def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
 
-@wrong("final layer's scale taken for a shift", "z_image")
+@wrong("final layer's scale taken for a shift", "z_image", "lumina2")
 def _(model, patch, y):
     model.final_layer.ops = BlockOps(lambda x, shift, scale: layer_norm(x) + scale[:, None])
 
 
-@wrong("no SiLU before the modulation", "flux")
+@wrong("no SiLU before the modulation", "flux", "lumina2")
 def _(model, patch, y):
     for sequential in modulations_of(model):
         sequential[0] = nn.Identity()
@@ -254,7 +265,7 @@ def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
 
-@wrong("no SiLU before the final layer's modulation", "flux", "z_image")
+@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "lumina2")
 def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
@@ -264,7 +275,7 @@ def _(model, patch, y):
     before(model.final_layer.adaLN_modulation, F.silu)
 
 
-@wrong("time not reversed", "z_image")
+@wrong("time not reversed", "z_image", "lumina2")
 def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
@@ -286,10 +297,15 @@ def _(model, patch, y):
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan")
+@wrong("sines before cosines", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
+
+
+@wrong("time in 0 ... 1000", "lumina2")
+def _(model, patch, y):
+    model.t_embedder.unit = 1.0
 
 
 @wrong("guidance not scaled", "flux")
@@ -307,23 +323,23 @@ def _(model, patch, y):
     return replace(y, pooled=torch.zeros_like(y.pooled))
 
 
-@wrong("output's sign", "z_image")
+@wrong("output's sign", "z_image", "lumina2")
 def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
-@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan")
+@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
         norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
 
 
-@wrong("epsilon of RMSNorm", "z_image")
+@wrong("epsilon of RMSNorm", "z_image", "lumina2")
 def _(model, patch, y):
     for norm in rms_norms(model, "(attn|mlp)_norm|text_embedder"):
         norm.eps = {1e-5: 1e-6}[norm.eps]
@@ -347,7 +363,7 @@ def _(model, patch, y):
     patch.setattr(mlp, "forward", lambda x: mlp.fc2(F.gelu(mlp.fc1(x))))
 
 
-@wrong("halves of SwiGLU swapped", "z_image")
+@wrong("halves of SwiGLU swapped", "z_image", "lumina2")
 def _(model, patch, y):
     model.use(ops=BlockOps(swiglu=lambda x: layers.swiglu(x.roll(x.shape[-1] // 2, -1))))
 
@@ -425,7 +441,7 @@ def _(model, patch, y):
     patch.setattr(model, "places", moved)
 
 
-@wrong("all captions at place 0", "z_image")
+@wrong("all captions at place 0", "z_image", "lumina2")
 def _(model, patch, y):
     respecify(model, patch, rotary=replace(model.config.spec.rotary, text="zero"))
 
@@ -436,13 +452,46 @@ def _(model, patch, y):
     patch.setattr(network.torch, "arange", lambda *n, **more: arange(*(n if len(n) == 1 else (0, n[1] - 1)), **more))
 
 
+@wrong("captions' places counted from 1", "lumina2")
+def _(model, patch, y):
+    arange = torch.arange
+    patch.setattr(network.torch, "arange", lambda *n, **more: arange(*n, **more) + (len(n) == 2))
+
+
+@wrong("pictures at the place after the longest caption", "lumina2")
+def _(model, patch, y):
+    places = model.places
+
+    def moved(size, context, batch):
+        tokens, keys = context
+        (joint, alone), (own, _) = places(size, (tokens, keys[:, :0]), batch), places(size, context, batch)
+        return replace(joint, keys=own.keys), alone
+
+    patch.setattr(model, "places", moved)
+
+
+@wrong("padding attended to", "lumina2")
+def _(model, patch, y):
+    places = model.places
+    patch.setattr(model, "places", lambda *a: tuple(replace(grid, keys=None) for grid in places(*a)))
+
+
+@wrong("heads of keys shared by turns", "lumina2")
+def _(model, patch, y):
+    def by_turns(q, k, v):
+        copies = 1, q.shape[1] // k.shape[1], 1, 1
+        return k.repeat(copies), v.repeat(copies)
+
+    patch.setattr(attention, "for_every_head", by_turns)
+
+
 @wrong("places of a picture counted from 1", "flux")
 def _(model, patch, y):
     place = network.grid_coordinates
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan")
+@wrong("rows and columns exchanged", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -453,19 +502,19 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", exchanged)
 
 
-@wrong("axes of the rotations in another order", "flux", "z_image", "wan")
+@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, channels=rotary.channels[1:] + rotary.channels[:1]))
 
 
-@wrong("base of the rotations", "flux", "z_image", "wan")
+@wrong("base of the rotations", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
 
 
-@wrong("rotations of halves", "flux", "z_image", "wan")
+@wrong("rotations of halves", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     def halves(x, table):
         a, b = x.chunk(2, -1)
@@ -475,7 +524,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image")
+@wrong("rotations the other way", "flux", "z_image", "lumina2")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -511,7 +560,7 @@ def _(model, patch, y):
                 norm.weight = nn.Parameter(norm.weight.repeat(module.num_heads))
 
 
-@wrong("queries and keys normalised after they are rotated", "flux", "z_image")
+@wrong("queries and keys normalised after they are rotated", "flux", "z_image", "lumina2")
 def _(model, patch, y):
     def rotate_normalise(q, k, q_norm, k_norm, table, across):
         return q_norm(layers.rotate(q, table)), k_norm(layers.rotate(k, table))
@@ -519,25 +568,25 @@ def _(model, patch, y):
     model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 
 
-@wrong("channels of a patch the other way, in", "flux", "z_image", "wan")
+@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     model.x_embedder.channels_last = not model.x_embedder.channels_last
 
 
-@wrong("channels of a patch the other way, out", "flux", "z_image", "wan")
+@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     first, last = model.config.spec.channels_last
     respecify(model, patch, channels_last=(first, not last))
 
 
-@wrong("values of the modulation in another order", "flux", "z_image", "wan")
+@wrong("values of the modulation in another order", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     for block in blocks_of(model):
         values = block.spec.values
         block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
 
 
-@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan")
+@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     vectors = Block.vectors
     patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
@@ -549,18 +598,18 @@ def _(model, patch, y):
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan")
+@wrong("scale without 1", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
 
-@wrong("gates without tanh", "z_image")
+@wrong("gates without tanh", "z_image", "lumina2")
 def _(model, patch, y):
     for block in blocks_of(model):
         block.spec = replace(block.spec, tanh_gates=False)
 
 
-@wrong("no norms after the branches", "z_image")
+@wrong("no norms after the branches", "z_image", "lumina2")
 def _(model, patch, y):
     for block in blocks_of(model):
         block.spec = replace(block.spec, norm_after=False)
@@ -586,7 +635,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan")
+@wrong("blocks in another order", "flux", "z_image", "wan", "lumina2")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -619,6 +668,7 @@ PUBLISHED = {
     "Z-Image": ("z_image", Z_IMAGE_6B, 6_155),
     "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
     "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
+    "Lumina-Image-2.0": ("lumina2", LUMINA2_2B, 2_610),
 }
 
 
@@ -648,7 +698,7 @@ def test_published_configurations_survive_json(name):
 
 
 def test_configurations_of_an_unknown_family_are_refused():
-    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan"):
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2"):
         public_config("flax", {})
 
 
@@ -706,6 +756,24 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "added_kv_proj_dim": (28, REFUSED),
         "rope_max_seq_len": (5, {}),
         "pos_embed_seq_len": (6, REFUSED),
+    },
+    "lumina2": {
+        "sample_size": (6, {}),  # it is not read
+        "patch_size": (4, REFUSED),
+        "in_channels": (6, {}),
+        "out_channels": (6, REFUSED),
+        "hidden_size": (72, {"axes_dim_rope": (6, 6, 6)}),
+        "num_layers": (1, {}),
+        "num_refiner_layers": (1, {}),
+        "num_attention_heads": (6, {"axes_dim_rope": (2, 2, 4)}),
+        "num_kv_heads": (1, {}),
+        "multiple_of": (7, {}),
+        "ffn_dim_multiplier": (0.7, {}),
+        "norm_eps": (1e-3, {}),
+        "scaling_factor": (2.0, {}),  # it is not read
+        "axes_dim_rope": ((4, 4, 6), REFUSED),
+        "axes_lens": ([9, 3, 5], {}),  # the least that these places need
+        "cap_feat_dim": (6, {}),
     },
 }
 

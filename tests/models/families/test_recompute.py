@@ -9,9 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import apply_parallel
-from tests.models.families.oracles import FLUX, WAN, Z_IMAGE, captions, randomise
+from tests.models.families.oracles import FLUX, LUMINA2, WAN, Z_IMAGE, captions, randomise
 
-MODELS = {"flux": (FLUX, (6, 10)), "wan": (WAN, (3, 6, 10)), "z_image": (Z_IMAGE, (6, 10))}
+MODELS = {
+    "flux": (FLUX, (6, 10)),
+    "wan": (WAN, (3, 6, 10)),
+    "z_image": (Z_IMAGE, (6, 10)),
+    "lumina2": (LUMINA2, (6, 10)),
+}
 
 
 def gradients(family: str, level: str) -> dict[str, torch.Tensor]:
