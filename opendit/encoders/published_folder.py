@@ -27,7 +27,7 @@ from opendit.models.families.base import Family
 VAE = "vae"
 INDEX_FILE = FileKind(PretrainedConfig, MIB)
 # Classes that hold the same encoder under another head -> the one that is loaded.
-SAME = {"Qwen3ForCausalLM": "Qwen3Model"}
+SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_mean", "latents_std")}
 
 

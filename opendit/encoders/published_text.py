@@ -47,8 +47,11 @@ MODEL_TYPES = {
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl",),
+    "Gemma2Model": ("gemma2",),
 }
-CLASSES_OF_TOKENIZERS = (*TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast")
+CLASSES_OF_TOKENIZERS = (
+    *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast"
+)  # fmt: skip
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how prompts are cleaned
 
@@ -65,6 +68,8 @@ class Prompts:
         masked: the second of the tuple is the mask of the tokens (B, L), or None where none is padding.
         dropped: the tokens of the template before the prompt, which are not among those that come back.
         written: (pipeline, prompt) -> the text that the tokenizer gets.
+        bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
+            fourth of the tuple.
     """
 
     encoder: str = "text_encoder"
@@ -74,6 +79,7 @@ class Prompts:
     masked: bool = False
     dropped: int = 0
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
+    bare: bool = False
 
 
 def _chat(pipeline: Any, prompt: str) -> str:
@@ -95,11 +101,19 @@ def _cleaned(pipeline: Any, prompt: str) -> str:
     return prompt_clean(prompt)
 
 
+def _instructed(pipeline: Any, prompt: str) -> str:
+    """Return the prompt after the instruction of Lumina2Pipeline."""
+    return f"{pipeline.system_prompt} <Prompt Start> {prompt}"
+
+
 PROMPTS = {
     "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
     "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
     "QwenImagePipeline": Prompts(masked=True, dropped=34, written=_described),
+    "Lumina2Pipeline": Prompts(
+        settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
+    ),
 }
 
 
@@ -140,8 +154,9 @@ class PublishedText:
         return torch.nn.ModuleDict({name: self._component(name) for name in names})
 
     @torch.no_grad()
-    def encode(self, captions: list[str], length: int | None = None) -> TextCondition:
-        """Encode captions, on the encoders' device and in their dtype.
+    def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
+        """Encode captions, on the encoders' device and in their dtype. away: in the form of prompts that guidance leads
+        away from.
 
         What the network is to see of padding, ``Text.padding``, decides about the tokens after a caption's last one:
 
@@ -158,13 +173,16 @@ class PublishedText:
         for start in range(0, len(captions), CAPTIONS_AT_ONCE):
             part = captions[start : start + CAPTIONS_AT_ONCE]
             with _quiet(type(self.pipeline).__module__):
-                # A copy of the list, which ZImagePipeline overwrites.
+                # Copies of the list, which ZImagePipeline overwrites.
+                bare = away and self.prompts.bare
+                more = {"do_classifier_free_guidance": True, "negative_prompt": list(part)} if bare else {}
                 found = self.pipeline.encode_prompt(
                     prompt=list(part),
                     device=self.device,
                     max_sequence_length=self.max_tokens,
-                    **self.prompts.settings,
+                    **{**self.prompts.settings, **more},
                 )
+            found = found[2:] if bare else found
             rows = list(found[0])
             if self.prompts.masked and found[1] is not None:
                 rows = [row[mask.bool()] for row, mask in zip(rows, found[1], strict=True)]

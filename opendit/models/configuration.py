@@ -105,6 +105,11 @@ class DiTConfig:
         return self.adaln_lora is not None and self.revision >= 2
 
     @property
+    def rescaled_guidance(self) -> str:
+        """The parts of a guided prediction that get back the conditional one's norm (``Guidance.rescaled``)."""
+        return ""
+
+    @property
     def positions_in_blocks(self) -> bool:
         """True if learned positions are added before every block; False if only before the first."""
         return False
@@ -123,11 +128,6 @@ class DiTConfig:
     def joint_sequence(self) -> bool:
         """True if captions' tokens are in the sequence of the blocks."""
         return False
-
-    @property
-    def rescaled_guidance(self) -> tuple[int, ...] | None:
-        """Sides of the patch over which guided predictions get the norm of conditional ones; None: they keep theirs."""
-        return None
 
     @property
     def is_video(self) -> bool:

@@ -20,6 +20,7 @@ from opendit.diffusion import (
 )
 from opendit.diffusion.guidance import scale_of_family
 from opendit.models.families.base import Guidance
+from tests.models.families.oracles import packed
 
 
 def randn(*shape, seed=0):
@@ -255,15 +256,18 @@ def test_families_are_guided_by_their_formula(formula, scale):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)  # of conditions up to 1000
 
 
-def test_guided_predictions_get_the_norm_of_conditional_ones_in_every_patch():
-    """As QwenImagePipeline writes it, of tokens: here of patches of 1 x 3."""
+@pytest.mark.parametrize("parts", ["row", "patch"])
+def test_guided_predictions_get_back_the_norms_of_conditional_ones(parts):
+    """As the pipelines of Lumina 2 and Qwen-Image write it, the latter of tokens of 2 x 2."""
     (x, t), generator = (torch.zeros(2, 4, 2, 6), torch.zeros(2)), torch.Generator().manual_seed(0)
     both = torch.randn(4, 4, 2, 6, generator=generator)
-    got = cfg_model(lambda *_: both, torch.zeros(2), torch.zeros(2), 3.0, rescaled=(1, 3))(x, t)
-    cond, uncond = (part.unflatten(3, (2, 3)).permute(0, 2, 3, 1, 4).flatten(3) for part in both.chunk(2))
+    got = cfg_model(lambda *_: both, torch.zeros(2), torch.zeros(2), 3.0, rescaled=parts)(x, t)
+    if parts == "patch":
+        both, got = packed(both), packed(got)
+    cond, uncond = both.chunk(2)
     guided = uncond + 3 * (cond - uncond)
-    wanted = guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-    torch.testing.assert_close(got, wanted.unflatten(3, (4, 3)).permute(0, 3, 1, 2, 4).flatten(3))
+    wanted = guided * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(guided, dim=-1, keepdim=True))
+    torch.testing.assert_close(got, wanted)
 
 
 # The levels of every sampler's steps, written down again: with 8 steps, the noisiest first

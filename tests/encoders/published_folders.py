@@ -1,8 +1,8 @@
 """Folders of tiny public models, as diffusers' pipelines read them: tokenizers and encoders made from scratch, random
 weights, nothing of the hub.
 
-``write_pipeline(folder, name)`` writes a whole pipeline of a family of COMPONENTS, which diffusers draws with on a
-CPU in a few seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
+``write_pipeline(folder, name)`` writes a whole pipeline of a family, which diffusers draws with on a CPU in a few
+seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 LATENT_CHANNELS = 4
-CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH = 24, 20, 16
+CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH, GEMMA_WIDTH = 24, 20, 16, 28
 MEAN, STD = [0.3, -0.2, 0.1, 0.5], [2.0, 0.5, 1.5, 0.8]
 # Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo, Wan2.1-T2V-1.3B and
 # Qwen-Image.
@@ -39,12 +39,18 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
         "vae": ("diffusers", "AutoencoderKLQwenImage"),
     },
+    "lumina2": {
+        "tokenizer": ("transformers", "GemmaTokenizerFast"),
+        "text_encoder": ("transformers", "Gemma2Model"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    },
 }
 PIPELINES = {
     "flux": "FluxPipeline",
     "z_image": "ZImagePipeline",
     "wan": "WanPipeline",
     "qwen_image": "QwenImagePipeline",
+    "lumina2": "Lumina2Pipeline",
 }
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
@@ -101,6 +107,22 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "axes_dims_rope": (2, 2, 4),
         },
     ),
+    "lumina2": (
+        "Lumina2Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": LATENT_CHANNELS,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": (4, 2, 2),
+            "axes_lens": (600, 32, 32),
+            "cap_feat_dim": GEMMA_WIDTH,
+        },
+    ),
 }
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -129,6 +151,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "max_image_seq_len": 8192,
         "shift_terminal": 0.02,
     },
+    "lumina2": EULER | {"shift": 6.0},
 }
 QWEN_SIZES: dict[str, Any] = {
     "hidden_size": QWEN_WIDTH,
@@ -139,14 +162,10 @@ QWEN_SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 # So that Qwen-Image's template has 34 tokens before the prompt, as it has for the published tokenizer.
-TEMPLATE_WORDS = (
-    *("system", "user", "Describe"),
-    *(
-        f" {word}"
-        for word in "the image by detailing color shape size texture quantity text spatial relationships of objects and "
-        "background".split()
-    ),
+DESCRIBED = (
+    "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
 )
+TEMPLATE_WORDS = ("system", "user", "Describe", *(f" {word}" for word in DESCRIBED.split()))
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -226,7 +245,7 @@ def write_z_image_text(folder: Path) -> None:
 
 
 def write_qwen_tokenizer(folder: Path, words: tuple[str, ...] = ()) -> int:
-    """Write Qwen's tokenizer, with a chat template, and return the size of its vocabulary. words: that are one token."""
+    """Write Qwen's tokenizer, with a chat template, and return the size of its vocabulary. words: of one token."""
     from transformers import Qwen2Tokenizer
 
     letters = _byte_letters()
@@ -259,11 +278,38 @@ def write_wan_text(folder: Path) -> None:
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
+def write_lumina2_text(folder: Path) -> None:
+    """Write Lumina 2's tokenizer, which pads on the left unless its pipeline says otherwise, and its encoder of text, a
+    Gemma2 of three layers."""
+    from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
+
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
+    letters = "▁abcdefghijklmnopqrstuvwxyzYP<>.-"
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, *letters, *("".join(pair) for pair in merges)])}
+    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=1024, add_bos_token=True)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = Gemma2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=GEMMA_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    randomise(Gemma2Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
 WRITE_TEXT = {
     "flux": write_flux_text,
     "z_image": write_z_image_text,
     "wan": write_wan_text,
     "qwen_image": write_qwen_image_text,
+    "lumina2": write_lumina2_text,
 }
 
 

@@ -19,6 +19,7 @@ from opendit.models.families import FAMILIES
 from tests.encoders.published_folders import (
     CLIP_WIDTH,
     COMPONENTS,
+    GEMMA_WIDTH,
     PIPELINES,
     QWEN_WIDTH,
     T5_WIDTH,
@@ -61,7 +62,13 @@ def expected(pipeline, captions, tokens=512):
         lengths = [tokens if mask is None else int(row.sum()) for row in (mask if mask is not None else found)]
         return [row[:length] for row, length in zip(found, lengths, strict=True)], None
     options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens}
-    return pipeline.encode_prompt(list(captions), **options)[0], None
+    found = pipeline.encode_prompt(list(captions), **options)
+    if kind == "Lumina2Pipeline":
+        return [row[mask.bool()] for row, mask in zip(*found[:2], strict=True)], None
+    return found[0], None
+
+
+UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "qwen_image": QWEN_WIDTH}  # family -> width of its tokens
 
 
 # ---------------------------------------------------------------- text
@@ -72,7 +79,7 @@ def expected(pipeline, captions, tokens=512):
 def test_encode_is_diffusers(name, captions, encoders, pipelines):
     encoder, count = encoders[name], len(captions)
     got = encoder.encode(captions)
-    want, pooled = expected(pipelines[name], captions)
+    want, pooled = expected(pipelines[name], captions, FAMILIES[name].text.tokens)
     assert isinstance(got, TextCondition) and got.mask.dtype == torch.bool and not got.tokens.requires_grad
     assert got.mask.shape == got.tokens.shape[:2] and len(got) == count and got.tokens.shape[2] == encoder.width
     if name == "flux":
@@ -80,10 +87,10 @@ def test_encode_is_diffusers(name, captions, encoders, pipelines):
         torch.testing.assert_close(got.pooled, pooled)
     else:
         assert got.pooled.shape == (count, 0)
-    if name not in ("z_image", "qwen_image"):
+    if name not in UNPADDED:
         torch.testing.assert_close(got.tokens, want, rtol=1e-5, atol=1e-6)
         return
-    assert got.tokens.shape == (count, max(map(len, want)), QWEN_WIDTH)
+    assert got.tokens.shape == (count, max(map(len, want)), UNPADDED[name])
     for row, tokens in enumerate(want):
         torch.testing.assert_close(got.tokens[row, : len(tokens)], tokens, rtol=1e-5, atol=1e-6)
         assert got.mask[row].tolist() == [True] * len(tokens) + [False] * (got.tokens.shape[1] - len(tokens))
@@ -100,7 +107,18 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
         found = [sum(token != 0 for token in row) for row in ids]
     else:
         found = encoder.encode(CAPTIONS).mask.sum(1).tolist()
-    assert found == [min(count, 512) for count in counts]
+    assert found == [min(count, encoder.max_tokens) for count in counts]
+
+
+def test_lumina2_leads_away_from_bare_prompts(encoders, pipelines):
+    """Without the instruction that comes before the others, the empty one included."""
+    got = encoders["lumina2"].encode(CAPTIONS, away=True)
+    with torch.no_grad():
+        *_, want, mask = pipelines["lumina2"].encode_prompt(["a"] * len(CAPTIONS), negative_prompt=list(CAPTIONS))
+    assert got.mask.sum(1).tolist() == mask.sum(1).tolist() and got.mask[1].sum() == 1
+    longest = got.tokens.shape[1]
+    torch.testing.assert_close(got.tokens, want[:, :longest] * mask[:, :longest, None], rtol=1e-5, atol=1e-6)
+    assert torch.equal(got.mask, mask[:, :longest].bool())
 
 
 def test_wan_zeroes_padding(encoders):
@@ -161,7 +179,7 @@ def test_the_folders_are_as_the_family_says(name, folders):
     """The table of the tests is that of the published folders, and was not derived from the family's."""
     family = FAMILIES[name]
     assert family.components == COMPONENTS[name]
-    assert (family.pipelines, family.network) == ((PIPELINES[name],), TRANSFORMERS[name][0])
+    assert (family.pipelines[0], family.network) == (PIPELINES[name], TRANSFORMERS[name][0])
     check_index(folders[name], family)
 
 
@@ -193,8 +211,11 @@ def test_fingerprints(name, encoders, folders):
 
 def test_widths_need_no_weights(folders):
     widths = {name: text_widths(folder, FAMILIES[name]) for name, folder in folders.items()}
-    of_qwen = dict.fromkeys(("z_image", "qwen_image"), (QWEN_WIDTH, 0))
-    assert widths == {"flux": (T5_WIDTH, CLIP_WIDTH), "wan": (T5_WIDTH, 0)} | of_qwen
+    assert widths == {
+        "flux": (T5_WIDTH, CLIP_WIDTH),
+        "wan": (T5_WIDTH, 0),
+        **{name: (width, 0) for name, width in UNPADDED.items()},
+    }
 
 
 @pytest.mark.parametrize(
@@ -204,6 +225,7 @@ def test_widths_need_no_weights(folders):
         ("z_image", {"height": 64, "width": 64, "guidance_scale": 3.0}),
         ("wan", {"height": 32, "width": 32, "num_frames": 5}),
         ("qwen_image", {"height": 64, "width": 64, "negative_prompt": " "}),
+        ("lumina2", {"height": 64, "width": 64}),
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
@@ -289,6 +311,7 @@ def message(kind, work, *arguments, **options):
         ("flux", {"tokenizer_2": ["transformers", "T5Tokenizer"], "tokenizer": ["transformers", "CLIPTokenizerFast"]}),
         ("z_image", {"text_encoder": ["transformers", "Qwen3ForCausalLM"]}),
         ("wan", {"tokenizer": ["transformers", "T5Tokenizer"], "boundary_ratio": 0.9, "expand_timesteps": False}),
+        ("lumina2", {"_class_name": "Lumina2Text2ImgPipeline", "tokenizer": ["transformers", "GemmaTokenizer"]}),
     ],
 )
 def test_classes_under_their_other_names(copy, name, changes):

@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "z_image": {"size": (48, 64)},
     "wan": {"size": (32, 48), "frames": 5},
     "qwen_image": {"size": (64, 48)},
+    "lumina2": {"size": (64, 48)},
 }
 PACKED = ("flux", "qwen_image")  # whose pipelines take and give latents as tokens
 STEPS = 4
@@ -78,7 +79,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
     if (name, guidance) == ("flux", 0.0):
         guidance = 1.0
     pipe = opendit.load(folders[name])
-    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "qwen_image": 4.0}[name]
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "lumina2": 4.0, "qwen_image": 4.0}[name]
     noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()

@@ -1,5 +1,5 @@
 """Public models by family, as data on the grammar of blocks; see docs/public_models.md."""
 
-from opendit.models.families import flux, qwen_image, wan, z_image
+from opendit.models.families import flux, lumina2, qwen_image, wan, z_image
 
-FAMILIES = {module.FAMILY.name: module.FAMILY for module in (flux, z_image, wan, qwen_image)}
+FAMILIES = {module.FAMILY.name: module.FAMILY for module in (flux, z_image, wan, lumina2, qwen_image)}

@@ -111,12 +111,13 @@ class Guidance:
         scale: by default, as its pipeline counts it.
         formula: "uncond", uncond + scale * (cond - uncond); "cond", cond + scale * (cond - uncond); "embedded", one
             pass, to which the scale is an input.
-        rescaled: the guided prediction of every patch gets the norm that the conditional one has.
+        rescaled: the parts of a guided prediction that get back the norm that they have in the conditional one: every
+            "row" of a picture's latents, or every "patch" of 2 x 2; "" for none.
     """
 
     scale: float
     formula: Literal["uncond", "cond", "embedded"] = "uncond"
-    rescaled: bool = False
+    rescaled: Literal["", "row", "patch"] = ""
 
 
 @dataclass(frozen=True)

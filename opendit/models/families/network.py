@@ -115,7 +115,7 @@ class PublicDiT(DiT):
         condition = spec.time_width or width
         self.x_embedder = cast(Any, PatchLinear(spec, width))
         start = 1000.0 if spec.reversed_time else None
-        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start)
+        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start, spec.time_unit)
         if spec.guidance:
             self.guidance_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden)
         if spec.text.pooled:
@@ -228,7 +228,7 @@ class PublicDiT(DiT):
             x = torch.where((place < lengths[:, None]).unsqueeze(-1), x, embed.filling)
         if spec.text_refiner is not None:
             ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
-            ids[..., 0] = place + 1
+            ids[..., 0] = place + spec.rotary.first
             alone = keys if keys.shape[1] else None
             grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
             checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
@@ -329,15 +329,15 @@ class PublicDiT(DiT):
             return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         sides = torch.tensor(sizes[-2:])
-        places = _media_places(rotary, grid_coordinates(*sizes, device=device), sides.to(device))
+        places = media_places(rotary, grid_coordinates(*sizes, device=device), sides.to(device))
         at = nn.functional.pad(places, (0, 0, 0, media - len(places)))
-        text_at = _text_places(rotary, length, sides.to(device))
+        text_at = text_places(rotary, length, sides.to(device))
         mask = None
         if keys.shape[1]:
             mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
         if rotary.text == "count":
             at = at.expand(batch, -1, -1).clone()
-            at[:, : len(places), 0] += lengths + 1
+            at[:, : len(places), 0] += lengths + rotary.first
             text_at = text_at.expand(batch, -1, -1)
         parts = {"text": text_at, "media": at}
         table = axes_table(torch.cat([parts[name] for name in order], dim=-2), rotary.channels, rotary.base)
@@ -422,10 +422,10 @@ class PublicDiT(DiT):
         placed = segments.place(device)
         sample_of_row = placed.sample_of_row[: segments.filled]
         sides = torch.tensor([grid[1:] for grid in segments.grids], device=device)
-        at = _media_places(rotary, placed.coordinates()[: segments.filled], sides[sample_of_row]).unsqueeze(0)
-        text_at = _text_places(rotary, length, sides).expand(count, -1, -1).reshape(1, count * length, axes)
+        at = media_places(rotary, placed.coordinates()[: segments.filled], sides[sample_of_row]).unsqueeze(0)
+        text_at = text_places(rotary, length, sides).expand(count, -1, -1).reshape(1, count * length, axes)
         if rotary.text == "count":
-            at[..., 0] += (length if own is None else own[sample_of_row]) + 1
+            at[..., 0] += (length if own is None else own[sample_of_row]) + rotary.first
         if filled is not None:
             at = filled.join([at, at.new_zeros(1, sum(filling), axes)])
         places = {"text": text_at if padded is None else padded.split(text_at)[0], "media": at}
@@ -470,9 +470,9 @@ class JointPack:
         return tokens if self.padded is None else self.padded.split(tokens)[0]
 
 
-def _media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
+def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
     """Return the coordinates (n, axes) float64 of media at the places (n, 2 or 3) of a grid; sides: (2,) or (n, 2), its
-    rows and columns. (Where captions are before the media, these are moved behind them elsewhere.)"""
+    rows and columns. Where media follow a caption, they are moved elsewhere."""
     axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
     if rotary.text == "diagonal":
         places[:, -2:] -= sides - sides // 2
@@ -480,13 +480,13 @@ def _media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
     return nn.functional.pad(places, (0, len(rotary.channels) - axes))
 
 
-def _text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
+def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
     """Return the coordinates (length, axes) or (S, length, axes) float64 of captions' tokens; sides: (2,) or (S, 2),
     the media's rows and columns."""
     index = torch.arange(length, device=sides.device, dtype=torch.float64)
     at = index.new_zeros(length, len(rotary.channels))
     if rotary.text == "count":
-        at[:, 0] = index + 1
+        at[:, 0] = index + rotary.first
     elif rotary.text == "last":
         at[:, -1] = index
     elif rotary.text == "diagonal":

@@ -73,13 +73,15 @@ class PublicConfig(DiTConfig):
         return bool(self.spec.order)
 
     @property
-    def rescaled_guidance(self) -> tuple[int, ...] | None:
-        return self.patch if family_of(self.family).guidance.rescaled else None
+    def float8(self) -> bool:
+        """True if the blocks can be in FP8, whose GELU adds the bias of the layer before it, and whose projections make
+        keys and values for every head."""
+        blocks = self.spec.blocks
+        return all((block.mlp != "gelu" or block.options.bias) and block.kv_heads is None for block in blocks)
 
     @property
-    def float8(self) -> bool:
-        """True if the blocks can be in FP8, whose GELU adds the bias of the layer before it."""
-        return all(block.mlp != "gelu" or block.options.bias for block in self.spec.blocks)
+    def rescaled_guidance(self) -> str:
+        return family_of(self.family).guidance.rescaled
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         sizes = {size for block in self.spec.blocks for size in (block.width, block.mlp_hidden) if size % 16}

@@ -99,7 +99,7 @@ FAMILY = Family(
     names=names,
     text=Text(512, "remove"),
     latents=LatentSpace("AutoencoderKLQwenImage", "channel"),
-    guidance=Guidance(4.0, rescaled=True),
+    guidance=Guidance(4.0, rescaled="patch"),
     steps=50,
     license="apache-2.0",
     comfyui="published",

@@ -33,6 +33,11 @@ QWEN_IMAGE = dict(
     in_channels=16, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2, joint_attention_dim=14,
     axes_dims_rope=(2, 4, 6),
 )  # fmt: skip
+LUMINA2 = dict(
+    sample_size=8, patch_size=2, in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=2,
+    num_attention_heads=4, num_kv_heads=2, multiple_of=20, axes_dim_rope=(4, 2, 6), axes_lens=(96, 16, 16),
+    cap_feat_dim=14,
+)  # fmt: skip
 
 
 @dataclass
@@ -143,15 +148,19 @@ def qwen_image(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("qwen_image", values, (4, 6, 10), module, theirs)
 
 
-ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "qwen_image": qwen_image}
-WIDTHS = {
-    "flux": "joint_attention_dim",
-    "z_image": "cap_feat_dim",
-    "wan": "text_dim",
-    "qwen_image": "joint_attention_dim",
-}
+def lumina2(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = LUMINA2 | values
+    module = networks().Lumina2Transformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        return -module(x, 1 - t / 1000, y.tokens, y.mask, return_dict=False)[0]
+
+    return Oracle("lumina2", values, (4, 6, 10), module, theirs)
 
 
+ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "qwen_image": qwen_image, "lumina2": lumina2}
 # Weights of ours that no output depends on: of the last block, whose captions nothing reads.
 UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\."}
 
@@ -165,8 +174,9 @@ def captions(
     family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
 ) -> TextCondition:
     """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
+    width = next(key for key in ("joint_attention_dim", "cap_feat_dim", "text_dim") if key in values)
     longest, count = padded or max(lengths), len(lengths)
-    tokens = torch.randn(count, longest, values[WIDTHS[family]], dtype=dtype)
+    tokens = torch.randn(count, longest, values[width], dtype=dtype)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
     if family != "flux":
         tokens = tokens * mask.unsqueeze(-1)

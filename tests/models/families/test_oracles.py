@@ -23,6 +23,7 @@ from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
     FLUX,
+    LUMINA2,
     ORACLES,
     QWEN_IMAGE,
     WAN,
@@ -40,8 +41,8 @@ from tests.models.families.oracles import (
     output_and_gradients,
 )
 
-TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "qwen_image": QWEN_IMAGE}
-SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10), "qwen_image": (4, 6, 10)}
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "qwen_image": QWEN_IMAGE}
+SHAPES = {name: (4, 3, 6, 10) if name == "wan" else (4, 6, 10) for name in TINY}
 FLUX_1 = dict(
     patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
@@ -60,6 +61,11 @@ QWEN_IMAGE_20B = dict(
     patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=3584, guidance_embeds=False, axes_dims_rope=[16, 56, 56],
 )  # fmt: skip
+LUMINA2_2B = dict(
+    sample_size=128, patch_size=2, in_channels=16, hidden_size=2304, num_layers=26, num_refiner_layers=2,
+    num_attention_heads=24, num_kv_heads=8, multiple_of=256, ffn_dim_multiplier=None, norm_eps=1e-5,
+    scaling_factor=1.0, axes_dim_rope=(32, 32, 32), axes_lens=(300, 512, 512), cap_feat_dim=2304,
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -69,6 +75,7 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
     r"|img_in|txt_in"
+    r"|forward.linear_2|\bnorm2"
 )
 
 
@@ -104,6 +111,7 @@ USUAL = {
     "z_image": Case("z_image", (5, 40, 33)),
     "wan": Case("wan", (4, 6, 1), padded=8),
     "qwen_image": Case("qwen_image", (3, 7, 5), padded=9),
+    "lumina2": Case("lumina2", (5, 8, 2), padded=9),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
 VARIANTS = {
@@ -167,6 +175,9 @@ VARIANTS = {
             "joint_attention_dim": 5,
         },
         (6, 10, 4),
+    ),
+    "lumina2 with a head of keys a head": Case(
+        "lumina2", (5, 5), {"num_kv_heads": 4, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-6}, (4, 8, 6)
     ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
@@ -255,12 +266,12 @@ def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
 
-@wrong("final layer's scale taken for a shift", "z_image")
+@wrong("final layer's scale taken for a shift", "z_image", "lumina2")
 def _(model, patch, y):
     model.final_layer.ops = BlockOps(lambda x, shift, scale: layer_norm(x) + scale[:, None])
 
 
-@wrong("no SiLU before the modulation", "flux", "qwen_image")
+@wrong("no SiLU before the modulation", "flux", "qwen_image", "lumina2")
 def _(model, patch, y):
     for sequential in modulations_of(model):
         sequential[0] = nn.Identity()
@@ -277,7 +288,7 @@ def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
 
-@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image")
+@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2")
 def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
@@ -287,7 +298,7 @@ def _(model, patch, y):
     before(model.final_layer.adaLN_modulation, F.silu)
 
 
-@wrong("time not reversed", "z_image")
+@wrong("time not reversed", "z_image", "lumina2")
 def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
@@ -309,10 +320,15 @@ def _(model, patch, y):
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image")
+@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
+
+
+@wrong("time in 0 ... 1000", "lumina2")
+def _(model, patch, y):
+    model.t_embedder.unit = 1.0
 
 
 @wrong("guidance not scaled", "flux")
@@ -330,23 +346,23 @@ def _(model, patch, y):
     return replace(y, pooled=torch.zeros_like(y.pooled))
 
 
-@wrong("output's sign", "z_image")
+@wrong("output's sign", "z_image", "lumina2")
 def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
-@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image")
+@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
         norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
 
 
-@wrong("epsilon of RMSNorm", "z_image")
+@wrong("epsilon of RMSNorm", "z_image", "lumina2")
 def _(model, patch, y):
     for norm in rms_norms(model, "(attn|mlp)_norm|text_embedder"):
         norm.eps = {1e-5: 1e-6}[norm.eps]
@@ -370,7 +386,7 @@ def _(model, patch, y):
     patch.setattr(mlp, "forward", lambda x: mlp.fc2(F.gelu(mlp.fc1(x))))
 
 
-@wrong("halves of SwiGLU swapped", "z_image")
+@wrong("halves of SwiGLU swapped", "z_image", "lumina2")
 def _(model, patch, y):
     model.use(ops=BlockOps(swiglu=lambda x: layers.swiglu(x.roll(x.shape[-1] // 2, -1))))
 
@@ -453,38 +469,71 @@ def _(model, patch, y):
     patch.setattr(model, "places", moved)
 
 
-@wrong("all captions at place 0", "z_image")
+@wrong("all captions at place 0", "z_image", "lumina2")
 def _(model, patch, y):
     respecify(model, patch, rotary=replace(model.config.spec.rotary, text="zero"))
 
 
 @wrong("places of a picture counted from its corner", "qwen_image")
 def _(model, patch, y):
-    sides = network._media_places
-    patch.setattr(network, "_media_places", lambda rotary, at, size: sides(rotary, at, torch.zeros_like(size)))
+    sides = network.media_places
+    patch.setattr(network, "media_places", lambda rotary, at, size: sides(rotary, at, torch.zeros_like(size)))
 
 
 @wrong("places of a picture counted from its middle, rounded the other way", "qwen_image")
 def _(model, patch, y):
-    sides = network._media_places
-    patch.setattr(network, "_media_places", lambda rotary, at, size: sides(rotary, at, size // 2 * 2))
+    sides = network.media_places
+    patch.setattr(network, "media_places", lambda rotary, at, size: sides(rotary, at, size // 2 * 2))
 
 
 @wrong("captions' places counted from the shorter side", "qwen_image")
 def _(model, patch, y):
-    sides = network._text_places
-    patch.setattr(network, "_text_places", lambda rotary, n, size: sides(rotary, n, size.amin().expand(2)))
+    sides = network.text_places
+    patch.setattr(network, "text_places", lambda rotary, n, size: sides(rotary, n, size.amin().expand(2)))
 
 
 @wrong("all captions at place 0", "qwen_image")
 def _(model, patch, y):
-    patch.setattr(network, "_text_places", lambda rotary, n, _: torch.zeros(n, 3, dtype=torch.float64))
+    patch.setattr(network, "text_places", lambda rotary, n, _: torch.zeros(n, 3, dtype=torch.float64))
 
 
 @wrong("captions' places counted from 0", "z_image")
 def _(model, patch, y):
-    places, first = network._text_places, torch.tensor([1.0, 0, 0])
-    patch.setattr(network, "_text_places", lambda *args: places(*args) - first)
+    places, first = network.text_places, torch.tensor([1.0, 0, 0])
+    patch.setattr(network, "text_places", lambda *args: places(*args) - first)
+
+
+@wrong("captions' places counted from 1", "lumina2")
+def _(model, patch, y):
+    places, first = network.text_places, torch.tensor([1.0, 0, 0])
+    patch.setattr(network, "text_places", lambda *args: places(*args) + first)
+
+
+@wrong("pictures at the place after the longest caption", "lumina2")
+def _(model, patch, y):
+    places = model.places
+
+    def moved(size, context, batch):
+        tokens, keys = context
+        (joint, alone), (own, _) = places(size, (tokens, keys[:, :0]), batch), places(size, context, batch)
+        return replace(joint, keys=own.keys), alone
+
+    patch.setattr(model, "places", moved)
+
+
+@wrong("padding attended to", "lumina2")
+def _(model, patch, y):
+    places = model.places
+    patch.setattr(model, "places", lambda *a: tuple(replace(grid, keys=None) for grid in places(*a)))
+
+
+@wrong("heads of keys shared by turns", "lumina2")
+def _(model, patch, y):
+    def by_turns(q, k, v):
+        copies = 1, q.shape[1] // k.shape[1], 1, 1
+        return k.repeat(copies), v.repeat(copies)
+
+    patch.setattr(attention, "for_every_head", by_turns)
 
 
 @wrong("places of a picture counted from 1", "flux")
@@ -493,7 +542,7 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image")
+@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -504,19 +553,19 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", exchanged)
 
 
-@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image")
+@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, channels=rotary.channels[1:] + rotary.channels[:1]))
 
 
-@wrong("base of the rotations", "flux", "z_image", "wan", "qwen_image")
+@wrong("base of the rotations", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
 
 
-@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image")
+@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     def halves(x, table):
         a, b = x.chunk(2, -1)
@@ -526,7 +575,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image", "qwen_image")
+@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -562,7 +611,7 @@ def _(model, patch, y):
                 norm.weight = nn.Parameter(norm.weight.repeat(module.num_heads))
 
 
-@wrong("queries and keys normalised after they are rotated", "flux", "z_image", "qwen_image")
+@wrong("queries and keys normalised after they are rotated", "flux", "z_image", "qwen_image", "lumina2")
 def _(model, patch, y):
     def rotate_normalise(q, k, q_norm, k_norm, table, across):
         return q_norm(layers.rotate(q, table)), k_norm(layers.rotate(k, table))
@@ -570,25 +619,25 @@ def _(model, patch, y):
     model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 
 
-@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image")
+@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     model.x_embedder.channels_last = not model.x_embedder.channels_last
 
 
-@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image")
+@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     first, last = model.config.spec.channels_last
     respecify(model, patch, channels_last=(first, not last))
 
 
-@wrong("values of the modulation in another order", "flux", "z_image", "wan", "qwen_image")
+@wrong("values of the modulation in another order", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     for block in blocks_of(model):
         values = block.spec.values
         block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
 
 
-@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "qwen_image")
+@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     vectors = Block.vectors
     patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
@@ -600,18 +649,18 @@ def _(model, patch, y):
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image")
+@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
 
-@wrong("gates without tanh", "z_image")
+@wrong("gates without tanh", "z_image", "lumina2")
 def _(model, patch, y):
     for block in blocks_of(model):
         block.spec = replace(block.spec, tanh_gates=False)
 
 
-@wrong("no norms after the branches", "z_image")
+@wrong("no norms after the branches", "z_image", "lumina2")
 def _(model, patch, y):
     for block in blocks_of(model):
         block.spec = replace(block.spec, norm_after=False)
@@ -637,7 +686,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image")
+@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -671,6 +720,7 @@ PUBLISHED = {
     "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
     "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
     "Qwen-Image": ("qwen_image", QWEN_IMAGE_20B, 20_430),
+    "Lumina-Image-2.0": ("lumina2", LUMINA2_2B, 2_610),
 }
 
 
@@ -700,7 +750,7 @@ def test_published_configurations_survive_json(name):
 
 
 def test_configurations_of_an_unknown_family_are_refused():
-    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, qwen_image"):
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image"):
         public_config("flax", {})
 
 
@@ -772,6 +822,24 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "zero_cond_t": (True, REFUSED),
         "use_additional_t_cond": (True, REFUSED),
         "use_layer3d_rope": (True, REFUSED),
+    },
+    "lumina2": {
+        "sample_size": (6, {}),  # it is not read
+        "patch_size": (4, REFUSED),
+        "in_channels": (6, {}),
+        "out_channels": (6, REFUSED),
+        "hidden_size": (72, {"axes_dim_rope": (6, 6, 6)}),
+        "num_layers": (1, {}),
+        "num_refiner_layers": (1, {}),
+        "num_attention_heads": (6, {"axes_dim_rope": (2, 2, 4)}),
+        "num_kv_heads": (1, {}),
+        "multiple_of": (7, {}),
+        "ffn_dim_multiplier": (0.7, {}),
+        "norm_eps": (1e-3, {}),
+        "scaling_factor": (2.0, {}),  # it is not read
+        "axes_dim_rope": ((4, 4, 6), REFUSED),
+        "axes_lens": ([9, 3, 5], {}),  # the least that these places need
+        "cap_feat_dim": (6, {}),
     },
 }
 

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import apply_parallel
-from tests.models.families.oracles import FLUX, QWEN_IMAGE, WAN, Z_IMAGE, captions, is_read, randomise
+from tests.models.families.oracles import FLUX, LUMINA2, QWEN_IMAGE, WAN, Z_IMAGE, captions, is_read, randomise
 
 MODELS = {
     "flux": (FLUX, (6, 10)),
     "wan": (WAN, (3, 6, 10)),
     "z_image": (Z_IMAGE, (6, 10)),
     "qwen_image": (QWEN_IMAGE, (6, 10)),
+    "lumina2": (LUMINA2, (6, 10)),
 }
 
 
