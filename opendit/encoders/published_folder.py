@@ -28,7 +28,7 @@ VAE = "vae"
 INDEX_FILE = FileKind(PretrainedConfig, MIB)
 # Classes that hold the same encoder under another head -> the one that is loaded.
 SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
-NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_mean", "latents_std")}
+NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_mean", "latents_std"), "batch": ()}
 
 
 def check_index(folder: Path, family: Family) -> None:

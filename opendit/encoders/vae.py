@@ -8,7 +8,7 @@ plain object, not a module, so that it never becomes part of a model's state.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Interval, Len
@@ -32,7 +32,7 @@ from opendit.encoders.folder import (
     weight_files,
     weight_shapes,
 )
-from opendit.encoders.image_vaes import OneFrame
+from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
 from opendit.encoders.tiles import Tiles, tiles_of
 
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
@@ -300,13 +300,14 @@ def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
 
 
 Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
-KL = AutoencoderKL.__name__
+KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
 IMAGE_CLASSES: dict[str, Geometry] = {
     KL: picture_geometry,
     "AutoencoderKLQwenImage": lambda config: (config["z_dim"], 2 ** (len(config["dim_mult"]) - 1)),
+    FLUX2: lambda config: (4 * config["latent_channels"], 2 * picture_geometry(config)[1]),
 }
 # Classes whose encode and decode are not those of AutoencoderKL -> what gives them these.
-ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {"AutoencoderKLQwenImage": OneFrame}
+ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {"AutoencoderKLQwenImage": OneFrame, FLUX2: Packed}
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
@@ -386,7 +387,8 @@ class VaeConfig(PretrainedConfig):
     layers_per_block: int = Field(1, ge=1, le=32)
     num_res_blocks: int = Field(1, ge=1, le=32)
     norm_num_groups: int = Field(1, ge=1, le=1024)
-    patch_size: Annotated[int, Interval(ge=1, le=64)] | None = None
+    patch_size: Annotated[int, Interval(ge=1, le=64)] | list[Literal[2]] | None = None
+    batch_norm_eps: Annotated[float, Interval(gt=0, le=1)] = 1e-4
     temporal_compression_ratio: float = Field(1, ge=1, le=64)
     temperal_downsample: Annotated[list[bool], Len(1, 8)] = [True]
     scaling_factor: Positive | None = None
@@ -404,6 +406,8 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     try:
         config = read_file(path, VAE_CONFIG)
         found = config.get("_class_name", KL)
+        if found == FLUX2 and found in classes:
+            config |= _stored_statistics(path.parent, config)
         if found in classes:
             channels = classes[found](config)[0]
             for key in ("latents_mean", "latents_std"):
@@ -420,6 +424,18 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     if found not in classes:
         raise ValueError(f"--vae {name}: is a {found}, not an {' or '.join(classes)}; {_needs()}")
     return found, config
+
+
+def _stored_statistics(folder: Path, config: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the settings by which latents are normalised, of the statistics among the weights of FLUX.2's VAE."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder, STEM):
+        with open_safetensors(path) as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith("bn.running")}  # noqa: SIM118
+    if missing := {"bn.running_mean", "bn.running_var"} - found.keys():
+        raise ValueError(f"its weights lack {sorted(missing)[0]}")
+    mean, variance = (found[f"bn.running_{name}"].float() for name in ("mean", "var"))
+    return of_batch_norm(mean, variance, config.get("batch_norm_eps", 1e-4))
 
 
 def _needs() -> str:

@@ -23,7 +23,7 @@ from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 ROWS = 8
-SIZE = {"flux": 64, "z_image": 64, "wan": 32, "qwen_image": 64, "lumina2": 64}
+SIZE = {"flux": 64, "z_image": 64, "wan": 32, "qwen_image": 64, "lumina2": 64, "flux2": 64, "flux2_klein": 64}
 # Tokens of the cached captions, and widths of tokens and pooled vectors.
 FORMS = {
     "flux": (512, T5_WIDTH, CLIP_WIDTH),
@@ -31,6 +31,8 @@ FORMS = {
     "wan": (None, T5_WIDTH, 0),
     "qwen_image": (None, QWEN_WIDTH, 0),
     "lumina2": (None, GEMMA_WIDTH, 0),
+    "flux2": (512, 3 * QWEN_WIDTH, 0),
+    "flux2_klein": (512, 3 * QWEN_WIDTH, 0),
 }
 SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
 
@@ -203,7 +205,7 @@ def test_a_stopped_cache_goes_on(root, made, tmp_path):
     [
         ("flux", ["--use_video"], "takes pictures; leave --use_video out"),
         ("flux", ["--data_path", "digits"], "has no captions; give a CSV of path,text"),
-        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan, qwen_image"),
+        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan, "),
         ("flux", ["--pretrained", "ROOT/nothing"], "doesn't exist"),
         ("flux", ["--text_encoder", "ROOT/wan"], "_class_name is"),
     ],

@@ -45,12 +45,21 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "vae": ("diffusers", "AutoencoderKL"),
     },
 }
+FLUX2 = {
+    "tokenizer": ("transformers", "PixtralProcessor"),
+    "text_encoder": ("transformers", "Mistral3ForConditionalGeneration"),
+    "vae": ("diffusers", "AutoencoderKLFlux2"),
+}
+KLEIN = {"tokenizer": ("transformers", "Qwen2TokenizerFast"), "text_encoder": ("transformers", "Qwen3Model")}
+COMPONENTS |= {"flux2": FLUX2, "flux2_klein": FLUX2 | KLEIN}
 PIPELINES = {
     "flux": "FluxPipeline",
     "z_image": "ZImagePipeline",
     "wan": "WanPipeline",
     "qwen_image": "QwenImagePipeline",
     "lumina2": "Lumina2Pipeline",
+    "flux2": "Flux2Pipeline",
+    "flux2_klein": "Flux2KleinPipeline",
 }
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
@@ -124,6 +133,21 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+for name, told in (("flux2", True), ("flux2_klein", False)):
+    TRANSFORMERS[name] = (
+        "Flux2Transformer2DModel",
+        {
+            "in_channels": 4 * LATENT_CHANNELS,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 3 * QWEN_WIDTH,
+            "timestep_guidance_channels": 16,
+            "guidance_embeds": told,
+            "axes_dims_rope": (2, 2, 2, 2),
+        },
+    )
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "flux": EULER
@@ -153,6 +177,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     },
     "lumina2": EULER | {"shift": 6.0},
 }
+SCHEDULERS |= dict.fromkeys(("flux2", "flux2_klein"), SCHEDULERS["flux"])
 QWEN_SIZES: dict[str, Any] = {
     "hidden_size": QWEN_WIDTH,
     "intermediate_size": 32,
@@ -166,6 +191,12 @@ DESCRIBED = (
     "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
 )
 TEMPLATE_WORDS = ("system", "user", "Describe", *(f" {word}" for word in DESCRIBED.split()))
+IMAGE_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+CONVERSATION = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set mark = 'SYSTEM_PROMPT]' if message.role == 'system' else 'INST]' %}"
+    "{{ '[' + mark }}{% for part in message.content %}{{ part.text }}{% endfor %}{{ '[/' + mark }}{% endfor %}"
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -273,6 +304,45 @@ def write_qwen_image_text(folder: Path) -> None:
     randomise(Qwen2_5_VLForConditionalGeneration(config), 3).save_pretrained(folder / "text_encoder")
 
 
+def write_flux2_klein_text(folder: Path) -> None:
+    """Write klein's tokenizer and its encoder of text, a Qwen3 of the 27 layers that are read and one more."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(vocab_size=write_qwen_tokenizer(folder), head_dim=8, **QWEN_SIZES | {"num_hidden_layers": 28})
+    torch.manual_seed(0)
+    randomise(Qwen3Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
+def write_flux2_text(folder: Path) -> None:
+    """Write FLUX.2's processor of words and pictures, and its encoder, a Mistral 3 of 31 layers with a small vision
+    part."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        PixtralImageProcessor,
+        PixtralProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    special = ["<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", *IMAGE_TOKENS]
+    vocabulary = {piece: i for i, piece in enumerate([*special, *_byte_letters(), "se", "ve", "seve", "seven"])}
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
+    words = Tokenizer(models.BPE(vocabulary, merges))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "extra_special_tokens": special[3:]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", model_max_length=4096, **names)
+    PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=CONVERSATION).save_pretrained(
+        folder / "tokenizer"
+    )
+    text = QWEN_SIZES | {"vocab_size": len(tokenizer), "num_hidden_layers": 31, "head_dim": 8, "model_type": "mistral"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"head_dim": 8, "model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    config = Mistral3Config(text_config=text, vision_config=vision)
+    randomise(Mistral3ForConditionalGeneration(config), 3).save_pretrained(folder / "text_encoder")
+
+
 def write_wan_text(folder: Path) -> None:
     """Write Wan's tokenizer and its encoder of text, UMT5."""
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
@@ -309,6 +379,8 @@ WRITE_TEXT = {
     "z_image": write_z_image_text,
     "wan": write_wan_text,
     "qwen_image": write_qwen_image_text,
+    "flux2": write_flux2_text,
+    "flux2_klein": write_flux2_klein_text,
     "lumina2": write_lumina2_text,
 }
 
@@ -330,18 +402,23 @@ def write_vae(folder: Path, name: str) -> None:
             latents_std=STD,
         )
     else:
-        vae = diffusers.AutoencoderKL(
+        flux2 = name.startswith("flux2")
+        kind: Any = diffusers.AutoencoderKLFlux2 if flux2 else diffusers.AutoencoderKL
+        vae = kind(
             block_out_channels=(8, 8, 8, 8),
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
             layers_per_block=1,
             norm_num_groups=2,
             latent_channels=LATENT_CHANNELS,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
+            use_quant_conv=flux2,
+            use_post_quant_conv=flux2,
+            **({} if flux2 else {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         )
+        if flux2:
+            generator = torch.Generator().manual_seed(5)
+            for statistics in (vae.bn.running_mean, vae.bn.running_var):
+                statistics.copy_(torch.rand(statistics.shape, generator=generator) + 0.1)
     randomise(vae, 4).save_pretrained(folder / "vae")
 
 

@@ -94,13 +94,15 @@ class LatentSpace:
     Attributes:
         vae: class of diffusers. Shift and scale are read from its ``config.json``.
         normalised: how latents are made of the VAE's: "scalar", (z - shift_factor) * scaling_factor; or "channel", (z -
-            latents_mean) / latents_std for every channel.
+            latents_mean) / latents_std for every channel; or "batch", by the statistics of the VAE's batch norm.
         video: they have frames.
+        downscale: pixels per latent value along a side.
     """
 
     vae: str
-    normalised: Literal["scalar", "channel"]
+    normalised: Literal["scalar", "channel", "batch"]
     video: bool = False
+    downscale: int = 8
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,9 @@ class Family:
         exchanged: those of ``original`` whose two halves of rows are in the other order.
         comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
         architecture: what the metadata of a LoRA file calls the model.
+        when: values of ``config.json`` that tell its networks from another family's of the same class.
+        shift: of the times by the number of tokens: as the folder's scheduler has it ("scheduler"), or by FLUX.2's law
+            of tokens and steps ("empirical").
     """
 
     name: str
@@ -160,3 +165,10 @@ class Family:
     exchanged: frozenset[str] = frozenset()
     comfyui: Literal["original", "published"] = "original"
     architecture: str = ""
+    when: Mapping[str, Any] = field(default_factory=dict)
+    shift: Literal["scheduler", "empirical"] = "scheduler"
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Return True if a network with this ``config.json`` is of the family."""
+        same = all(config.get(key, value) == value for key, value in self.when.items())
+        return config.get("_class_name") == self.network and same

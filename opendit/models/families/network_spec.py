@@ -74,6 +74,7 @@ class NetworkSpec:
         final: values of the final layer's modulation, in their order.
         final_table: that modulation is a table plus the time's embedding.
         media_multiple: media are filled with learned tokens up to a multiple of this.
+        bias: the layers around the blocks have biases.
     """
 
     channels: int
@@ -96,6 +97,7 @@ class NetworkSpec:
     final: tuple[str, ...] = ("shift", "scale")
     final_table: bool = False
     media_multiple: int = 1
+    bias: bool = True
 
     @property
     def block(self) -> BlockSpec:

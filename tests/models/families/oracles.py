@@ -33,6 +33,11 @@ QWEN_IMAGE = dict(
     in_channels=16, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2, joint_attention_dim=14,
     axes_dims_rope=(2, 4, 6),
 )  # fmt: skip
+FLUX2 = dict(
+    in_channels=8, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+    joint_attention_dim=14, timestep_guidance_channels=16, mlp_ratio=2.5, axes_dims_rope=(2, 4, 4, 6),
+    guidance_embeds=True,
+)  # fmt: skip
 LUMINA2 = dict(
     sample_size=8, patch_size=2, in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=2,
     num_attention_heads=4, num_kv_heads=2, multiple_of=20, axes_dim_rope=(4, 2, 6), axes_lens=(96, 16, 16),
@@ -148,6 +153,25 @@ def qwen_image(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("qwen_image", values, (4, 6, 10), module, theirs)
 
 
+def flux2(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = FLUX2 | values
+    module = networks().Flux2Transformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        (h, w), tokens = x.shape[2:], y.tokens.shape[1]
+        one = torch.arange(1)
+        out = module(
+            hidden_states=x.flatten(2).transpose(1, 2), encoder_hidden_states=y.tokens, timestep=t / 1000,
+            img_ids=torch.cartesian_prod(one, torch.arange(h), torch.arange(w), one),
+            txt_ids=torch.cartesian_prod(one, one, one, torch.arange(tokens)), guidance=y.guidance, return_dict=False,
+        )[0]  # fmt: skip
+        return out.transpose(1, 2).reshape(x.shape)
+
+    return Oracle("flux2", values, (8, 3, 5), module, theirs)
+
+
 def lumina2(dtype: torch.dtype, **values: Any) -> Oracle:
     values = LUMINA2 | values
     module = networks().Lumina2Transformer2DModel(**values).eval()
@@ -160,7 +184,7 @@ def lumina2(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("lumina2", values, (4, 6, 10), module, theirs)
 
 
-ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "qwen_image": qwen_image, "lumina2": lumina2}
+ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "qwen_image": qwen_image, "lumina2": lumina2, "flux2": flux2}
 # Weights of ours that no output depends on: of the last block, whose captions nothing reads.
 UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\."}
 
@@ -178,10 +202,10 @@ def captions(
     longest, count = padded or max(lengths), len(lengths)
     tokens = torch.randn(count, longest, values[width], dtype=dtype)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    if family != "flux":
+    if family not in ("flux", "flux2"):
         tokens = tokens * mask.unsqueeze(-1)
     pooled = torch.randn(count, values.get("pooled_projection_dim", 0), dtype=dtype)
-    guided = family == "flux" and values["guidance_embeds"]
+    guided = family in ("flux", "flux2") and values["guidance_embeds"]
     guidance = torch.linspace(1.5, 4.5, count, dtype=dtype) if guided else None
     return TextCondition(tokens, mask, pooled, guidance)
 

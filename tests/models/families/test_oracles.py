@@ -23,6 +23,7 @@ from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
     FLUX,
+    FLUX2,
     LUMINA2,
     ORACLES,
     QWEN_IMAGE,
@@ -41,8 +42,8 @@ from tests.models.families.oracles import (
     output_and_gradients,
 )
 
-TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "qwen_image": QWEN_IMAGE}
-SHAPES = {name: (4, 3, 6, 10) if name == "wan" else (4, 6, 10) for name in TINY}
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "qwen_image": QWEN_IMAGE, "flux2": FLUX2}
+SHAPES = {name: {"wan": (4, 3, 6, 10), "flux2": (8, 3, 5)}.get(name, (4, 6, 10)) for name in TINY}
 FLUX_1 = dict(
     patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
@@ -61,6 +62,15 @@ QWEN_IMAGE_20B = dict(
     patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=3584, guidance_embeds=False, axes_dims_rope=[16, 56, 56],
 )  # fmt: skip
+FLUX2_DEV = dict(
+    patch_size=1, in_channels=128, out_channels=None, num_layers=8, num_single_layers=48, attention_head_dim=128,
+    num_attention_heads=48, joint_attention_dim=15360, timestep_guidance_channels=256, mlp_ratio=3.0,
+    axes_dims_rope=[32, 32, 32, 32], rope_theta=2000, eps=1e-6, guidance_embeds=True,
+)  # fmt: skip
+KLEIN_4B = FLUX2_DEV | dict(
+    num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680, guidance_embeds=False
+)
+KLEIN_9B = KLEIN_4B | dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288)
 LUMINA2_2B = dict(
     sample_size=128, patch_size=2, in_channels=16, hidden_size=2304, num_layers=26, num_refiner_layers=2,
     num_attention_heads=24, num_kv_heads=8, multiple_of=256, ffn_dim_multiplier=None, norm_eps=1e-5,
@@ -111,6 +121,7 @@ USUAL = {
     "z_image": Case("z_image", (5, 40, 33)),
     "wan": Case("wan", (4, 6, 1), padded=8),
     "qwen_image": Case("qwen_image", (3, 7, 5), padded=9),
+    "flux2": Case("flux2", (3, 7, 5), padded=9),
     "lumina2": Case("lumina2", (5, 8, 2), padded=9),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
@@ -161,6 +172,22 @@ VARIANTS = {
             "ffn_dim": 20,
         },
         (3, 3, 6, 10),
+    ),
+    "flux2 without guidance": Case("flux2", (3, 7), {"guidance_embeds": False, "rope_theta": 10000}, (8, 5, 1)),
+    "flux2, wider": Case(
+        "flux2",
+        (6, 1),
+        {
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 20,
+            "num_attention_heads": 3,
+            "axes_dims_rope": (8, 2, 6, 4),
+            "in_channels": 12,
+            "joint_attention_dim": 5,
+            "mlp_ratio": 3.0,
+        },
+        (12, 2, 6),
     ),
     "qwen_image, wider": Case(
         "qwen_image",
@@ -261,7 +288,7 @@ def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
             yield module
 
 
-@wrong("final layer's halves swapped", "flux", "wan", "qwen_image")
+@wrong("final layer's halves swapped", "flux", "wan", "qwen_image", "flux2")
 def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
@@ -283,12 +310,12 @@ def _(model, patch, y):
         sequential.insert(0, nn.SiLU())
 
 
-@wrong("no SiLU before the shared modulation", "wan")
+@wrong("no SiLU before the shared modulation", "wan", "flux2")
 def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
 
-@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2")
+@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
@@ -303,24 +330,24 @@ def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
 
-@wrong("time reversed", "flux", "wan", "qwen_image")
+@wrong("time reversed", "flux", "wan", "qwen_image", "flux2")
 def _(model, patch, y):
     model.t_embedder.reversed_from = 1000.0
 
 
-@wrong("time in 0 ... 1", "flux", "z_image", "wan", "qwen_image")
+@wrong("time in 0 ... 1", "flux", "z_image", "wan", "qwen_image", "flux2")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t / 1000, dim))
 
 
-@wrong("time in bfloat16", "flux", "z_image", "wan", "qwen_image")
+@wrong("time in bfloat16", "flux", "z_image", "wan", "qwen_image", "flux2")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
@@ -331,12 +358,12 @@ def _(model, patch, y):
     model.t_embedder.unit = 1.0
 
 
-@wrong("guidance not scaled", "flux")
+@wrong("guidance not scaled", "flux", "flux2")
 def _(model, patch, y):
     before(model.guidance_embedder, lambda t: t / 1000)
 
 
-@wrong("guidance forgotten", "flux")
+@wrong("guidance forgotten", "flux", "flux2")
 def _(model, patch, y):
     return replace(y, guidance=None)
 
@@ -351,12 +378,12 @@ def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
-@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
         norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
@@ -386,18 +413,18 @@ def _(model, patch, y):
     patch.setattr(mlp, "forward", lambda x: mlp.fc2(F.gelu(mlp.fc1(x))))
 
 
-@wrong("halves of SwiGLU swapped", "z_image", "lumina2")
+@wrong("halves of SwiGLU swapped", "z_image", "lumina2", "flux2")
 def _(model, patch, y):
     model.use(ops=BlockOps(swiglu=lambda x: layers.swiglu(x.roll(x.shape[-1] // 2, -1))))
 
 
-@wrong("padding trimmed", "flux", "wan")
+@wrong("padding trimmed", "flux", "wan", "flux2")
 def _(model, patch, y):
     longest = int(y.mask.sum(1).max())
     return replace(y, tokens=y.tokens[:, :longest], mask=y.mask[:, :longest])
 
 
-@wrong("padding masked", "flux")
+@wrong("padding masked", "flux", "flux2")
 def _(model, patch, y):
     enter = model.enter
 
@@ -497,6 +524,28 @@ def _(model, patch, y):
     patch.setattr(network, "text_places", lambda rotary, n, _: torch.zeros(n, 3, dtype=torch.float64))
 
 
+@wrong("captions' places on another axis", "flux2")
+def _(model, patch, y):
+    places = network.text_places
+    patch.setattr(network, "text_places", lambda *args: places(*args).roll(1, -1))
+
+
+@wrong("all captions at place 0", "flux2")
+def _(model, patch, y):
+    patch.setattr(network, "text_places", lambda rotary, n, _: torch.zeros(n, 4, dtype=torch.float64))
+
+
+@wrong("places of a picture on other axes", "flux2")
+def _(model, patch, y):
+    places = network.media_places
+    patch.setattr(network, "media_places", lambda *args: places(*args).roll(-1, -1))
+
+
+@wrong("base of the rotations as in FLUX.1", "flux2")
+def _(model, patch, y):
+    respecify(model, patch, rotary=replace(model.config.spec.rotary, base=10000.0))
+
+
 @wrong("captions' places counted from 0", "z_image")
 def _(model, patch, y):
     places, first = network.text_places, torch.tensor([1.0, 0, 0])
@@ -536,13 +585,13 @@ def _(model, patch, y):
     patch.setattr(attention, "for_every_head", by_turns)
 
 
-@wrong("places of a picture counted from 1", "flux")
+@wrong("places of a picture counted from 1", "flux", "flux2")
 def _(model, patch, y):
     place = network.grid_coordinates
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -553,7 +602,7 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", exchanged)
 
 
-@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, channels=rotary.channels[1:] + rotary.channels[:1]))
@@ -565,7 +614,7 @@ def _(model, patch, y):
     respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
 
 
-@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     def halves(x, table):
         a, b = x.chunk(2, -1)
@@ -575,7 +624,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2")
+@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -602,7 +651,7 @@ def _(model, patch, y):
     normalise_by_head(model, patch, r"\.cross_attn\.[qk]_norm")
 
 
-@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image")
+@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image", "flux2")
 def _(model, patch, y):
     for module in model.modules():
         if isinstance(module, attention.Attention):
@@ -611,7 +660,7 @@ def _(model, patch, y):
                 norm.weight = nn.Parameter(norm.weight.repeat(module.num_heads))
 
 
-@wrong("queries and keys normalised after they are rotated", "flux", "z_image", "qwen_image", "lumina2")
+@wrong("queries and keys normalised after they are rotated", "flux", "z_image", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     def rotate_normalise(q, k, q_norm, k_norm, table, across):
         return q_norm(layers.rotate(q, table)), k_norm(layers.rotate(k, table))
@@ -630,26 +679,26 @@ def _(model, patch, y):
     respecify(model, patch, channels_last=(first, not last))
 
 
-@wrong("values of the modulation in another order", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("values of the modulation in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     for block in blocks_of(model):
         values = block.spec.values
         block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
 
 
-@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     vectors = Block.vectors
     patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
 
 
-@wrong("modulation of pictures and captions exchanged", "flux", "qwen_image")
+@wrong("modulation of pictures and captions exchanged", "flux", "qwen_image", "flux2")
 def _(model, patch, y):
     modulate = JointBlock.modulate
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
@@ -666,7 +715,7 @@ def _(model, patch, y):
         block.spec = replace(block.spec, norm_after=False)
 
 
-@wrong("attention and MLP one after the other", "flux")
+@wrong("attention and MLP one after the other", "flux", "flux2")
 def _(model, patch, y):
     for block in model.blocks[model.config.spec.stacks[0].count :]:
 
@@ -686,7 +735,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -720,6 +769,9 @@ PUBLISHED = {
     "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
     "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
     "Qwen-Image": ("qwen_image", QWEN_IMAGE_20B, 20_430),
+    "FLUX.2-dev": ("flux2", FLUX2_DEV, 32_223),
+    "FLUX.2-klein-4B": ("flux2_klein", KLEIN_4B, 3_876),
+    "FLUX.2-klein-9B": ("flux2_klein", KLEIN_9B, 9_079),
     "Lumina-Image-2.0": ("lumina2", LUMINA2_2B, 2_610),
 }
 
@@ -750,7 +802,7 @@ def test_published_configurations_survive_json(name):
 
 
 def test_configurations_of_an_unknown_family_are_refused():
-    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image"):
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image, flux2, flux2_klein"):
         public_config("flax", {})
 
 
@@ -808,6 +860,22 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "added_kv_proj_dim": (28, REFUSED),
         "rope_max_seq_len": (5, {}),
         "pos_embed_seq_len": (6, REFUSED),
+    },
+    "flux2": {
+        "patch_size": (2, REFUSED),
+        "in_channels": (12, {}),
+        "out_channels": (12, REFUSED),
+        "num_layers": (1, {}),
+        "num_single_layers": (1, {}),
+        "attention_head_dim": (20, {"axes_dims_rope": (4, 6, 6, 4)}),
+        "num_attention_heads": (3, {}),
+        "joint_attention_dim": (6, {}),
+        "timestep_guidance_channels": (8, {}),
+        "mlp_ratio": (1.7, {}),
+        "axes_dims_rope": ((4, 4, 6, 4), REFUSED),
+        "rope_theta": (100, {}),
+        "eps": (1e-5, REFUSED),
+        "guidance_embeds": (False, {}),
     },
     "qwen_image": {
         "patch_size": (1, REFUSED),
