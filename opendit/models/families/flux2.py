@@ -53,33 +53,30 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     )
 
 
+SHARED = ("double_stream_modulation_txt", "double_stream_modulation_img", "single_stream_modulation")
 AROUND = {
     "x_embedder.proj": "x_embedder",
     "text_embedder.mlp": "context_embedder",
-    "shared_modulation.1": (
-        "double_stream_modulation_txt.linear",
-        "double_stream_modulation_img.linear",
-        "single_stream_modulation.linear",
-    ),
+    "shared_modulation.1": tuple(f"{name}.linear" for name in SHARED),
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
 OF_STREAM = {
     "media": {
         "attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-        "attn.proj": "attn.to_out.0",
-        "attn.q_norm": "attn.norm_q",
-        "attn.k_norm": "attn.norm_k",
-        "mlp.fc1": "ff.linear_in",
-        "mlp.fc2": "ff.linear_out",
+        "attn.proj": ("attn.to_out.0",),
+        "attn.q_norm": ("attn.norm_q",),
+        "attn.k_norm": ("attn.norm_k",),
+        "mlp.fc1": ("ff.linear_in",),
+        "mlp.fc2": ("ff.linear_out",),
     },
     "text": {
         "attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-        "attn.proj": "attn.to_add_out",
-        "attn.q_norm": "attn.norm_added_q",
-        "attn.k_norm": "attn.norm_added_k",
-        "mlp.fc1": "ff_context.linear_in",
-        "mlp.fc2": "ff_context.linear_out",
+        "attn.proj": ("attn.to_add_out",),
+        "attn.q_norm": ("attn.norm_added_q",),
+        "attn.k_norm": ("attn.norm_added_k",),
+        "mlp.fc1": ("ff_context.linear_in",),
+        "mlp.fc2": ("ff_context.linear_out",),
     },
 }
 OF_SINGLE = {"attn.q_norm": "attn.norm_q", "attn.k_norm": "attn.norm_k"}
@@ -89,10 +86,12 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     """Return the names of all weights."""
     double, single = spec.stacks[0].count, spec.stacks[1].count
     found = layers(AROUND, WEIGHT)
-    for name in ("timestep_embedder", "guidance_embedder")[: 1 + spec.guidance]:
-        ours = {"timestep_embedder": "t_embedder"}.get(name, name)
+    embedders = {"t_embedder": "timestep_embedder"} | (
+        {"guidance_embedder": "guidance_embedder"} if spec.guidance else {}
+    )
+    for ours, theirs in embedders.items():
         both = {"mlp.0": "linear_1", "mlp.2": "linear_2"}
-        found += layers(both, WEIGHT, ours=f"{ours}.", theirs=f"time_guidance_embed.{name}.")
+        found += layers(both, WEIGHT, ours=f"{ours}.", theirs=f"time_guidance_embed.{theirs}.")
     for stream in STREAMS:
         where: dict[str, Any] = dict(theirs="transformer_blocks.*.", blocks=range(double))
         found += layers(OF_STREAM[stream], WEIGHT, ours=f"blocks.*.{stream}.", **where)
@@ -100,8 +99,8 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     found += layers(OF_SINGLE, WEIGHT, ours="blocks.*.", theirs=theirs, blocks=blocks, offset=double)
     # Attention and MLP, side by side in one projection in and one out.
     for dim, parts, fused in ((0, ("attn.qkv", "mlp.fc1"), "to_qkv_mlp_proj"), (1, ("attn.proj", "mlp.fc2"), "to_out")):
-        ours = tuple(f"blocks.*.{part}.weight" for part in parts)
-        found.append(Match(ours, (f"{theirs}attn.{fused}.weight",), dim, blocks, double))
+        weights = tuple(f"blocks.*.{part}.weight" for part in parts)
+        found.append(Match(weights, (f"{theirs}attn.{fused}.weight",), dim, blocks, double))
     return tuple(found)
 
 
@@ -110,26 +109,18 @@ ORIGINAL = {  # of Black Forest Labs
     "txt_in": "context_embedder",
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
-    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
-    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
-    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    **{f"{name}.lin": f"{name}.linear" for name in SHARED},
     **{
         f"{name}_in.{ours}_layer": f"time_guidance_embed.{theirs}_embedder.linear_{number}"
         for name, theirs in (("time", "timestep"), ("guidance", "guidance"))
         for number, ours in enumerate(("in", "out"), start=1)
     },
     **{
-        f"double_blocks.*.{name}": tuple(f"transformer_blocks.*.{part}" for part in parts)
-        for name, parts in {
-            "img_attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-            "img_attn.proj": ("attn.to_out.0",),
-            "img_mlp.0": ("ff.linear_in",),
-            "img_mlp.2": ("ff.linear_out",),
-            "txt_attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-            "txt_attn.proj": ("attn.to_add_out",),
-            "txt_mlp.0": ("ff_context.linear_in",),
-            "txt_mlp.2": ("ff_context.linear_out",),
-        }.items()
+        f"double_blocks.*.{short}_{name}": tuple(f"transformer_blocks.*.{part}" for part in OF_STREAM[stream][ours])
+        for stream, short in (("media", "img"), ("text", "txt"))
+        for ours, name in zip(
+            ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"), ("attn.qkv", "attn.proj", "mlp.0", "mlp.2"), strict=True
+        )
     },
     "single_blocks.*.linear1": "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
     "single_blocks.*.linear2": "single_transformer_blocks.*.attn.to_out",
