@@ -153,7 +153,7 @@ def narrow(monkeypatch):
 
 
 def readable(file, family):
-    """Return a file as the pipelines' own reader takes it. That of FLUX.2 takes all with lora_down for kohya's; those of
+    """Return a file as the pipelines' own reader takes it. FLUX.2's takes all with lora_down for kohya's; those of
     ComfyUI are given as tensors by other names, with alphas multiplied in."""
     state = load_file(file)
     if family != "flux2" or not any(re.match(r"diffusion_model.*lora_down", key) for key in state):

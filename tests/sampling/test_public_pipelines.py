@@ -17,7 +17,7 @@ import opendit
 import sample
 from opendit.diffusion.random import initial_noise
 from opendit.sampling.pipeline import Pipeline
-from tests.encoders.published_folders import write_pipeline
+from tests.encoders.published_folders import write_index, write_pipeline
 from tests.models.families.oracles import networks, packed, unpacked
 from tests.ranks import run_ranks, several_programs
 
@@ -165,6 +165,14 @@ def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks
     "change,message",
     [
         (lambda f: (f / "transformer" / "config.json").write_text("{}"), "_class_name is missing"),
+        (
+            lambda f: (f / "transformer" / "config.json").write_text('{"_class_name": "SanaTransformer2DModel"}'),
+            "'SanaTransformer2DModel' is a network that is not known; known are Flux2Transformer2DModel, ",
+        ),
+        (
+            lambda f: write_index(f, "z_image", _class_name="ZImageControlNetPipeline"),
+            "not ZImagePipeline; other pipelines of z_image, such as those that are given pictures, are not known",
+        ),
         (lambda f: (f / "vae" / "config.json").unlink(), "vae"),
         (lambda f: next((f / "transformer").glob("*.safetensors")).unlink(), "safetensors"),
         (lambda f: next((f / "text_encoder").glob("*.safetensors")).unlink(), "safetensors"),
