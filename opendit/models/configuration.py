@@ -106,6 +106,11 @@ class DiTConfig:
         return self.adaln_lora is not None and self.revision >= 2
 
     @property
+    def rescaled_guidance(self) -> str:
+        """The parts of a guided prediction that get back the conditional one's norm (``Guidance.rescaled``)."""
+        return ""
+
+    @property
     def positions_in_blocks(self) -> bool:
         """True if learned positions are added before every block; False if only before the first."""
         return False
