@@ -136,7 +136,7 @@ class PublicDiT(DiT):
             for part in (*filter(None, embedders), self.final_layer, *filter(None, [self.shared_modulation])):
                 for layer in part.modules():
                     if isinstance(layer, nn.Linear):
-                        layer.bias = None
+                        layer.register_parameter("bias", None)
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
