@@ -102,6 +102,7 @@ PROMPTS = {
     "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
     "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+    "LTXPipeline": Prompts(settings={"do_classifier_free_guidance": False}, masked=True),
     "Lumina2Pipeline": Prompts(
         settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
     ),

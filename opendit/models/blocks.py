@@ -97,13 +97,13 @@ class BlockSpec:
 
     width: D. heads, kv_heads: number of heads of queries, and of keys and values (None: the same). mlp_hidden: width of
     the MLP's hidden layer. norm: the norm before every branch, "layer" (without weights) or "rms" (with one weight per
-    channel). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
+    channel, unless ``norm_weight`` is false). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
 
     eps: of the norms. norm_after: each branch's output is normalised, too, before its gate. parallel: attention and MLP
     read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
-    biases. values: what a modulated branch has, in their order; a shift that is missing is 0. tanh_gates: gates are
+    biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is missing is 0. tanh_gates: gates are
     tanh of their values. source: what makes the modulation, a linear layer of the block's ("own"), a table that is
-    added to what all blocks share ("table"), or nothing: then no branch is modulated. condition: width of c (None: D).
+    added to what all blocks share ("table"; flat_table: of two dimensions, not three), or nothing: then no branch is modulated. condition: width of c (None: D).
     silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as the other layers). streams:
     tokens that have weights of their own in this block, in their order in the sequence, ("text", "media"); with () all
     tokens have the same.
@@ -114,6 +114,7 @@ class BlockSpec:
     mlp_hidden: int
     branches: tuple[Branch, ...] = (ATTENTION, MLP)
     norm: str = "layer"
+    norm_weight: bool = True
     mlp: str = "gelu"
     kv_heads: int | None = None
     experts: Experts | None = None
@@ -121,10 +122,11 @@ class BlockSpec:
     eps: float = 1e-6
     norm_after: bool = False
     parallel: bool = False
-    caption_norm: bool = False
+    caption_norm: bool | None = False
     values: tuple[str, ...] = ("shift", "scale", "gate")
     tanh_gates: bool = False
     source: Literal["own", "table", "none"] = "own"
+    flat_table: bool = False
     condition: int | None = None
     silu: bool = True
     modulation_bias: bool | None = None
@@ -141,7 +143,7 @@ class BlockSpec:
         if self.source == "none":
             return NoModulation()
         if self.source == "table":
-            return TableModulation(self.width, self.chunks)
+            return TableModulation(self.width, self.chunks, self.flat_table)
         options = self.options if self.modulation_bias is None else replace(self.options, bias=self.modulation_bias)
         return modulation(self.width, self.chunks, options, self.condition, self.silu)
 
@@ -262,7 +264,7 @@ class Block(nn.Module):
         self.branches: list[tuple[Branch, str | None]] = [(branch, _norm_of(spec, branch)) for branch in spec.branches]
         for branch, norm in self.branches:
             if norm is not None and branch.sees != "caption" and not (spec.parallel and branch.sees is None):
-                setattr(self, norm, RMSNorm(spec.width, spec.eps))
+                setattr(self, norm, RMSNorm(spec.width, spec.eps, spec.norm_weight))
             if spec.norm_after:
                 setattr(self, f"{branch.norm}_after", RMSNorm(spec.width, spec.eps))
         for branch, norm in self.branches:
@@ -298,7 +300,8 @@ class Block(nn.Module):
         for branch, name in self.branches:
             norm = None if name is None else getattr(self, name)
             if not branch.modulated and branch.sees == "caption":
-                x.put(self._add_caption(x.take(self.ops), norm or layer_norm, context, grid))
+                before = norm or (layer_norm if spec.caption_norm is not None else _unchanged)
+                x.put(self._add_caption(x.take(self.ops), before, context, grid))
             elif spec.source == "none":
                 stream = x.take(self.ops)
                 z, last, _ = self._but_last(branch, (norm or layer_norm)(stream), context, grid)
@@ -364,11 +367,15 @@ class Block(nn.Module):
 
 def _norm_of(spec: BlockSpec, branch: Branch) -> str | None:
     """Return the name of the norm before a branch; None if it has no weights."""
-    if branch.sees == "caption" and spec.caption_norm:
-        return branch.norm
+    if branch.sees == "caption" and spec.caption_norm is not False:
+        return branch.norm if spec.caption_norm else None
     if spec.norm != "rms":
         return None
     return spec.branches[0].norm if spec.parallel else branch.norm
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -571,7 +578,7 @@ class FinalLayer(nn.Module):
     """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features).
 
     values: of the modulation, in their order; a shift that is missing is 0. table: the modulation is c plus a table,
-    and not a linear layer's. condition: width of c (None: D).
+    and not a linear layer's. condition: width of c (None: D). flat_table: see :class:`TableModulation`.
     """
 
     def __init__(
@@ -581,12 +588,13 @@ class FinalLayer(nn.Module):
         values: tuple[str, ...] = ("shift", "scale"),
         table: bool = False,
         condition: int | None = None,
+        flat_table: bool = False,
     ):
         super().__init__()
         self.values = values
         self.linear: nn.Linear = nn.Linear(dim, out_features)
         self.adaLN_modulation: nn.Module = (
-            TableModulation(dim, len(values)) if table else modulation(dim, len(values), width=condition)
+            TableModulation(dim, len(values), flat_table) if table else modulation(dim, len(values), width=condition)
         )
         self.ops: BlockOps = BlockOps()
 

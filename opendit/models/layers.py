@@ -40,11 +40,12 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: T
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside."""
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside. weight:
+    there is one."""
 
-    def __init__(self, dim: int, eps: float = 1e-6):
+    def __init__(self, dim: int, eps: float = 1e-6, weight: bool = True):
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
+        self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
         # Of ranks that each have some of the features: their number, and what adds up the ranks' sums (..., 1).
         self.features = dim
@@ -387,17 +388,18 @@ class _Modulation(nn.Sequential):
 
 class TableModulation(nn.Module):
     """A block's modulation as a correction of the one that all blocks share: shared + table (PixArt-alpha's
-    adaLN-single, Chen et al. 2024, sec. 2.3)."""
+    adaLN-single, Chen et al. 2024, sec. 2.3). The table is (1, chunks, D), or, flat, (chunks, D)."""
 
-    def __init__(self, dim: int, chunks: int):
+    def __init__(self, dim: int, chunks: int, flat: bool = False):
         super().__init__()
-        self.table: nn.Parameter = nn.Parameter(torch.zeros(1, chunks, dim))
+        self.chunks = chunks
+        self.table: nn.Parameter = nn.Parameter(torch.zeros(*(() if flat else (1,)), chunks, dim))
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return (B, chunks * D) of what the blocks share (B, chunks * D), or of c (B, D) for each chunk."""
         if shared is None:
-            shared = c.unsqueeze(1).expand(-1, self.table.shape[1], -1).flatten(1)
-        return shared + self.table.flatten(1)
+            shared = c.unsqueeze(1).expand(-1, self.chunks, -1).flatten(1)
+        return shared + self.table.view(1, -1)
 
 
 def modulation(

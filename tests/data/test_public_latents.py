@@ -23,13 +23,15 @@ from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 ROWS = 8
-SIZE = {"flux": 64, "z_image": 64, "wan": 32, "lumina2": 64}
+SIZE = {"flux": 64, "z_image": 64, "wan": 32, "lumina2": 64, "ltx": 32}
+FRAMES = {"wan": 5, "ltx": 9}
 # Tokens of the cached captions, and widths of tokens and pooled vectors.
 FORMS = {
     "flux": (512, T5_WIDTH, CLIP_WIDTH),
     "z_image": (None, QWEN_WIDTH, 0),
     "wan": (None, T5_WIDTH, 0),
     "lumina2": (None, GEMMA_WIDTH, 0),
+    "ltx": (None, T5_WIDTH, 0),
 }
 SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
 
@@ -41,7 +43,7 @@ def root(tmp_path_factory):
     rows = {"png": ["path,text"], "mp4": ["path,text"]}
     for number in range(ROWS):
         Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"{number}.png")
-        write_mp4(root / f"{number}.mp4", random.integers(0, 256, (5, 32, 32, 3), np.uint8), 8)
+        write_mp4(root / f"{number}.mp4", random.integers(0, 256, (9, 32, 32, 3), np.uint8), 8)
         for suffix, lines in rows.items():
             lines.append(f'{number}.{suffix},"{WORDS[number % 4]}"')
     for suffix, lines in rows.items():
@@ -52,12 +54,12 @@ def root(tmp_path_factory):
 
 
 def flags_of(name):
-    clips = ["--use_video", "--num_frames", "5"] if name == "wan" else []
+    clips = ["--use_video", "--num_frames", str(FRAMES[name])] if name in FRAMES else []
     return [*clips, "--image_size", str(SIZE[name])]
 
 
 def raw(root, name):
-    return f"{root}/{'mp4' if name == 'wan' else 'png'}.csv"
+    return f"{root}/{'mp4' if name in FRAMES else 'png'}.csv"
 
 
 def make(root, name, output, *more):
@@ -66,7 +68,7 @@ def make(root, name, output, *more):
 
 
 def opened(path, name):
-    clips = {"use_video": True, "num_frames": 5} if name == "wan" else {}
+    clips = {"use_video": True, "num_frames": FRAMES[name]} if name in FRAMES else {}
     return build_dataset(str(path), SIZE[name], seed=0, **clips)
 
 

@@ -33,13 +33,24 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder": ("transformers", "UMT5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKLWan"),
     },
+    "ltx": {
+        "tokenizer": ("transformers", "T5TokenizerFast"),
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKLLTXVideo"),
+    },
     "lumina2": {
         "tokenizer": ("transformers", "GemmaTokenizerFast"),
         "text_encoder": ("transformers", "Gemma2Model"),
         "vae": ("diffusers", "AutoencoderKL"),
     },
 }
-PIPELINES = {"flux": "FluxPipeline", "z_image": "ZImagePipeline", "wan": "WanPipeline", "lumina2": "Lumina2Pipeline"}
+PIPELINES = {
+    "flux": "FluxPipeline",
+    "z_image": "ZImagePipeline",
+    "wan": "WanPipeline",
+    "lumina2": "Lumina2Pipeline",
+    "ltx": "LTXPipeline",
+}
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
         "FluxTransformer2DModel",
@@ -83,6 +94,18 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_max_seq_len": 64,
         },
     ),
+    "ltx": (
+        "LTXVideoTransformer3DModel",
+        {
+            "in_channels": LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "num_layers": 2,
+            "caption_channels": T5_WIDTH,
+        },
+    ),
     "lumina2": (
         "Lumina2Transformer2DModel",
         {
@@ -119,6 +142,15 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "flow_shift": 3.0,
     },
     "lumina2": EULER | {"shift": 6.0},
+    "ltx": EULER
+    | {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.95,
+        "max_shift": 2.05,
+        "base_image_seq_len": 1024,
+        "max_image_seq_len": 4096,
+        "shift_terminal": 0.1,
+    },
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
@@ -251,11 +283,13 @@ WRITE_TEXT = {
     "z_image": write_z_image_text,
     "wan": write_wan_text,
     "lumina2": write_lumina2_text,
+    "ltx": lambda folder: write_t5(folder, "tokenizer", "text_encoder"),
 }
 
 
 def write_vae(folder: Path, name: str) -> None:
-    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames) below ``vae/``."""
+    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames; LTX-Video's of 32
+    pixels and 8 frames) below ``vae/``."""
     import diffusers
 
     torch.manual_seed(0)
@@ -269,6 +303,23 @@ def write_vae(folder: Path, name: str) -> None:
             latents_mean=MEAN,
             latents_std=STD,
         )
+    elif name == "ltx":
+        vae = diffusers.AutoencoderKLLTXVideo(
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8),
+            layers_per_block=(1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1),
+            spatio_temporal_scaling=(True, True, True),
+            decoder_spatio_temporal_scaling=(True, True, True),
+            down_block_types=("LTXVideoDownBlock3D",) * 3,
+            decoder_inject_noise=(False,) * 4,
+            downsample_type=("conv",) * 3,
+            upsample_residual=(False,) * 3,
+            upsample_factor=(1, 1, 1),
+            timestep_conditioning=True,
+        )
+        vae.latents_mean, vae.latents_std = torch.tensor(MEAN), torch.tensor(STD)
     else:
         vae = diffusers.AutoencoderKL(
             block_out_channels=(8, 8, 8, 8),

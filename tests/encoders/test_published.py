@@ -59,12 +59,12 @@ def expected(pipeline, captions, tokens=512):
         return pipeline.encode_prompt(list(captions), None, max_sequence_length=tokens)[:2]
     options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens}
     found = pipeline.encode_prompt(list(captions), **options)
-    if kind == "Lumina2Pipeline":
+    if kind in ("Lumina2Pipeline", "LTXPipeline"):
         return [row[mask.bool()] for row, mask in zip(*found[:2], strict=True)], None
     return found[0], None
 
 
-UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH}  # family -> width of its tokens
+UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "ltx": T5_WIDTH}  # family -> width of its tokens
 
 
 # ---------------------------------------------------------------- text
@@ -221,6 +221,7 @@ def test_widths_need_no_weights(folders):
         ("z_image", {"height": 64, "width": 64, "guidance_scale": 3.0}),
         ("wan", {"height": 32, "width": 32, "num_frames": 5}),
         ("lumina2", {"height": 64, "width": 64}),
+        ("ltx", {"height": 64, "width": 64, "num_frames": 9}),
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
@@ -238,18 +239,23 @@ def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
 
 # ---------------------------------------------------------------- latents
 
+CLIPS = {"wan": (8, 4), "ltx": (32, 8)}  # pixels and frames of a latent value
+
 
 @NAMES
 def test_vae_is_diffusers(name, folders, pipelines):
     codec, vae = load_published_codec(folders[name], FAMILIES[name], device="cpu"), pipelines[name].vae
     generator = torch.Generator().manual_seed(1)
-    sizes = (5, 32, 48) if name == "wan" else (64, 48)
+    sizes = {"wan": (5, 32, 48), "ltx": (9, 128, 192)}.get(name, (64, 48))
     pixels = torch.rand(2, 3, *sizes, generator=generator) * 2 - 1
     with torch.no_grad():
         posterior = vae.encode(pixels).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator)
     latents, z = codec.encode(pixels, noise), posterior.mean + posterior.std * noise
-    if name == "wan":  # the mean and the inverse deviation, as WanPipeline writes them
+    if name == "ltx":
+        mean, std = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
+        normalised, restored = (z - mean) / std, latents * std + mean
+    elif name == "wan":  # the mean and the inverse deviation, as WanPipeline writes them
         mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
         normalised, restored = (z - mean) / std, latents / (1 / std) + mean
     else:
@@ -258,17 +264,18 @@ def test_vae_is_diffusers(name, folders, pipelines):
     torch.testing.assert_close(latents, normalised, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(codec.sample(codec.moments(pixels), noise), latents, rtol=0, atol=0)
     with torch.no_grad():
-        decoded = vae.decode(restored).sample.clamp(-1, 1)
+        time = (torch.zeros(2),) if name == "ltx" else ()
+        decoded = vae.decode(restored, *time).sample.clamp(-1, 1)
     torch.testing.assert_close(codec.decode(latents), decoded, rtol=1e-4, atol=1e-4)
-    assert latents.shape[1:] == ((4, 2, 4, 6) if name == "wan" else (4, 8, 6)) and decoded.shape == pixels.shape
+    assert latents.shape[1:] == ((4, 2, 4, 6) if name in CLIPS else (4, 8, 6)) and decoded.shape == pixels.shape
 
 
 @NAMES
 def test_vae_geometry_needs_no_weights(name, folders):
     vae = check_vae(folders[name], FAMILIES[name])
-    assert video_geometry(vae, 3) == (4, 8, 4 if name == "wan" else 1)
+    assert video_geometry(vae, 3) == (4, *CLIPS.get(name, (8, 1)))
     scale, shift = codec_scale(vae)
-    assert (len(scale) == len(shift) == 4) if name == "wan" else (scale, shift) == (0.3611, 0.1159)
+    assert (len(scale) == len(shift) == 4) if name in CLIPS else (scale, shift) == (0.3611, 0.1159)
 
 
 # ---------------------------------------------------------------- what is wrong with a folder
@@ -422,6 +429,7 @@ def test_pickles_and_adapters_are_refused(copy):
         ("wan", {"latents_std": None}, "latents_std is missing"),
         ("wan", {"latents_mean": [0.0] * 3}, "latents_mean has 3 numbers for 4 channels"),
         ("wan", {"_class_name": "AutoencoderKL"}, "is a AutoencoderKL, not an AutoencoderKLWan"),
+        ("ltx", {"decoder_inject_noise": [True, False, False, False]}, "decoders that draw noise are not supported"),
     ],
 )
 def test_a_vae_of_another_family(copy, name, changes, problem):

@@ -18,7 +18,7 @@ from opendit.models.families.public_config import public_config
 from opendit.models.layers import TORCH_OPS, RMSNorm
 from opendit.models.positions import grid_coordinates, rotary_table
 from tests.kernels.cases import DTYPES, check_rotate_heads, pairwise, rotate_heads_inputs
-from tests.models.families.oracles import FLUX, WAN, Z_IMAGE
+from tests.models.families.oracles import FLUX, LTX, WAN, Z_IMAGE
 from tests.models.test_dit import randomised
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -208,6 +208,11 @@ def public(family: str):
         "flux": (FLUX | {"num_attention_heads": 6}, (4, 4, 6), "joint_attention_dim"),
         "z_image": (Z_IMAGE | {"dim": 72, "n_heads": 6, "n_kv_heads": 6}, (4, 4, 6), "cap_feat_dim"),
         "wan": (WAN | {"num_attention_heads": 5, "ffn_dim": 72}, (4, 2, 4, 6), "text_dim"),
+        "ltx": (
+            LTX | {"num_attention_heads": 4, "attention_head_dim": 18, "cross_attention_dim": 72},
+            (6, 2, 2, 3),
+            "caption_channels",
+        ),
     }[family]
     model = randomise(PublicDiT(public_config(family, values, shape[1:])))
     torch.manual_seed(0)
@@ -229,6 +234,7 @@ MODELS = {
     "flux": lambda: public("flux"),
     "z_image": lambda: public("z_image"),
     "wan": lambda: public("wan"),
+    "ltx": lambda: public("ltx"),
     "dit": lambda: dit(qk_norm=True, positions="rope"),
     "dit without norms": lambda: dit(positions="rope"),
     "dit without rotations": lambda: dit(qk_norm=True),

@@ -96,11 +96,13 @@ class LatentSpace:
         normalised: how latents are made of the VAE's: "scalar", (z - shift_factor) * scaling_factor; or "channel", (z -
             latents_mean) / latents_std for every channel.
         video: they have frames.
+        downscale: frames and pixels along a side of a latent value; the first frame has one of its own.
     """
 
     vae: str
     normalised: Literal["scalar", "channel"]
     video: bool = False
+    downscale: tuple[int, int] = (4, 8)
 
 
 @dataclass(frozen=True)

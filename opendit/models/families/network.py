@@ -5,7 +5,7 @@ A family's file makes the specification of its ``config.json``; nothing here ask
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -130,7 +130,7 @@ class PublicDiT(DiT):
         )
         self.blocks: Any = nn.ModuleList(make_block(block) for block in spec.blocks)
         out = math.prod(spec.patch) * spec.channels
-        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
+        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition, spec.block.flat_table)
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
@@ -187,9 +187,16 @@ class PublicDiT(DiT):
         rotary = self.config.spec.rotary
 
         def made() -> Tensor:
-            return axes_table(grid_coordinates(*grid, device=self.device), rotary.channels, rotary.base)
+            return rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size)
 
         return self._made_once(("rope", grid), made)
+
+    def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
+        """Return the rotations of all channels of the tokens and heads whose queries this rank projects; those of a head,
+        which ranks turn by after they have exchanged heads, as they are."""
+        if table is None or shards is None or not self.config.spec.rotary.steps:
+            return table
+        return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
 
     # ------------------------------------------------------------------------------------------------------ conditions
 
@@ -325,7 +332,7 @@ class PublicDiT(DiT):
         rotary, order = spec.rotary, spec.order
         if text is None or keys is None:
             shards = None if self.sequence is None else self.sequence(media, sizes)
-            grid = TokenGrid(sizes, self.rotations(sizes), shards=shards)
+            grid = TokenGrid(sizes, self._of_projections(self.rotations(sizes), shards), shards=shards)
             return grid, grid
         axes = len(rotary.channels)
         at = torch.zeros(media, axes, dtype=torch.float64, device=device)
@@ -450,9 +457,14 @@ class PublicDiT(DiT):
     def _input_patches(self, x: Tensor) -> Tensor:
         return (x.movedim(1, -1) if self.config.spec.channels_last[0] else x).flatten(1)
 
+    def _embed_pack(self, x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
+        tokens, grid = super()._embed_pack(x, packed)
+        return tokens, replace(grid, rotary=self._of_projections(grid.rotary, grid.shards))
+
     def _segment_rotations(self, packed: PlacedSegments) -> Tensor:
         rotary = self.config.spec.rotary
-        return axes_table(packed.coordinates()[:, -len(rotary.channels) :], rotary.channels, rotary.base)
+        axes = len(rotary.channels or rotary.steps)
+        return rotary.table(packed.coordinates()[:, -axes:], self.config.hidden_size)
 
 
 @dataclass(frozen=True, eq=False)

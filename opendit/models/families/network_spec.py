@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from opendit.models.blocks import BlockSpec
+from opendit.models.positions import axes_table, interwoven_table
 
 
 @dataclass(frozen=True)
@@ -11,16 +14,27 @@ class Rotary:
     """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
 
     Attributes:
-        channels: of a head, for each axis.
+        channels: of a head, for each axis; () where ``steps`` are given.
         base: of the frequencies.
         text: coordinates of a caption's tokens: all 0 ("zero"), or ``first``, ``first`` + 1, ... along the first axis
             ("count"), on which the media follow, at the place after the caption's last.
+        steps, sides: the axes' channels are interwoven over all heads, which thus have angles of their own; a token's
+            position along an axis is its coordinate times the step, as a share of the side.
     """
 
     channels: tuple[int, ...]
     base: float = 10000.0
     text: Literal["zero", "count"] = "zero"
     first: int = 1
+    steps: tuple[float, ...] = ()
+    sides: tuple[float, ...] = ()
+
+    def table(self, coordinates: Tensor, width: int) -> Tensor:
+        """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or of
+        all ``width`` channels (..., D / 2, 2)."""
+        if not self.steps:
+            return axes_table(coordinates, self.channels, self.base)
+        return interwoven_table(coordinates, width, self.base, self.steps, self.sides)
 
 
 @dataclass(frozen=True)

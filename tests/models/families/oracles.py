@@ -33,6 +33,10 @@ LUMINA2 = dict(
     num_attention_heads=4, num_kv_heads=2, multiple_of=20, axes_dim_rope=(4, 2, 6), axes_lens=(96, 16, 16),
     cap_feat_dim=14,
 )  # fmt: skip
+LTX = dict(
+    in_channels=6, out_channels=6, num_attention_heads=2, attention_head_dim=10, cross_attention_dim=20, num_layers=2,
+    caption_channels=14,
+)  # fmt: skip
 
 
 @dataclass
@@ -126,14 +130,35 @@ def lumina2(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("lumina2", values, (4, 6, 10), module, theirs)
 
 
-ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "lumina2": lumina2}
+def ltx(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = LTX | values
+    module = networks().LTXVideoTransformer3DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        frames, height, width = x.shape[2:]
+        out = module(
+            hidden_states=x.flatten(2).transpose(1, 2), encoder_hidden_states=y.tokens, timestep=t,
+            encoder_attention_mask=y.mask, num_frames=frames, height=height, width=width,
+            rope_interpolation_scale=(8 / 25, 32, 32), return_dict=False,
+        )[0]  # fmt: skip
+        return out.transpose(1, 2).unflatten(2, (frames, height, width))
+
+    return Oracle("ltx", values, (6, 3, 3, 5), module, theirs)
+
+
+ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "lumina2": lumina2, "ltx": ltx}
+
+
+WIDTHS = "joint_attention_dim", "cap_feat_dim", "text_dim", "caption_channels"  # of captions' tokens
 
 
 def captions(
     family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
 ) -> TextCondition:
     """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
-    width = next(key for key in ("joint_attention_dim", "cap_feat_dim", "text_dim") if key in values)
+    width = next(key for key in WIDTHS if key in values)
     longest, count = padded or max(lengths), len(lengths)
     tokens = torch.randn(count, longest, values[width], dtype=dtype)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]

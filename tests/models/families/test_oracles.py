@@ -23,6 +23,7 @@ from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
     FLUX,
+    LTX,
     LUMINA2,
     ORACLES,
     WAN,
@@ -39,8 +40,14 @@ from tests.models.families.oracles import (
     output_and_gradients,
 )
 
-TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2}
-SHAPES = {"flux": (4, 6, 10), "z_image": (4, 6, 10), "wan": (4, 3, 6, 10), "lumina2": (4, 6, 10)}
+TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "ltx": LTX}
+SHAPES = {
+    "flux": (4, 6, 10),
+    "z_image": (4, 6, 10),
+    "wan": (4, 3, 6, 10),
+    "lumina2": (4, 6, 10),
+    "ltx": (6, 3, 3, 5),
+}
 FLUX_1 = dict(
     patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
@@ -60,6 +67,11 @@ LUMINA2_2B = dict(
     num_attention_heads=24, num_kv_heads=8, multiple_of=256, ffn_dim_multiplier=None, norm_eps=1e-5,
     scaling_factor=1.0, axes_dim_rope=(32, 32, 32), axes_lens=(300, 512, 512), cap_feat_dim=2304,
 )  # fmt: skip
+LTX_2B = dict(
+    in_channels=128, out_channels=128, patch_size=1, patch_size_t=1, num_attention_heads=32, attention_head_dim=64,
+    cross_attention_dim=2048, num_layers=28, activation_fn="gelu-approximate", qk_norm="rms_norm_across_heads",
+    norm_elementwise_affine=False, norm_eps=1e-6, caption_channels=4096, attention_bias=True, attention_out_bias=True,
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -68,7 +80,7 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 # The layers of all families by whose outputs norms divide.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
-    r"|forward.linear_2|\bnorm2"
+    r"|forward.linear_2|\bnorm2|proj_in"
 )
 
 
@@ -104,6 +116,7 @@ USUAL = {
     "z_image": Case("z_image", (5, 40, 33)),
     "wan": Case("wan", (4, 6, 1), padded=8),
     "lumina2": Case("lumina2", (5, 8, 2), padded=9),
+    "ltx": Case("ltx", (4, 6, 1), padded=8),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
 VARIANTS = {
@@ -156,6 +169,9 @@ VARIANTS = {
     ),
     "lumina2 with a head of keys a head": Case(
         "lumina2", (5, 5), {"num_kv_heads": 4, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-6}, (4, 8, 6)
+    ),
+    "ltx, wider, without channels that stay": Case(
+        "ltx", (6, 6), {"num_attention_heads": 3, "attention_head_dim": 8, "cross_attention_dim": 24}, (6, 1, 2, 6)
     ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
@@ -238,7 +254,7 @@ def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
             yield module
 
 
-@wrong("final layer's halves swapped", "flux", "wan")
+@wrong("final layer's halves swapped", "flux", "wan", "ltx")
 def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
@@ -260,7 +276,7 @@ def _(model, patch, y):
         sequential.insert(0, nn.SiLU())
 
 
-@wrong("no SiLU before the shared modulation", "wan")
+@wrong("no SiLU before the shared modulation", "wan", "ltx")
 def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
@@ -270,7 +286,7 @@ def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
 
-@wrong("SiLU before the final layer's modulation", "wan")
+@wrong("SiLU before the final layer's modulation", "wan", "ltx")
 def _(model, patch, y):
     before(model.final_layer.adaLN_modulation, F.silu)
 
@@ -280,24 +296,24 @@ def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
 
-@wrong("time reversed", "flux", "wan")
+@wrong("time reversed", "flux", "wan", "ltx")
 def _(model, patch, y):
     model.t_embedder.reversed_from = 1000.0
 
 
-@wrong("time in 0 ... 1", "flux", "z_image", "wan")
+@wrong("time in 0 ... 1", "flux", "z_image", "wan", "ltx")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t / 1000, dim))
 
 
-@wrong("time in bfloat16", "flux", "z_image", "wan")
+@wrong("time in bfloat16", "flux", "z_image", "wan", "ltx")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan", "lumina2")
+@wrong("sines before cosines", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
@@ -328,21 +344,21 @@ def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "lumina2")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
-@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "lumina2")
+@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
         norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
 
 
-@wrong("epsilon of RMSNorm", "z_image", "lumina2")
+@wrong("epsilon of RMSNorm", "z_image", "lumina2", "ltx")
 def _(model, patch, y):
     for norm in rms_norms(model, "(attn|mlp)_norm|text_embedder"):
-        norm.eps = {1e-5: 1e-6}[norm.eps]
+        norm.eps = {1e-5: 1e-6, 1e-6: 1e-5}[norm.eps]
 
 
 @wrong("epsilon of the caption's norm", "wan")
@@ -351,13 +367,13 @@ def _(model, patch, y):
         block.cross_norm.eps = 1e-5
 
 
-@wrong("exact GELU", "flux", "wan")
+@wrong("exact GELU", "flux", "wan", "ltx")
 def _(model, patch, y):
     gelu = F.gelu
     patch.setattr(F, "gelu", lambda x, approximate: gelu(x))
 
 
-@wrong("exact GELU in the caption's embedding", "wan")
+@wrong("exact GELU in the caption's embedding", "wan", "ltx")
 def _(model, patch, y):
     mlp = model.text_embedder.mlp
     patch.setattr(mlp, "forward", lambda x: mlp.fc2(F.gelu(mlp.fc1(x))))
@@ -485,13 +501,49 @@ def _(model, patch, y):
     patch.setattr(attention, "for_every_head", by_turns)
 
 
+@wrong("every head turned by the first one's angles", "ltx")
+def _(model, patch, y):
+    rotations, pairs = model.rotations, model.config.head_dim // 2
+    patch.setattr(model, "rotations", lambda grid: rotations(grid)[:, :pairs].contiguous())
+
+
+@wrong("channels that stay are the last", "ltx")
+def _(model, patch, y):
+    rotations = model.rotations
+    patch.setattr(model, "rotations", lambda grid: rotations(grid).roll(-1, 1))
+
+
+@wrong("16 frames a second", "ltx")
+def _(model, patch, y):
+    rotary = model.config.spec.rotary
+    respecify(model, patch, rotary=replace(rotary, steps=(8 / 16, *rotary.steps[1:])))
+
+
+@wrong("a norm before the caption's branch", "ltx")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.spec = replace(block.spec, caption_norm=False)
+
+
+@wrong("LayerNorm before the branches", "ltx")
+def _(model, patch, y):
+    for norm in rms_norms(model, "(attn|mlp)_norm"):
+        patch.setattr(norm, "forward", lambda x: layer_norm(x))
+
+
+@wrong("padding attended to, across", "ltx")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.cross_attn.attends_padding = True
+
+
 @wrong("places of a picture counted from 1", "flux")
 def _(model, patch, y):
     place = network.grid_coordinates
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan", "lumina2")
+@wrong("rows and columns exchanged", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -514,7 +566,7 @@ def _(model, patch, y):
     respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
 
 
-@wrong("rotations of halves", "flux", "z_image", "wan", "lumina2")
+@wrong("rotations of halves", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     def halves(x, table):
         a, b = x.chunk(2, -1)
@@ -524,7 +576,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image", "lumina2")
+@wrong("rotations the other way", "flux", "z_image", "lumina2", "ltx")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -546,7 +598,7 @@ def _(model, patch, y):
     normalise_by_head(model, patch, r"\.attn\.[qk]_norm")
 
 
-@wrong("the caption's queries and keys normalised by head", "wan")
+@wrong("the caption's queries and keys normalised by head", "wan", "ltx")
 def _(model, patch, y):
     normalise_by_head(model, patch, r"\.cross_attn\.[qk]_norm")
 
@@ -579,14 +631,14 @@ def _(model, patch, y):
     respecify(model, patch, channels_last=(first, not last))
 
 
-@wrong("values of the modulation in another order", "flux", "z_image", "wan", "lumina2")
+@wrong("values of the modulation in another order", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     for block in blocks_of(model):
         values = block.spec.values
         block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
 
 
-@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "lumina2")
+@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     vectors = Block.vectors
     patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
@@ -598,7 +650,7 @@ def _(model, patch, y):
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan", "lumina2")
+@wrong("scale without 1", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
@@ -635,7 +687,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan", "lumina2")
+@wrong("blocks in another order", "flux", "z_image", "wan", "lumina2", "ltx")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -669,6 +721,7 @@ PUBLISHED = {
     "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
     "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
     "Lumina-Image-2.0": ("lumina2", LUMINA2_2B, 2_610),
+    "LTX-Video": ("ltx", LTX_2B, 1_923),
 }
 
 
@@ -698,7 +751,7 @@ def test_published_configurations_survive_json(name):
 
 
 def test_configurations_of_an_unknown_family_are_refused():
-    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2"):
+    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2, ltx"):
         public_config("flax", {})
 
 
@@ -774,6 +827,23 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "axes_dim_rope": ((4, 4, 6), REFUSED),
         "axes_lens": ([9, 3, 5], {}),  # the least that these places need
         "cap_feat_dim": (6, {}),
+    },
+    "ltx": {
+        "in_channels": (8, {"out_channels": 8}),
+        "out_channels": (8, REFUSED),
+        "patch_size": (2, REFUSED),
+        "patch_size_t": (2, REFUSED),
+        "num_attention_heads": (3, {"cross_attention_dim": 30}),
+        "attention_head_dim": (6, {"cross_attention_dim": 12}),
+        "cross_attention_dim": (24, REFUSED),
+        "num_layers": (1, {}),
+        "activation_fn": ("gelu", REFUSED),
+        "qk_norm": ("rms_norm", REFUSED),
+        "norm_elementwise_affine": (True, REFUSED),
+        "norm_eps": (1e-3, {}),
+        "caption_channels": (6, {}),
+        "attention_bias": (False, REFUSED),
+        "attention_out_bias": (False, REFUSED),
     },
 }
 

@@ -19,10 +19,17 @@ SIZES = {
     "flux": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
     "z_image": [(6, 10), (6, 10), (8, 16), (2, 2), (4, 12)],
     "wan": [(3, 6, 10), (3, 6, 10), (1, 8, 4), (1, 8, 4), (2, 2, 2)],
+    "ltx": [(3, 3, 5), (3, 3, 5), (1, 4, 2), (1, 1, 1), (1, 1, 1)],
     "lumina2": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
 }
-LENGTHS = {"flux": [7, 7, 3, 1, 5], "z_image": [40, 5, 64, 33, 32], "wan": [6, 2, 4, 1, 3], "lumina2": [7, 3, 6, 1, 7]}
-PADDED = {"flux": 7, "z_image": 66, "wan": 8, "lumina2": 8}
+LENGTHS = {
+    "flux": [7, 7, 3, 1, 5],
+    "z_image": [40, 5, 64, 33, 32],
+    "wan": [6, 2, 4, 1, 3],
+    "lumina2": [7, 3, 6, 1, 7],
+    "ltx": [6, 2, 4, 1, 3],
+}
+PADDED = {"flux": 7, "z_image": 66, "wan": 8, "lumina2": 8, "ltx": 8}
 VARIANTS = {
     "flux": {},
     "flux of double blocks": {"num_layers": 2, "num_single_layers": 0, "guidance_embeds": False},
@@ -30,6 +37,7 @@ VARIANTS = {
     "z_image without refiners": {"n_refiner_layers": 0},
     "wan": {},
     "lumina2": {},
+    "ltx": {},
 }
 
 
