@@ -43,9 +43,10 @@ class TokenGrid:
     """The places of a sequence's tokens, for blocks.
 
     sizes: tokens along each axis of the grid; (tokens,) for a pack. rotary: rotations (N, d / 2, 2) fp32 of rotary
-    positions; or (N, D / 2, 2) of all heads' channels, of the tokens and heads that this rank projects. learned: positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the
-    sequence over ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow
-    each other; of a pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
+    positions; or (N, D / 2, 2) of all heads' channels, of the tokens and heads that this rank projects. learned:
+    positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the sequence over
+    ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow each other; of a
+    pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
     """
 
     sizes: tuple[int, ...]
@@ -94,8 +95,8 @@ class SequenceShards(Protocol):
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """The rows (n, F / P) of a table (N, F) of tokens, whose columns belong to heads, for the tokens and heads whose
-        queries this rank projects."""
+        """The rows (n, F / P) of a table (N, F) of tokens, whose columns belong to heads, for the tokens and heads
+        whose queries this rank projects."""
         ...
 
     @property

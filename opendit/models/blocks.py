@@ -101,12 +101,12 @@ class BlockSpec:
 
     eps: of the norms. norm_after: each branch's output is normalised, too, before its gate. parallel: attention and MLP
     read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
-    biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is missing is 0. tanh_gates: gates are
-    tanh of their values. source: what makes the modulation, a linear layer of the block's ("own"), a table that is
-    added to what all blocks share ("table"; flat_table: of two dimensions, not three), or nothing: then no branch is modulated. condition: width of c (None: D).
-    silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as the other layers). streams:
-    tokens that have weights of their own in this block, in their order in the sequence, ("text", "media"); with () all
-    tokens have the same.
+    biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is
+    missing is 0. tanh_gates: gates are tanh of their values. source: what makes the modulation, a linear layer of the
+    block's ("own"), a table that is added to what all blocks share ("table"; flat_table: of two dimensions, not three),
+    or nothing: then no branch is modulated. condition: width of c (None: D). silu: SiLU comes before the linear layer.
+    modulation_bias: it has a bias (None: as the other layers). streams: tokens that have weights of their own in this
+    block, in their order in the sequence, ("text", "media"); with () all tokens have the same.
     """
 
     width: int

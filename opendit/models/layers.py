@@ -40,8 +40,8 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: T
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside. weight:
-    there is one."""
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside.
+    weight: there is one."""
 
     def __init__(self, dim: int, eps: float = 1e-6, weight: bool = True):
         super().__init__()

@@ -97,9 +97,9 @@ def interwoven_table(
 ) -> Tensor:
     """Cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes), for all D channels of a token.
 
-    A position is p = coordinate * step / side. Of each frequency pi / 2 * base^u, u from 0 to 1, the axes' angles (2 p -
-    1) * frequency follow each other; the channels that are left over come first and stay as they are. In float32 and in
-    LTX-Video's order of operations: angles reach 15,000, and rounding is a part of them.
+    A position is p = coordinate * step / side. Of each frequency pi / 2 * base^u, u from 0 to 1, the axes' angles (2 p
+    - 1) * frequency follow each other; the channels that are left over come first and stay as they are. In float32 and
+    in LTX-Video's order of operations: angles reach 15,000, and rounding is a part of them.
     """
     count = width // (2 * len(steps))
     grid = coordinates.to(torch.float32)

@@ -192,8 +192,8 @@ class PublicDiT(DiT):
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """Return the rotations of all channels of the tokens and heads whose queries this rank projects; those of a head,
-        which ranks turn by after they have exchanged heads, as they are."""
+        """Return the rotations of all channels of the tokens and heads whose queries this rank projects; those of a
+        head, which ranks turn by after they have exchanged heads, as they are."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))

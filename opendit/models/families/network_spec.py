@@ -30,8 +30,8 @@ class Rotary:
     sides: tuple[float, ...] = ()
 
     def table(self, coordinates: Tensor, width: int) -> Tensor:
-        """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or of
-        all ``width`` channels (..., D / 2, 2)."""
+        """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or
+        of all ``width`` channels (..., D / 2, 2)."""
         if not self.steps:
             return axes_table(coordinates, self.channels, self.base)
         return interwoven_table(coordinates, width, self.base, self.steps, self.sides)
