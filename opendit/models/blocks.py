@@ -103,10 +103,10 @@ class BlockSpec:
     read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
     biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is
     missing is 0. tanh_gates: gates are tanh of their values. source: what makes the modulation, a linear layer of the
-    block's ("own"), a table that is added to what all blocks share ("table"; flat_table: of two dimensions, not three),
-    or nothing: then no branch is modulated. condition: width of c (None: D). silu: SiLU comes before the linear layer.
-    modulation_bias: it has a bias (None: as the other layers). streams: tokens that have weights of their own in this
-    block, in their order in the sequence, ("text", "media"); with () all tokens have the same.
+    block's ("own"), a table that is added to what all blocks share ("table"), or nothing: then no branch is modulated.
+    condition: width of c (None: D). silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as
+    the other layers). streams: tokens that have weights of their own in this block, in their order in the sequence,
+    ("text", "media"); with () all tokens have the same.
     """
 
     width: int
@@ -126,7 +126,6 @@ class BlockSpec:
     values: tuple[str, ...] = ("shift", "scale", "gate")
     tanh_gates: bool = False
     source: Literal["own", "table", "none"] = "own"
-    flat_table: bool = False
     condition: int | None = None
     silu: bool = True
     modulation_bias: bool | None = None
@@ -143,7 +142,7 @@ class BlockSpec:
         if self.source == "none":
             return NoModulation()
         if self.source == "table":
-            return TableModulation(self.width, self.chunks, self.flat_table)
+            return TableModulation(self.width, self.chunks)
         options = self.options if self.modulation_bias is None else replace(self.options, bias=self.modulation_bias)
         return modulation(self.width, self.chunks, options, self.condition, self.silu)
 
@@ -578,7 +577,7 @@ class FinalLayer(nn.Module):
     """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features).
 
     values: of the modulation, in their order; a shift that is missing is 0. table: the modulation is c plus a table,
-    and not a linear layer's. condition: width of c (None: D). flat_table: see :class:`TableModulation`.
+    and not a linear layer's. condition: width of c (None: D).
     """
 
     def __init__(
@@ -588,13 +587,12 @@ class FinalLayer(nn.Module):
         values: tuple[str, ...] = ("shift", "scale"),
         table: bool = False,
         condition: int | None = None,
-        flat_table: bool = False,
     ):
         super().__init__()
         self.values = values
         self.linear: nn.Linear = nn.Linear(dim, out_features)
         self.adaLN_modulation: nn.Module = (
-            TableModulation(dim, len(values), flat_table) if table else modulation(dim, len(values), width=condition)
+            TableModulation(dim, len(values)) if table else modulation(dim, len(values), width=condition)
         )
         self.ops: BlockOps = BlockOps()
 

@@ -388,18 +388,17 @@ class _Modulation(nn.Sequential):
 
 class TableModulation(nn.Module):
     """A block's modulation as a correction of the one that all blocks share: shared + table (PixArt-alpha's
-    adaLN-single, Chen et al. 2024, sec. 2.3). The table is (1, chunks, D), or, flat, (chunks, D)."""
+    adaLN-single, Chen et al. 2024, sec. 2.3)."""
 
-    def __init__(self, dim: int, chunks: int, flat: bool = False):
+    def __init__(self, dim: int, chunks: int):
         super().__init__()
-        self.chunks = chunks
-        self.table: nn.Parameter = nn.Parameter(torch.zeros(*(() if flat else (1,)), chunks, dim))
+        self.table: nn.Parameter = nn.Parameter(torch.zeros(1, chunks, dim))
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         """Return (B, chunks * D) of what the blocks share (B, chunks * D), or of c (B, D) for each chunk."""
         if shared is None:
-            shared = c.unsqueeze(1).expand(-1, self.chunks, -1).flatten(1)
-        return shared + self.table.view(1, -1)
+            shared = c.unsqueeze(1).expand(-1, self.table.shape[1], -1).flatten(1)
+        return shared + self.table.flatten(1)
 
 
 def modulation(

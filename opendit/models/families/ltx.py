@@ -41,7 +41,6 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         eps=values.get("norm_eps", 1e-6),
         caption_norm=None,
         source="table",
-        flat_table=True,
         options=Options(qk_norm=True, qk_across=True, qk_eps=1e-5, operations_across=True),
     )
     return NetworkSpec(

@@ -130,7 +130,7 @@ class PublicDiT(DiT):
         )
         self.blocks: Any = nn.ModuleList(make_block(block) for block in spec.blocks)
         out = math.prod(spec.patch) * spec.channels
-        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition, spec.block.flat_table)
+        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False

@@ -194,6 +194,8 @@ def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Te
             assert left.issuperset(published) and found.keys().isdisjoint(mine), (mine, published)
             left.difference_update(published)
             joined = torch.cat([theirs[name] for name in published], dim=match.dim)
+            if len(mine) == len(published) == 1 and joined.dim() + 1 == state[mine[0]].dim():
+                joined = joined.unsqueeze(0)  # a table, which is read in either shape
             sizes = [state[name].shape[match.dim] for name in mine]
             found.update(zip(mine, joined.split(sizes, dim=match.dim), strict=True))
     assert not left and found.keys() == state.keys(), (sorted(left), sorted(state.keys() - found.keys()))
