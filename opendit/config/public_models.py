@@ -25,6 +25,7 @@ PUBLIC = {
     "z_image": Public("ZImageTransformer2DModel", 2, 1024),
     "wan": Public("WanTransformer3DModel", (1, 2, 2), 480),
     "ltx": Public("LTXVideoTransformer3DModel", (1, 1, 1), 512),
+    "sd3": Public("SD3Transformer2DModel", 2, 1024),
     "lumina2": Public("Lumina2Transformer2DModel", 2, 1024),
 }
 

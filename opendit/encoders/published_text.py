@@ -43,6 +43,7 @@ CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then h
 # transformers' class -> the model_type of its config.json
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),
+    "CLIPTextModelWithProjection": ("clip_text_model", "clip"),
     "T5EncoderModel": ("t5",),
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
@@ -63,7 +64,7 @@ class Prompts:
         encoder, tokenizer: components that make the tokens.
         settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
             the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
-        pooled: component of the pooled vector, which is the second of the tuple. None without one.
+        pooled: components of the pooled vector, which is number ``pooled_at`` of the tuple. () without one.
         masked: the second of the tuple is a mask (B, L), and padding is to be removed by it.
         written: (pipeline, prompt) -> the text that the tokenizer gets.
         bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
@@ -73,7 +74,8 @@ class Prompts:
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    pooled: str | None = None
+    pooled: tuple[str, ...] = ()
+    pooled_at: int = 1
     masked: bool = False
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
     bare: bool = False
@@ -99,9 +101,16 @@ def _instructed(pipeline: Any, prompt: str) -> str:
 
 
 PROMPTS = {
-    "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
+    "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled=("text_encoder",)),
     "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+    "StableDiffusion3Pipeline": Prompts(
+        "text_encoder_3",
+        "tokenizer_3",
+        {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False},
+        pooled=("text_encoder", "text_encoder_2"),
+        pooled_at=2,
+    ),
     "LTXPipeline": Prompts(settings={"do_classifier_free_guidance": False}, masked=True),
     "Lumina2Pipeline": Prompts(
         settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
@@ -114,6 +123,7 @@ class PublishedTextConfig(TextEncoderConfig):
 
     head_dim: Width | None = None
     num_key_value_heads: int | None = Field(None, ge=1, le=1024)
+    projection_dim: Width | None = None
 
 
 TEXT_CONFIG = FileKind(PublishedTextConfig, 4 * MIB)
@@ -133,7 +143,8 @@ class PublishedText:
         self.prompts = PROMPTS[family.pipelines[0]]
         self.max_tokens = max_tokens or family.text.tokens
         self.width = self._component(self.prompts.encoder).config.hidden_size
-        self.pooled_width = self._component(self.prompts.pooled).config.hidden_size if self.prompts.pooled else 0
+        configs = {name: self._component(name).config.to_dict() for name in self.prompts.pooled}
+        self.pooled_width = sum(_pooled_width(family, name, config) for name, config in configs.items())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,13 +182,14 @@ class PublishedText:
                 found = self.pipeline.encode_prompt(
                     prompt=list(part),
                     device=self.device,
-                    max_sequence_length=self.max_tokens,
+                    max_sequence_length=self.max_tokens - self.family.text.beside,
                     **{**self.prompts.settings, **more},
                 )
             found = found[2:] if bare else found
             rows = zip(found[0], found[1], strict=True) if self.prompts.masked else ((row, None) for row in found[0])
             tokens += [row if mask is None else row[mask.bool()] for row, mask in rows]
-            pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
+            of_all = found[self.prompts.pooled_at] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0)
+            pooled.append(of_all)
         shortest = min(len(row) for row in tokens)
         return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
 
@@ -195,7 +207,8 @@ class PublishedText:
         if not captions:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
-        return [len(ids) for ids in self._component(self.prompts.tokenizer)(written, verbose=False).input_ids]
+        found = self._component(self.prompts.tokenizer)(written, verbose=False).input_ids
+        return [len(ids) + self.family.text.beside for ids in found]
 
     def fingerprint(self) -> str:
         """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and
@@ -248,7 +261,7 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     """Return (width of the tokens, width of the pooled vector or 0), without weights. Raises as :func:`check_text`."""
     prompts = _prompts(family)
     width = _width(_encoder_config(folder, prompts.encoder, family))
-    return width, _width(_encoder_config(folder, prompts.pooled, family)) if prompts.pooled else 0
+    return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
 
 
 def text_encoder_bytes(folder: Path, family: Family) -> int:
@@ -352,6 +365,12 @@ def _encoder_config(folder: Path, component: str, family: Family) -> dict[str, A
     if _width(config) is None:
         raise ValueError(f"{path}: hidden_size is missing")
     return config
+
+
+def _pooled_width(family: Family, component: str, config: dict[str, Any]) -> int:
+    """Return the width of an encoder's pooled vector: of its projection, if its class has one."""
+    projected = family.components[component][1].endswith("WithProjection")
+    return config.get("projection_dim") or 512 if projected else _width(config)
 
 
 def _width(config: dict[str, Any]) -> Any:

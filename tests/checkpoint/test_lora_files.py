@@ -24,13 +24,14 @@ from opendit.models.lora import A, B, Lora, targets
 from opendit.models.zoo import empty_model
 from tests.models.families.oracles import ORACLES, inputs
 
-FAMILIES = ("flux", "z_image", "wan", "lumina2", "ltx")
+FAMILIES = ("flux", "z_image", "wan", "lumina2", "ltx", "sd3")
 LOADERS = {
     "flux": "FluxLoraLoaderMixin",
     "z_image": "ZImageLoraLoaderMixin",
     "wan": "WanLoraLoaderMixin",
     "lumina2": "Lumina2LoraLoaderMixin",
     "ltx": "LTXVideoLoraLoaderMixin",
+    "sd3": "SD3LoraLoaderMixin",
 }
 ALPHA, RANK = 5.0, 2
 LAYERS = ("qkv:3", "q", "kv:1", "proj", "fc1", "fc2:4", "adaLN_modulation.*")  # of runs on public models
@@ -202,7 +203,7 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
     oracle, folder = oracles[name]
     run, file = public_run(oracle, folder, tmp_path / "run.safetensors"), tmp_path / "style.safetensors"
     export(["lora", "--ckpt", str(run), "--format", form, "--output", str(file)])
-    if name not in ("lumina2", "ltx") or form == "diffusers":  # whose other readers take no lora_down
+    if name not in ("lumina2", "ltx", "sd3") or form == "diffusers":  # whose other readers take no lora_down
         check_same_outputs(oracle, folder, [(run, 1.0)], [(file, 1.0)])
     ours, again = (load_pretrained(folder, lora=[(path, 1.0)])[0] for path in (run, file))
     for (key, one), other in zip(ours.named_parameters(), again.parameters(), strict=True):
@@ -217,6 +218,7 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
     }[form] + {  # fmt: skip
         "flux": "double_blocks.0.img_attn.qkv", "wan": "blocks.0.self_attn.q", "z_image": "layers.0.attention.qkv",
         "lumina2": "layers.0.attention.qkv", "ltx": "transformer_blocks.0.attn1.to_q",
+        "sd3": "joint_blocks.0.x_block.attn.qkv",
     }[name].replace(".", "_" if form == "kohya" else ".")  # fmt: skip
     original = form == "kohya" or (form == "comfyui" and name != "z_image")
     assert (f"{first}.lora_down.weight" in keys) == original

@@ -18,12 +18,12 @@ from opendit.encoders.published_folder import load_published_codec
 from opendit.encoders.published_text import load_published_text
 from opendit.models import TextConfig
 from opendit.models.families import FAMILIES
-from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, QWEN_WIDTH, T5_WIDTH, write_pipeline
+from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, PROJECTED, QWEN_WIDTH, T5_WIDTH, write_pipeline
 from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 ROWS = 8
-SIZE = {"flux": 64, "z_image": 64, "wan": 32, "lumina2": 64, "ltx": 32}
+SIZE = {"flux": 64, "z_image": 64, "wan": 32, "lumina2": 64, "ltx": 32, "sd3": 64}
 FRAMES = {"wan": 5, "ltx": 9}
 # Tokens of the cached captions, and widths of tokens and pooled vectors.
 FORMS = {
@@ -32,6 +32,7 @@ FORMS = {
     "wan": (None, T5_WIDTH, 0),
     "lumina2": (None, GEMMA_WIDTH, 0),
     "ltx": (None, T5_WIDTH, 0),
+    "sd3": (333, T5_WIDTH, PROJECTED),
 }
 SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
 

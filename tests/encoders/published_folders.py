@@ -13,6 +13,7 @@ import torch
 
 LATENT_CHANNELS = 4
 CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH, GEMMA_WIDTH = 24, 20, 16, 28
+PROJECTED = 6 + 10  # widths of the pooled vectors of Stable Diffusion 3's two encoders
 MEAN, STD = [0.3, -0.2, 0.1, 0.5], [2.0, 0.5, 1.5, 0.8]
 # Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo and Wan2.1-T2V-1.3B.
 COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
@@ -33,6 +34,15 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder": ("transformers", "UMT5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKLWan"),
     },
+    "sd3": {
+        "tokenizer": ("transformers", "CLIPTokenizer"),
+        "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+        "tokenizer_2": ("transformers", "CLIPTokenizer"),
+        "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+        "tokenizer_3": ("transformers", "T5TokenizerFast"),
+        "text_encoder_3": ("transformers", "T5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    },
     "ltx": {
         "tokenizer": ("transformers", "T5TokenizerFast"),
         "text_encoder": ("transformers", "T5EncoderModel"),
@@ -50,6 +60,7 @@ PIPELINES = {
     "wan": "WanPipeline",
     "lumina2": "Lumina2Pipeline",
     "ltx": "LTXPipeline",
+    "sd3": "StableDiffusion3Pipeline",
 }
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
@@ -92,6 +103,22 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "ffn_dim": 32,
             "num_layers": 2,
             "rope_max_seq_len": 64,
+        },
+    ),
+    "sd3": (
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_layers": 3,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": T5_WIDTH,
+            "caption_projection_dim": 16,
+            "pooled_projection_dim": PROJECTED,
+            "pos_embed_max_size": 8,
+            "qk_norm": "rms_norm",
         },
     ),
     "ltx": (
@@ -142,6 +169,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "flow_shift": 3.0,
     },
     "lumina2": EULER | {"shift": 6.0},
+    "sd3": EULER,
     "ltx": EULER
     | {
         "use_dynamic_shifting": True,
@@ -175,9 +203,10 @@ def _byte_letters() -> list[str]:
     return sorted(ByteLevel.alphabet())
 
 
-def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_encoder") -> None:
-    """Write a CLIP text model and its tokenizer of 77 tokens."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_encoder", **projected: int) -> None:
+    """Write a CLIP text model and its tokenizer of 77 tokens. projected: hidden_size and projection_dim of a model that
+    projects its pooled vector."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     letters = _byte_letters()
     merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n</w>")]
@@ -186,7 +215,7 @@ def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_
     CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77).save_pretrained(folder / tokenizer)
     config = CLIPTextConfig(
         vocab_size=len(vocabulary),
-        hidden_size=CLIP_WIDTH,
+        **{"hidden_size": CLIP_WIDTH, **projected},
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -196,7 +225,8 @@ def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_
         pad_token_id=vocabulary["<|endoftext|>"],
     )
     torch.manual_seed(0)
-    randomise(CLIPTextModel(config), 1).save_pretrained(folder / encoder)
+    model = CLIPTextModelWithProjection if projected else CLIPTextModel
+    randomise(model(config), 1).save_pretrained(folder / encoder)
 
 
 def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> None:
@@ -213,6 +243,13 @@ def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> No
     randomise(model_class(config), 2).save_pretrained(folder / encoder)
     path = folder / encoder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))  # as published
+
+
+def write_sd3_text(folder: Path) -> None:
+    """Write Stable Diffusion 3's tokenizers and encoders of text: two of CLIP, which are narrower than T5 together."""
+    write_clip(folder, hidden_size=8, projection_dim=6)
+    write_clip(folder, "tokenizer_2", "text_encoder_2", hidden_size=4, projection_dim=10)
+    write_t5(folder, "tokenizer_3", "text_encoder_3")
 
 
 def write_flux_text(folder: Path) -> None:
@@ -283,6 +320,7 @@ WRITE_TEXT = {
     "z_image": write_z_image_text,
     "wan": write_wan_text,
     "lumina2": write_lumina2_text,
+    "sd3": write_sd3_text,
     "ltx": lambda folder: write_t5(folder, "tokenizer", "text_encoder"),
 }
 

@@ -21,6 +21,7 @@ from tests.encoders.published_folders import (
     COMPONENTS,
     GEMMA_WIDTH,
     PIPELINES,
+    PROJECTED,
     QWEN_WIDTH,
     T5_WIDTH,
     TRANSFORMERS,
@@ -57,6 +58,9 @@ def expected(pipeline, captions, tokens=512):
     kind = type(pipeline).__name__
     if kind == "FluxPipeline":
         return pipeline.encode_prompt(list(captions), None, max_sequence_length=tokens)[:2]
+    if kind == "StableDiffusion3Pipeline":
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens - 77}
+        return pipeline.encode_prompt(list(captions), None, None, **options)[0:3:2]
     options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens}
     found = pipeline.encode_prompt(list(captions), **options)
     if kind in ("Lumina2Pipeline", "LTXPipeline"):
@@ -64,6 +68,7 @@ def expected(pipeline, captions, tokens=512):
     return found[0], None
 
 
+POOLED = {"flux": CLIP_WIDTH, "sd3": PROJECTED}  # family -> width of its pooled vector
 UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "ltx": T5_WIDTH}  # family -> width of its tokens
 
 
@@ -78,8 +83,9 @@ def test_encode_is_diffusers(name, captions, encoders, pipelines):
     want, pooled = expected(pipelines[name], captions, FAMILIES[name].text.tokens)
     assert isinstance(got, TextCondition) and got.mask.dtype == torch.bool and not got.tokens.requires_grad
     assert got.mask.shape == got.tokens.shape[:2] and len(got) == count and got.tokens.shape[2] == encoder.width
-    if name == "flux":
-        assert got.pooled.shape == (count, CLIP_WIDTH) and got.mask.all() and got.tokens.shape == (count, 512, T5_WIDTH)
+    if name in POOLED:
+        assert got.pooled.shape == (count, POOLED[name]) and got.mask.all()
+        assert got.tokens.shape == (count, encoder.max_tokens, T5_WIDTH)
         torch.testing.assert_close(got.pooled, pooled)
     else:
         assert got.pooled.shape == (count, 0)
@@ -98,9 +104,10 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
     encoder = encoders[name]
     counts = encoder.count_tokens(CAPTIONS)
     assert counts[2] > 512 and encoder.count_tokens([]) == []
-    if name == "flux":  # whose mask tells nothing
-        ids = pipelines[name].tokenizer_2(CAPTIONS, padding="max_length", max_length=512, truncation=True).input_ids
-        found = [sum(token != 0 for token in row) for row in ids]
+    if name in POOLED:  # whose mask tells nothing
+        tokenizer, beside = getattr(pipelines[name], encoder.prompts.tokenizer), 77 * (name == "sd3")
+        of_t5 = dict(padding="max_length", max_length=encoder.max_tokens - beside, truncation=True)
+        found = [beside + sum(token != 0 for token in row) for row in tokenizer(CAPTIONS, **of_t5).input_ids]
     else:
         found = encoder.encode(CAPTIONS).mask.sum(1).tolist()
     assert found == [min(count, encoder.max_tokens) for count in counts]
@@ -208,7 +215,7 @@ def test_fingerprints(name, encoders, folders):
 def test_widths_need_no_weights(folders):
     widths = {name: text_widths(folder, FAMILIES[name]) for name, folder in folders.items()}
     assert widths == {
-        "flux": (T5_WIDTH, CLIP_WIDTH),
+        **{name: (T5_WIDTH, width) for name, width in POOLED.items()},
         "wan": (T5_WIDTH, 0),
         **{name: (width, 0) for name, width in UNPADDED.items()},
     }
@@ -221,6 +228,7 @@ def test_widths_need_no_weights(folders):
         ("z_image", {"height": 64, "width": 64, "guidance_scale": 3.0}),
         ("wan", {"height": 32, "width": 32, "num_frames": 5}),
         ("lumina2", {"height": 64, "width": 64}),
+        ("sd3", {"height": 64, "width": 64}),
         ("ltx", {"height": 64, "width": 64, "num_frames": 9}),
     ],
 )

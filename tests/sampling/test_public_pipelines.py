@@ -28,6 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "wan": {"size": (32, 48), "frames": 5},
     "lumina2": {"size": (64, 48)},
     "ltx": {"size": (64, 96), "frames": 9},
+    "sd3": {"size": (64, 48)},
 }
 STEPS = 4
 
@@ -88,7 +89,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
     if (name, guidance) == ("flux", 0.0):
         guidance = 1.0
     pipe = opendit.load(folders[name])
-    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "lumina2": 4.0, "ltx": 3.0}[name]
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "lumina2": 4.0, "ltx": 3.0, "sd3": 7.0}[name]
     noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()
@@ -151,7 +152,12 @@ def programs(mesh, commands: list[list[str]]) -> list[tuple[Any, str]]:
 
 def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks, monkeypatch):
     monkeypatch.setattr("opendit.parallel.supervisor.close_mesh", lambda: None)
-    left_out = {"flux": WAYS[:1], "lumina2": WAYS[::2], "ltx": WAYS[:1]}  # as of another family, but of flux refused
+    left_out = {
+        "flux": WAYS[:1],
+        "lumina2": WAYS[::2],
+        "ltx": WAYS[:1],
+        "sd3": WAYS[:1],
+    }  # as of another family, but of flux refused
     ways = [(name, way) for name in SIZES for way in WAYS if way not in left_out.get(name, ())]
     runs = ways + [(name, flags) for name, flags, _ in REFUSED]
     commands = [command(folders, name, way, tmp_path / f"{name} {way}") for name, way in runs]

@@ -14,7 +14,7 @@ class Rotary:
     """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
 
     Attributes:
-        channels: of a head, for each axis; () where ``steps`` are given.
+        channels: of a head, for each axis; () where ``steps`` are given, or where there are no rotations.
         base: of the frequencies.
         text: coordinates of a caption's tokens: all 0 ("zero"), or ``first``, ``first`` + 1, ... along the first axis
             ("count"), on which the media follow, at the place after the caption's last.
@@ -29,9 +29,11 @@ class Rotary:
     steps: tuple[float, ...] = ()
     sides: tuple[float, ...] = ()
 
-    def table(self, coordinates: Tensor, width: int) -> Tensor:
+    def table(self, coordinates: Tensor, width: int) -> Tensor | None:
         """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or
         of all ``width`` channels (..., D / 2, 2)."""
+        if not self.steps and not self.channels:
+            return None
         if not self.steps:
             return axes_table(coordinates, self.channels, self.base)
         return interwoven_table(coordinates, width, self.base, self.steps, self.sides)
@@ -85,6 +87,8 @@ class NetworkSpec:
         shared: number of modulation vectors that all blocks share; 0 for none.
         final: values of the final layer's modulation, in their order.
         final_table: that modulation is a table plus the time's embedding.
+        table: (side, unit) of a table of sines and cosines in patches, from whose middle a picture's positions are cut;
+            positions count from 0 to ``unit`` along a side. None: there is none.
         media_multiple: media are filled with learned tokens up to a multiple of this.
     """
 
@@ -107,6 +111,7 @@ class NetworkSpec:
     shared: int = 0
     final: tuple[str, ...] = ("shift", "scale")
     final_table: bool = False
+    table: tuple[int, int] | None = None
     media_multiple: int = 1
 
     @property

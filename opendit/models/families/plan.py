@@ -133,6 +133,8 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
     """Return the FLOPs of one sample in a block: of its linear layers, and of its attention."""
     own, mlp, cross = _weights(block)
     linears, attention = 2 * tokens * (own + mlp + cross), 4 * tokens * tokens * block.width
+    if block.read:  # the caption's tokens, of which there are q, k and v alone
+        linears -= 2 * captions * (block.width**2 + mlp)
     if cross:
         linears += 4 * captions * block.width**2
         attention += 4 * tokens * captions * block.width

@@ -20,6 +20,7 @@ SIZES = {
     "z_image": [(6, 10), (6, 10), (8, 16), (2, 2), (4, 12)],
     "wan": [(3, 6, 10), (3, 6, 10), (1, 8, 4), (1, 8, 4), (2, 2, 2)],
     "ltx": [(3, 3, 5), (3, 3, 5), (1, 4, 2), (1, 1, 1), (1, 1, 1)],
+    "sd3": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
     "lumina2": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
 }
 LENGTHS = {
@@ -28,8 +29,9 @@ LENGTHS = {
     "wan": [6, 2, 4, 1, 3],
     "lumina2": [7, 3, 6, 1, 7],
     "ltx": [6, 2, 4, 1, 3],
+    "sd3": [7, 7, 3, 1, 5],
 }
-PADDED = {"flux": 7, "z_image": 66, "wan": 8, "lumina2": 8, "ltx": 8}
+PADDED = {"flux": 7, "z_image": 66, "wan": 8, "lumina2": 8, "ltx": 8, "sd3": 7}
 VARIANTS = {
     "flux": {},
     "flux of double blocks": {"num_layers": 2, "num_single_layers": 0, "guidance_embeds": False},
@@ -38,6 +40,7 @@ VARIANTS = {
     "wan": {},
     "lumina2": {},
     "ltx": {},
+    "sd3": {},
 }
 
 

@@ -2,9 +2,9 @@
 
 from opendit.config.public_models import PUBLIC, Public
 from opendit.models.families import FAMILIES
-from tests.models.families.oracles import FLUX, LTX, LUMINA2, WAN, Z_IMAGE
+from tests.models.families.oracles import FLUX, LTX, LUMINA2, SD3, WAN, Z_IMAGE
 
-VALUES = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "ltx": LTX}
+VALUES = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "ltx": LTX, "sd3": SD3}
 
 
 def test_flags_know_the_families_as_they_are():
