@@ -52,7 +52,15 @@ def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
     ``Guidance.rescaled``. "": none."""
     if parts == "row":
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+    if parts == "patch":
+        return guided * (_patch_norms(cond) / _patch_norms(guided))
     return guided
+
+
+def _patch_norms(x: Tensor) -> Tensor:
+    """Return the norm of every patch of 2 x 2 of x (B, C, H, W), at each of its places: (B, 1, H, W)."""
+    squares = x.square().sum(1, keepdim=True).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+    return squares.sum((3, 5), keepdim=True).sqrt().expand_as(squares).flatten(4).flatten(2, 3)
 
 
 def cfg_model(

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,16 @@ MODEL_TYPES = {
     "T5EncoderModel": ("t5",),
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl",),
+    "Mistral3ForConditionalGeneration": ("mistral3",),
     "Gemma2Model": ("gemma2",),
 }
 CLASSES_OF_TOKENIZERS = (
-    *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast"
+    *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "LlamaTokenizer",
+    "LlamaTokenizerFast",
 )  # fmt: skip
+# Of a processor of words and pictures, the words alone.
+TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how prompts are cleaned
 
@@ -65,7 +71,9 @@ class Prompts:
         settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
             the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
         pooled: components of the pooled vector, which is number ``pooled_at`` of the tuple. () without one.
-        masked: the second of the tuple is a mask (B, L), and padding is to be removed by it.
+        masked: the second of the tuple is the mask of the tokens (B, L), or None where none is padding.
+        layers: of the encoder, whose outputs side by side are a token.
+        dropped: the tokens of the template before the prompt, which are not among those that come back.
         written: (pipeline, prompt) -> the text that the tokenizer gets.
         bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
             fourth of the tuple.
@@ -77,15 +85,30 @@ class Prompts:
     pooled: tuple[str, ...] = ()
     pooled_at: int = 1
     masked: bool = False
+    layers: int = 1
+    dropped: int = 0
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
     bare: bool = False
 
 
-def _chat(pipeline: Any, prompt: str) -> str:
-    """Return the prompt as a user's message in the chat template, as ZImagePipeline writes it."""
+def _chat(pipeline: Any, prompt: str, thinking: bool) -> str:
+    """Return the prompt as a user's message in the chat template, as ZImagePipeline and Flux2KleinPipeline write it."""
     message = [{"role": "user", "content": prompt}]
-    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
     return pipeline.tokenizer.apply_chat_template(message, **options)
+
+
+def _described(pipeline: Any, prompt: str) -> str:
+    """Return the prompt in the template of QwenImagePipeline."""
+    return pipeline.prompt_template_encode.format(prompt)
+
+
+def _conversation(pipeline: Any, prompt: str) -> str:
+    """Return the prompt after the instruction of Flux2Pipeline, in the chat template."""
+    from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+    (messages,) = format_input([prompt], pipeline.system_message)
+    return pipeline.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
 
 
 def _cleaned(pipeline: Any, prompt: str) -> str:
@@ -102,8 +125,11 @@ def _instructed(pipeline: Any, prompt: str) -> str:
 
 PROMPTS = {
     "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled=("text_encoder",)),
-    "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
+    "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=partial(_chat, thinking=True)),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+    "Flux2Pipeline": Prompts(written=_conversation, layers=3),
+    "Flux2KleinPipeline": Prompts(written=partial(_chat, thinking=False), layers=3),
+    "QwenImagePipeline": Prompts(masked=True, dropped=34, written=_described),
     "StableDiffusion3Pipeline": Prompts(
         "text_encoder_3",
         "tokenizer_3",
@@ -142,7 +168,7 @@ class PublishedText:
         self.pipeline, self.family, self.name, self.device = pipeline, family, name, torch.device(device)
         self.prompts = PROMPTS[family.pipelines[0]]
         self.max_tokens = max_tokens or family.text.tokens
-        self.width = self._component(self.prompts.encoder).config.hidden_size
+        self.width = self._component(self.prompts.encoder).config.get_text_config().hidden_size * self.prompts.layers
         configs = {name: self._component(name).config.to_dict() for name in self.prompts.pooled}
         self.pooled_width = sum(_pooled_width(family, name, config) for name, config in configs.items())
 
@@ -186,8 +212,10 @@ class PublishedText:
                     **{**self.prompts.settings, **more},
                 )
             found = found[2:] if bare else found
-            rows = zip(found[0], found[1], strict=True) if self.prompts.masked else ((row, None) for row in found[0])
-            tokens += [row if mask is None else row[mask.bool()] for row, mask in rows]
+            rows = list(found[0])
+            if self.prompts.masked and found[1] is not None:
+                rows = [row[mask.bool()] for row, mask in zip(rows, found[1], strict=True)]
+            tokens += rows
             of_all = found[self.prompts.pooled_at] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0)
             pooled.append(of_all)
         shortest = min(len(row) for row in tokens)
@@ -208,7 +236,8 @@ class PublishedText:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
         found = self._component(self.prompts.tokenizer)(written, verbose=False).input_ids
-        return [len(ids) + self.family.text.beside for ids in found]
+        more = self.family.text.beside - self.prompts.dropped
+        return [len(ids) + more for ids in found]
 
     def fingerprint(self) -> str:
         """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and
@@ -260,7 +289,7 @@ def _quiet(name: str) -> Iterator[None]:
 def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     """Return (width of the tokens, width of the pooled vector or 0), without weights. Raises as :func:`check_text`."""
     prompts = _prompts(family)
-    width = _width(_encoder_config(folder, prompts.encoder, family))
+    width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
     return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
 
 
@@ -343,7 +372,7 @@ def _load(path: Path, class_name: str, dtype: torch.dtype) -> Any:
         return transformers_model(path, class_name, STEM, dtype)
     import transformers
 
-    tokenizer_class = getattr(transformers, class_name)
+    tokenizer_class = getattr(transformers, TOKENIZER_OF.get(class_name, class_name))
     tokenizer = tokenizer_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # No warning for a caption that is longer than the model takes: it is counted elsewhere.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -5,11 +5,10 @@ noise that the caller keys by the sample, mean + std * noise, then shifted and s
 plain object, not a module, so that it never becomes part of a model's state.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Interval, Len
@@ -33,6 +32,7 @@ from opendit.encoders.folder import (
     weight_files,
     weight_shapes,
 )
+from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
 from opendit.encoders.tiles import Tiles, tiles_of
 
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
@@ -221,11 +221,11 @@ class FrozenVAE(Codec):
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """Stable Diffusion's kind of VAE, ours or diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
+    """A VAE of IMAGE_CLASSES, ours or diffusers'; ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
-        self.latent_channels, self.downscale = picture_geometry(vae.config)
+        self.latent_channels, self.downscale = IMAGE_CLASSES[vae.config.get("_class_name", KL)](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
         tiles = self._tiles((pixels.shape[-2] // self.downscale, pixels.shape[-1] // self.downscale))
@@ -300,7 +300,14 @@ def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
 
 
 Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
-IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": picture_geometry}
+KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
+IMAGE_CLASSES: dict[str, Geometry] = {
+    KL: picture_geometry,
+    "AutoencoderKLQwenImage": lambda config: (config["z_dim"], 2 ** (len(config["dim_mult"]) - 1)),
+    FLUX2: lambda config: (4 * config["latent_channels"], 2 * picture_geometry(config)[1]),
+}
+# Classes whose encode and decode are not those of AutoencoderKL -> what gives them these.
+ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {"AutoencoderKLQwenImage": OneFrame, FLUX2: Packed}
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
@@ -315,7 +322,7 @@ def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch
     class_name, config = read_vae_config(str(folder), classes)
     try:
         refuse_adapters(folder)
-        if own and class_name == AutoencoderKL.__name__ and describes(config):
+        if own and class_name == KL and describes(config):
             return _own(folder, config)
         return _of_diffusers(folder, class_name)
     except FileNotFoundError as error:
@@ -381,7 +388,8 @@ class VaeConfig(PretrainedConfig):
     layers_per_block: Layers | Annotated[list[Layers], Len(1, 8)] = 1
     num_res_blocks: int = Field(1, ge=1, le=32)
     norm_num_groups: int = Field(1, ge=1, le=1024)
-    patch_size: Annotated[int, Interval(ge=1, le=64)] | None = None
+    patch_size: Annotated[int, Interval(ge=1, le=64)] | list[Literal[2]] | None = None
+    batch_norm_eps: Annotated[float, Interval(gt=0, le=1)] = 1e-4
     spatial_compression_ratio: Annotated[int, Interval(ge=1, le=1024)] | None = None
     temporal_compression_ratio: Annotated[float, Interval(ge=1, le=64)] | None = None
     patch_size_t: Annotated[int, Interval(ge=1, le=64)] | None = None
@@ -396,8 +404,11 @@ class VaeConfig(PretrainedConfig):
 VAE_CONFIG = FileKind(VaeConfig, 4 * MIB)
 
 
-# Classes that keep the statistics of their latents beside their weights.
-STATISTICS_IN_WEIGHTS = ("AutoencoderKLLTXVideo",)
+# Class -> the tensors among its weights that are the mean of its latents, and their deviation or variance.
+STATISTICS = {
+    FLUX2: ("bn.running_mean", "bn.running_var"),
+    "AutoencoderKLLTXVideo": ("latents_mean", "latents_std"),
+}
 
 
 def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -405,27 +416,14 @@ def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
     return {key: weights[key].tolist() for key in ("latents_mean", "latents_std") if key in weights}
 
 
-def _read_statistics(folder: Path) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for path in weight_files(folder, STEM):
-        with open_safetensors(path) as file:
-            names = set(file.keys()).intersection(("latents_mean", "latents_std"))
-            found |= statistics_of({name: file.get_tensor(name) for name in names})
-    for key, numbers in found.items():
-        least = 0.0 if key == "latents_std" else -math.inf
-        if not all(math.isfinite(number) and number > least for number in numbers):
-            raise ValueError(f"{folder}: {key} among its weights is out of range")
-    return found
-
-
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
     """Return (class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``."""
     path = Path(name).expanduser() / FILES[0]
     try:
         config = read_file(path, VAE_CONFIG)
-        found = config.get("_class_name", "AutoencoderKL")
-        if found in STATISTICS_IN_WEIGHTS:
-            config |= _read_statistics(path.parent)
+        found = config.get("_class_name", KL)
+        if found in STATISTICS and found in classes:
+            config |= _stored_statistics(path.parent, found, config)
         if found in classes:
             channels = classes[found](config)[0]
             for key in ("latents_mean", "latents_std"):
@@ -444,6 +442,22 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     if found not in classes:
         raise ValueError(f"--vae {name}: is a {found}, not an {' or '.join(classes)}; {_needs()}")
     return found, config
+
+
+def _stored_statistics(folder: Path, class_name: str, config: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the settings by which latents are normalised, of the statistics among a VAE's weights."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder, STEM):
+        with open_safetensors(path) as file:
+            found |= {name: file.get_tensor(name) for name in set(file.keys()).intersection(STATISTICS[class_name])}
+    if missing := set(STATISTICS[class_name]) - found.keys():
+        raise ValueError(f"its weights lack {min(missing)}")
+    mean, spread = (found[name].float() for name in STATISTICS[class_name])
+    if not (mean.isfinite().all() and spread.isfinite().all() and (spread > 0).all()):
+        raise ValueError(f"{' or '.join(STATISTICS[class_name])} among its weights is out of range")
+    if class_name == FLUX2:
+        return of_batch_norm(mean, spread, config.get("batch_norm_eps", 1e-4))
+    return statistics_of(found)
 
 
 def _needs() -> str:
@@ -468,7 +482,8 @@ def codec_geometry(name: str, channels: int) -> tuple[int, int]:
         return channels, 1
     if name in HUB:
         return 4, 8
-    return picture_geometry(read_vae_config(name, IMAGE_CLASSES)[1])
+    found, config = read_vae_config(name, IMAGE_CLASSES)
+    return cast(tuple[int, int], IMAGE_CLASSES[found](config))
 
 
 def load_codec(
@@ -491,4 +506,5 @@ def load_codec(
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)
+    vae = ADAPTED.get(type(vae).__name__, lambda vae: vae)(vae)
     return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling, compiled=compiled)

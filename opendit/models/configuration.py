@@ -1,5 +1,6 @@
 """The configurations of models. They are stored in checkpoints, and count weights and work without building a model."""
 
+import functools
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, cast
@@ -290,6 +291,7 @@ class DiTConfig:
 
         return plan_of(self).forward_flops(self)
 
+    @functools.cache  # noqa: B019  configurations are few, and plans are priced by the thousand
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
@@ -309,6 +311,7 @@ class DiTConfig:
                 embed += bytes_text.parameters(self.text)
         return self.depth * self.whole_block_parameters() + embed + final
 
+    @functools.cache  # noqa: B019
     def whole_block_parameters(self) -> int:
         """Count the parameters of a block."""
         branches = sum(self._branch_parameters(branch) for branch in self.branches)

@@ -23,14 +23,17 @@ from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 ROWS = 8
-SIZE = {"flux": 64, "z_image": 64, "wan": 32, "lumina2": 64, "ltx": 32, "sd3": 64}
+SIZE = {name: 32 if name in ("wan", "ltx") else 64 for name in FAMILIES}
 FRAMES = {"wan": 5, "ltx": 9}
 # Tokens of the cached captions, and widths of tokens and pooled vectors.
 FORMS = {
     "flux": (512, T5_WIDTH, CLIP_WIDTH),
     "z_image": (None, QWEN_WIDTH, 0),
     "wan": (None, T5_WIDTH, 0),
+    "qwen_image": (None, QWEN_WIDTH, 0),
     "lumina2": (None, GEMMA_WIDTH, 0),
+    "flux2": (512, 3 * QWEN_WIDTH, 0),
+    "flux2_klein": (512, 3 * QWEN_WIDTH, 0),
     "ltx": (None, T5_WIDTH, 0),
     "sd3": (333, T5_WIDTH, PROJECTED),
 }
@@ -205,7 +208,7 @@ def test_a_stopped_cache_goes_on(root, made, tmp_path):
     [
         ("flux", ["--use_video"], "takes pictures; leave --use_video out"),
         ("flux", ["--data_path", "digits"], "has no captions; give a CSV of path,text"),
-        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan"),
+        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan, "),
         ("flux", ["--pretrained", "ROOT/nothing"], "doesn't exist"),
         ("flux", ["--text_encoder", "ROOT/wan"], "_class_name is"),
     ],

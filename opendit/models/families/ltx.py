@@ -107,7 +107,7 @@ FAMILY = Family(
     layout=layout,
     names=names,
     text=Text(128, "remove"),
-    latents=LatentSpace("AutoencoderKLLTXVideo", "channel", video=True, downscale=(8, 32)),
+    latents=LatentSpace("AutoencoderKLLTXVideo", "channel", video=True, downscale=32, frames_downscale=8),
     guidance=Guidance(3.0),
     steps=50,
     image_size=(512, 704),

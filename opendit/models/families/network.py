@@ -23,7 +23,7 @@ from opendit.models.attention import (
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
-from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
+from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
 from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
 from opendit.models.interleaved import Interleaved
@@ -131,6 +131,12 @@ class PublicDiT(DiT):
         self.blocks: Any = nn.ModuleList(make_block(block) for block in spec.blocks)
         out = math.prod(spec.patch) * spec.channels
         self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
+        if not spec.bias:
+            embedders = (self.x_embedder, self.t_embedder, self.text_embedder, getattr(self, "guidance_embedder", None))
+            for part in (*filter(None, embedders), self.final_layer, *filter(None, [self.shared_modulation])):
+                for layer in part.modules():
+                    if isinstance(layer, nn.Linear):
+                        layer.bias = None
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
@@ -355,21 +361,18 @@ class PublicDiT(DiT):
             shards = None if self.sequence is None else self.sequence(media, sizes)
             grid = TokenGrid(sizes, self._of_projections(self.rotations(sizes), shards), shards=shards)
             return grid, grid
-        axes = len(rotary.channels)
-        at = torch.zeros(media, axes, dtype=torch.float64, device=device)
-        places = grid_coordinates(*sizes, device=device).double()
-        if axes:
-            at[: len(places), axes - places.shape[1] :] = places
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
+        sides = torch.tensor(sizes[-2:])
+        places = media_places(rotary, grid_coordinates(*sizes, device=device), sides.to(device))
+        at = nn.functional.pad(places, (0, 0, 0, media - len(places)))
+        text_at = text_places(rotary, length, sides.to(device))
         mask = None
-        text_at = torch.zeros(length, axes, dtype=torch.float64, device=device)
+        if keys.shape[1]:
+            mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
         if rotary.text == "count":
-            text_at[:, 0] = torch.arange(rotary.first, rotary.first + length, device=device)
             at = at.expand(batch, -1, -1).clone()
             at[:, : len(places), 0] += lengths + rotary.first
             text_at = text_at.expand(batch, -1, -1)
-            if keys.shape[1]:
-                mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
         parts = {"text": text_at, "media": at}
         table = rotary.table(torch.cat([parts[name] for name in order], dim=-2), self.config.hidden_size)
         counts = {"text": length, "media": media}
@@ -444,8 +447,7 @@ class PublicDiT(DiT):
         each that are; (S, 0) for all. Where captions are of unequal length this waits for the device."""
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
-        counted = rotary.text == "count"
-        own = keys.sum(1) if counted and keys.shape[1] else None
+        own = keys.sum(1) if keys.shape[1] else None
         captions = [length] * count if own is None else own.tolist()
         filling = [-tokens % spec.media_multiple for tokens in segments.lengths]
         media = [tokens + more for tokens, more in zip(segments.lengths, filling, strict=True)]
@@ -457,10 +459,10 @@ class PublicDiT(DiT):
 
         placed = segments.place(device)
         sample_of_row = placed.sample_of_row[: segments.filled]
-        at = placed.coordinates()[: segments.filled, 3 - axes :].double().unsqueeze(0)
-        text_at = at.new_zeros(1, count * length, axes)
-        if counted:
-            text_at[..., 0] = torch.arange(rotary.first, rotary.first + length, device=device).repeat(count)
+        sides = torch.tensor([grid[1:] for grid in segments.grids], device=device)
+        at = media_places(rotary, placed.coordinates()[: segments.filled], sides[sample_of_row]).unsqueeze(0)
+        text_at = text_places(rotary, length, sides).expand(count, -1, -1).reshape(1, count * length, axes)
+        if rotary.text == "count":
             at[..., 0] += (length if own is None else own[sample_of_row]) + rotary.first
         if filled is not None:
             at = filled.join([at, at.new_zeros(1, sum(filling), axes)])
@@ -509,6 +511,30 @@ class JointPack:
         """Return captions (S, L, D) as tokens (1, n, D)."""
         tokens = text.flatten(0, 1).unsqueeze(0)
         return tokens if self.padded is None else self.padded.split(tokens)[0]
+
+
+def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
+    """Return the coordinates (n, axes) float64 of media at the places (n, 2 or 3) of a grid; sides: (2,) or (n, 2), its
+    rows and columns. Where media follow a caption, they are moved elsewhere."""
+    axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
+    if rotary.text == "diagonal":
+        places[:, -2:] -= sides - sides // 2
+    places = nn.functional.pad(places, (axes - places.shape[1], 0))  # or, of three for two axes, without the frame
+    return nn.functional.pad(places, (0, len(rotary.channels) - axes))
+
+
+def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
+    """Return the coordinates (length, axes) or (S, length, axes) float64 of captions' tokens; sides: (2,) or (S, 2),
+    the media's rows and columns."""
+    index = torch.arange(length, device=sides.device, dtype=torch.float64)
+    at = index.new_zeros(length, len(rotary.channels))
+    if rotary.text == "count":
+        at[:, 0] = index + rotary.first
+    elif rotary.text == "last":
+        at[:, -1] = index
+    elif rotary.text == "diagonal":
+        at = at + (index + (sides // 2).amax(-1, keepdim=True)).unsqueeze(-1)
+    return at
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:

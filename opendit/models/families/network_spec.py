@@ -16,15 +16,17 @@ class Rotary:
     Attributes:
         channels: of a head, for each axis; () where ``steps`` are given, or where there are no rotations.
         base: of the frequencies.
-        text: coordinates of a caption's tokens: all 0 ("zero"), or ``first``, ``first`` + 1, ... along the first axis
-            ("count"), on which the media follow, at the place after the caption's last.
+        text: coordinates of a caption's tokens: all 0 ("zero"); ``first``, ``first`` + 1, ... along the first axis
+            ("count"), on which the media follow, at the place after the caption's last; 0, 1, ... along one more axis,
+            the last ("last"); or equal on all axes ("diagonal"), from half the longer side of the media on, whose rows
+            and columns are then counted from their middle.
         steps, sides: the axes' channels are interwoven over all heads, which thus have angles of their own; a token's
             position along an axis is its coordinate times the step, as a share of the side.
     """
 
     channels: tuple[int, ...]
     base: float = 10000.0
-    text: Literal["zero", "count"] = "zero"
+    text: Literal["zero", "count", "last", "diagonal"] = "zero"
     first: int = 1
     steps: tuple[float, ...] = ()
     sides: tuple[float, ...] = ()
@@ -90,6 +92,7 @@ class NetworkSpec:
         table: (side, unit) of a table of sines and cosines in patches, from whose middle a picture's positions are cut;
             positions count from 0 to ``unit`` along a side. None: there is none.
         media_multiple: media are filled with learned tokens up to a multiple of this.
+        bias: the layers around the blocks have biases.
     """
 
     channels: int
@@ -113,6 +116,7 @@ class NetworkSpec:
     final_table: bool = False
     table: tuple[int, int] | None = None
     media_multiple: int = 1
+    bias: bool = True
 
     @property
     def block(self) -> BlockSpec:
