@@ -44,14 +44,15 @@ SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
 def root(tmp_path_factory):
     """A folder with the pipeline of every family, and captioned pictures and clips."""
     root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
-    rows = {"png": ["path,text"], "mp4": ["path,text"]}
+    rows = {suffix: ["path,text"] for suffix in (".png", *(f"{name}.mp4" for name in FRAMES))}
     for number in range(ROWS):
         Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"{number}.png")
-        write_mp4(root / f"{number}.mp4", random.integers(0, 256, (9, 32, 32, 3), np.uint8), 8)
+        for name, frames in FRAMES.items():
+            write_mp4(root / f"{number}{name}.mp4", random.integers(0, 256, (frames, 32, 32, 3), np.uint8), 8)
         for suffix, lines in rows.items():
-            lines.append(f'{number}.{suffix},"{WORDS[number % 4]}"')
+            lines.append(f'{number}{suffix},"{WORDS[number % 4]}"')
     for suffix, lines in rows.items():
-        (root / f"{suffix}.csv").write_text("\n".join(lines) + "\n")
+        (root / f"{suffix.partition('.')[0] or 'png'}.csv").write_text("\n".join(lines) + "\n")
     for name in FAMILIES:
         write_pipeline(root / name, name)
     return root
@@ -63,7 +64,7 @@ def flags_of(name):
 
 
 def raw(root, name):
-    return f"{root}/{'mp4' if name in FRAMES else 'png'}.csv"
+    return f"{root}/{name if name in FRAMES else 'png'}.csv"
 
 
 def make(root, name, output, *more):
@@ -224,7 +225,8 @@ def test_a_folder_of_captioned_files_with_a_prefix(root, tmp_path, name, capsys)
     media, suffix = tmp_path / "media", ".mp4" if name == "wan" else ".png"
     media.mkdir()
     for number in range(4):
-        (media / f"{number}{suffix}").write_bytes((root / f"{number}{suffix}").read_bytes())
+        source = root / f"{number}{name if name in FRAMES else ''}{suffix}"
+        (media / f"{number}{suffix}").write_bytes(source.read_bytes())
         (media / f"{number}.txt").write_text(f"{number}, a, b")
     cache, folder = tmp_path / "cache", ["--data_path", str(media), "--caption_prefix", "x,"]
     assert make(root, name, cache, *folder) == 0

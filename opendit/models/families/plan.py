@@ -210,7 +210,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         if across:
             units += 5 + 2 * text / media
         share = _streams(config, block) / config.tokens / config.depth
-        weights = execution.fp8 * max(1, len(block.streams)) * sum(_weights(block))
+        weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
+        weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)
         statistics, numbers = (4 + block.heads) * share, block.chunks * block.width
         total += Kept(units * share, statistics, numbers / config.depth, weights / config.depth)
     return total
