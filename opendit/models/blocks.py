@@ -118,12 +118,12 @@ class BlockSpec:
     mlp_hidden: int
     branches: tuple[Branch, ...] = (ATTENTION, MLP)
     norm: str = "layer"
-    norm_weight: bool = True
     mlp: str = "gelu"
     kv_heads: int | None = None
     experts: Experts | None = None
     options: Options = PLAIN
     eps: float = 1e-6
+    norm_weight: bool = True
     norm_after: bool = False
     parallel: bool = False
     caption_norm: bool | None = False
