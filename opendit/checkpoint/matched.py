@@ -106,6 +106,7 @@ class MatchedTensors(TensorSet):
         shapes: of the tensors here.
         dtypes: of the tensors here, as safetensors names them; by default those of the source.
         path: for messages.
+        constants: tensors of the source that nothing here is made of; or, as a mapping, tensors that are here as well.
 
     Raises:
         ValueError: in one line, a tensor that is missing in ``shapes`` or in the source, is there without a match or
@@ -119,14 +120,17 @@ class MatchedTensors(TensorSet):
         shapes: Mapping[str, Sequence[int]],
         path: Path,
         dtypes: Mapping[str, str] | None = None,
+        constants: Mapping[str, Tensor] | tuple[str, ...] = (),
     ):
         super().__init__(path, open_safetensors)
         self._source = source
-        self._kinds: Kinds = kinds_of(source)
+        self._kinds: Kinds = {name: kind for name, kind in kinds_of(source).items() if name not in constants}
+        self._added: Mapping[str, Tensor] = constants if isinstance(constants, Mapping) else {}
+        self._kinds |= kinds_of(self._added)
         self.metadata = dict(source.metadata) if isinstance(source, TensorSet) else {}
         self._places: dict[str, _Place] = {}
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
-        pairs = list(pairs)
+        pairs = [*pairs, *(((name,), (name,), 0) for name in self._added)]
         check_matched([name for here, _, _ in pairs for name in here], shapes, f"{path}: of our weights")
         check_matched([name for _, there, _ in pairs for name in there], self._kinds, f"{path}: of the weights")
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
@@ -174,7 +178,7 @@ class MatchedTensors(TensorSet):
     def _stored(self, name: str) -> Tensor:
         """Return a flattened tensor of the source. The last one is kept: it is often of several tensors here."""
         if self._last[0] != name:
-            self._last = (name, self._source[name].reshape(-1))
+            self._last = (name, (self._added if name in self._added else self._source)[name].reshape(-1))
         return self._last[1]
 
     def read(self, name: str, shard: Shard | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -122,7 +122,8 @@ class PublishedFolder:
             ValueError: in one line, the file and the weight that does not fit.
         """
         shapes = self.shapes() if shapes is None else shapes
-        return MatchedTensors(self.files if weights is None else weights, self.pairs, shapes, self.files.path)
+        source = self.files if weights is None else weights
+        return MatchedTensors(source, self.pairs, shapes, self.files.path, constants=self.family.constants)
 
     def published(self, state: Mapping[str, Tensor], path: Path) -> MatchedTensors:
         """Return weights of ours under the published names, in the published shapes and dtypes; the inverse of
@@ -136,7 +137,8 @@ class PublishedFolder:
             ValueError: in one line, what is missing, unexpected, or does not fit.
         """
         back = [(theirs, ours, dim) for ours, theirs, dim in self.pairs]
-        return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes)
+        constants = {name: self.files[name] for name in self.family.constants}
+        return MatchedTensors(state, back, self.files.shapes, path, self.files.dtypes, constants)
 
     def close(self) -> None:
         """Unmap the files."""
@@ -191,7 +193,7 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
         raise ValueError(f"{transformer / CONFIG}: {what}") from error
     files = _open_files(transformer, root)
     check_matched(
-        [name for _, theirs, _ in pairs for name in theirs],
+        [*family.constants, *(name for _, theirs, _ in pairs for name in theirs)],
         files.shapes,
         f"{files.path}: of the weights of a {family.network} as {CONFIG} has it",
     )
@@ -262,7 +264,7 @@ def read_published(folder: str | Path) -> Weights:
         schedule = root / "scheduler" / SCHEDULER
         if schedule.is_file():
             try:
-                objective, sampler = published_schedule(read_file(schedule, PRETRAINED))
+                objective, sampler = published_schedule(read_file(schedule, PRETRAINED), family.shifted_end)
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
             if family.shift == "empirical" and objective.shift_tokens is not None:  # or it says another, fixed one

@@ -31,6 +31,8 @@ PUBLIC = {
     "flux": Public("FluxTransformer2DModel", 2, 1024),
     "z_image": Public("ZImageTransformer2DModel", 2, 1024),
     "wan": Public("WanTransformer3DModel", (1, 2, 2), 480),
+    "ltx": Public("LTXVideoTransformer3DModel", (1, 1, 1), 512),
+    "sd3": Public("SD3Transformer2DModel", 2, 1024),
     "qwen_image": Public("QwenImageTransformer2DModel", 2, 1024),
     "flux2": Public("Flux2Transformer2DModel", 1, 1024, True),
     "flux2_klein": Public("Flux2Transformer2DModel", 1, 1024, False),

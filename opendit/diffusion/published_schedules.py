@@ -7,6 +7,7 @@ Z-Image), and UniPCMultistepScheduler with ``use_flow_sigmas`` (Wan). diffusers 
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from opendit.diffusion.objectives.flow import FlowObjective
@@ -69,8 +70,8 @@ UNIPC_UNUSED = {
 }
 
 
-def published_schedule(config: Mapping[str, Any]) -> PublishedSchedule:
-    """Read the configuration of a scheduler, as ``scheduler_config.json`` has it.
+def published_schedule(config: Mapping[str, Any], shifted_end: bool = False) -> PublishedSchedule:
+    """Read the configuration of a scheduler, as ``scheduler_config.json`` has it. shifted_end: see ``Family``.
 
     Raises ValueError, which names the setting, for one that is not supported. Settings that are unknown are accepted if
     they are off (false, null, 0 or empty), as newer versions of diffusers write them.
@@ -78,7 +79,13 @@ def published_schedule(config: Mapping[str, Any]) -> PublishedSchedule:
     name = config.get("_class_name")
     if name not in READERS:
         raise ValueError(f"_class_name {name!r}: not supported; give {' or '.join(READERS)}")
-    return READERS[name](config)
+    found = READERS[name](config)
+    if not shifted_end:
+        return found
+    objective = found.objective
+    if objective.discrete_times or objective.shift_tokens is not None or objective.shift_terminal is not None:
+        raise ValueError(f"_class_name {name!r}: for this pipeline only a fixed shift is supported")
+    return found._replace(objective=replace(objective, shifted_end=True))
 
 
 def _euler(config: Mapping[str, Any]) -> PublishedSchedule:

@@ -44,6 +44,7 @@ CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then h
 # transformers' class -> the model_type of its config.json
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),
+    "CLIPTextModelWithProjection": ("clip_text_model", "clip"),
     "T5EncoderModel": ("t5",),
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
@@ -69,7 +70,7 @@ class Prompts:
         encoder, tokenizer: components that make the tokens.
         settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
             the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
-        pooled: component of the pooled vector, which is the second of the tuple. None without one.
+        pooled: components of the pooled vector, which is number ``pooled_at`` of the tuple. () without one.
         masked: the second of the tuple is the mask of the tokens (B, L), or None where none is padding.
         layers: of the encoder, whose outputs side by side are a token.
         dropped: the tokens of the template before the prompt, which are not among those that come back.
@@ -81,7 +82,8 @@ class Prompts:
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    pooled: str | None = None
+    pooled: tuple[str, ...] = ()
+    pooled_at: int = 1
     masked: bool = False
     layers: int = 1
     dropped: int = 0
@@ -122,12 +124,20 @@ def _instructed(pipeline: Any, prompt: str) -> str:
 
 
 PROMPTS = {
-    "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
+    "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled=("text_encoder",)),
     "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=partial(_chat, thinking=True)),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
     "Flux2Pipeline": Prompts(written=_conversation, layers=3),
     "Flux2KleinPipeline": Prompts(written=partial(_chat, thinking=False), layers=3),
     "QwenImagePipeline": Prompts(masked=True, dropped=34, written=_described),
+    "StableDiffusion3Pipeline": Prompts(
+        "text_encoder_3",
+        "tokenizer_3",
+        {"prompt_2": None, "prompt_3": None, "do_classifier_free_guidance": False},
+        pooled=("text_encoder", "text_encoder_2"),
+        pooled_at=2,
+    ),
+    "LTXPipeline": Prompts(settings={"do_classifier_free_guidance": False}, masked=True),
     "Lumina2Pipeline": Prompts(
         settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
     ),
@@ -139,6 +149,7 @@ class PublishedTextConfig(TextEncoderConfig):
 
     head_dim: Width | None = None
     num_key_value_heads: int | None = Field(None, ge=1, le=1024)
+    projection_dim: Width | None = None
 
 
 TEXT_CONFIG = FileKind(PublishedTextConfig, 4 * MIB)
@@ -158,7 +169,8 @@ class PublishedText:
         self.prompts = PROMPTS[family.pipelines[0]]
         self.max_tokens = max_tokens or family.text.tokens
         self.width = self._component(self.prompts.encoder).config.get_text_config().hidden_size * self.prompts.layers
-        self.pooled_width = self._component(self.prompts.pooled).config.hidden_size if self.prompts.pooled else 0
+        configs = {name: self._component(name).config.to_dict() for name in self.prompts.pooled}
+        self.pooled_width = sum(_pooled_width(family, name, config) for name, config in configs.items())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,7 +208,7 @@ class PublishedText:
                 found = self.pipeline.encode_prompt(
                     prompt=list(part),
                     device=self.device,
-                    max_sequence_length=self.max_tokens,
+                    max_sequence_length=self.max_tokens - self.family.text.beside,
                     **{**self.prompts.settings, **more},
                 )
             found = found[2:] if bare else found
@@ -204,7 +216,8 @@ class PublishedText:
             if self.prompts.masked and found[1] is not None:
                 rows = [row[mask.bool()] for row, mask in zip(rows, found[1], strict=True)]
             tokens += rows
-            pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
+            of_all = found[self.prompts.pooled_at] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0)
+            pooled.append(of_all)
         shortest = min(len(row) for row in tokens)
         return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
 
@@ -223,7 +236,8 @@ class PublishedText:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
         found = self._component(self.prompts.tokenizer)(written, verbose=False).input_ids
-        return [len(ids) - self.prompts.dropped for ids in found]
+        more = self.family.text.beside - self.prompts.dropped
+        return [len(ids) + more for ids in found]
 
     def fingerprint(self) -> str:
         """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and
@@ -276,7 +290,7 @@ def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     """Return (width of the tokens, width of the pooled vector or 0), without weights. Raises as :func:`check_text`."""
     prompts = _prompts(family)
     width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
-    return width, _width(_encoder_config(folder, prompts.pooled, family)) if prompts.pooled else 0
+    return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
 
 
 def text_encoder_bytes(folder: Path, family: Family) -> int:
@@ -380,6 +394,12 @@ def _encoder_config(folder: Path, component: str, family: Family) -> dict[str, A
     if _width(config) is None:
         raise ValueError(f"{path}: hidden_size is missing")
     return config
+
+
+def _pooled_width(family: Family, component: str, config: dict[str, Any]) -> int:
+    """Return the width of an encoder's pooled vector: of its projection, if its class has one."""
+    projected = family.components[component][1].endswith("WithProjection")
+    return config.get("projection_dim") or 512 if projected else _width(config)
 
 
 def _width(config: dict[str, Any]) -> Any:

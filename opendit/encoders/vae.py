@@ -6,7 +6,7 @@ plain object, not a module, so that it never becomes part of a model's state.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -158,11 +158,11 @@ class FrozenVAE(Codec):
         tiling: bool = False,
         compiled: bool = False,
     ):
-        config = vae.config
+        config = dict(vae.config)
         self.name, self.chunk, self.tiling, self.tile = name, chunk, tiling, TILE
         self.device = torch.device(device)
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
-        self.scaling_factor, self.shift_factor = scale_and_shift(config)
+        self.scaling_factor, self.shift_factor = scale_and_shift(config | statistics_of(vae.state_dict()))
         # The memory format stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and
         # decoded 284 instead of 315 (SD's VAE in fp16 on an H200). torch's own Module.to is called, because diffusers'
         # warns that a cast may harm layers kept in fp32, of which this VAE has none.
@@ -368,6 +368,7 @@ def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
 
 Width = Annotated[int, Interval(ge=1, le=1 << 13)]
 Widths = Annotated[list[Width], Len(1, 8)]
+Layers = Annotated[int, Interval(ge=1, le=32)]
 Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
 
@@ -384,12 +385,15 @@ class VaeConfig(PretrainedConfig):
     base_dim: Width = 1
     decoder_base_dim: Width | None = None
     dim_mult: Widths = [1]
-    layers_per_block: int = Field(1, ge=1, le=32)
+    layers_per_block: Layers | Annotated[list[Layers], Len(1, 8)] = 1
     num_res_blocks: int = Field(1, ge=1, le=32)
     norm_num_groups: int = Field(1, ge=1, le=1024)
     patch_size: Annotated[int, Interval(ge=1, le=64)] | list[Literal[2]] | None = None
     batch_norm_eps: Annotated[float, Interval(gt=0, le=1)] = 1e-4
-    temporal_compression_ratio: float = Field(1, ge=1, le=64)
+    spatial_compression_ratio: Annotated[int, Interval(ge=1, le=1024)] | None = None
+    temporal_compression_ratio: Annotated[float, Interval(ge=1, le=64)] | None = None
+    patch_size_t: Annotated[int, Interval(ge=1, le=64)] | None = None
+    spatio_temporal_scaling: Annotated[list[bool], Len(1, 8)] = [True]
     temperal_downsample: Annotated[list[bool], Len(1, 8)] = [True]
     scaling_factor: Positive | None = None
     shift_factor: Shift | None = None
@@ -400,20 +404,34 @@ class VaeConfig(PretrainedConfig):
 VAE_CONFIG = FileKind(VaeConfig, 4 * MIB)
 
 
+# Class -> the tensors among its weights that are the mean of its latents, and their deviation or variance.
+STATISTICS = {
+    FLUX2: ("bn.running_mean", "bn.running_var"),
+    "AutoencoderKLLTXVideo": ("latents_mean", "latents_std"),
+}
+
+
+def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return the latents' mean and standard deviation that are among a VAE's weights, if they are."""
+    return {key: weights[key].tolist() for key in ("latents_mean", "latents_std") if key in weights}
+
+
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
     """Return (class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``."""
     path = Path(name).expanduser() / FILES[0]
     try:
         config = read_file(path, VAE_CONFIG)
         found = config.get("_class_name", KL)
-        if found == FLUX2 and found in classes:
-            config |= _stored_statistics(path.parent, config)
+        if found in STATISTICS and found in classes:
+            config |= _stored_statistics(path.parent, found, config)
         if found in classes:
             channels = classes[found](config)[0]
             for key in ("latents_mean", "latents_std"):
                 if config.get(key) is not None and len(config[key]) != channels:
                     raise ValueError(f"{path}: {key} has {len(config[key])} numbers for {channels} channels")
     except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_file():  # its weights are not there
+            raise
         raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
     except KeyError as error:
         raise ValueError(f"--vae {name}: {path} isn't the configuration of a VAE: no {error}; {_needs()}") from error
@@ -426,16 +444,20 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     return found, config
 
 
-def _stored_statistics(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings by which latents are normalised, of the statistics among the weights of FLUX.2's VAE."""
+def _stored_statistics(folder: Path, class_name: str, config: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the settings by which latents are normalised, of the statistics among a VAE's weights."""
     found: dict[str, Tensor] = {}
     for path in weight_files(folder, STEM):
         with open_safetensors(path) as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith("bn.running")}  # noqa: SIM118
-    if missing := {"bn.running_mean", "bn.running_var"} - found.keys():
-        raise ValueError(f"its weights lack {sorted(missing)[0]}")
-    mean, variance = (found[f"bn.running_{name}"].float() for name in ("mean", "var"))
-    return of_batch_norm(mean, variance, config.get("batch_norm_eps", 1e-4))
+            found |= {name: file.get_tensor(name) for name in set(file.keys()).intersection(STATISTICS[class_name])}
+    if missing := set(STATISTICS[class_name]) - found.keys():
+        raise ValueError(f"its weights lack {min(missing)}")
+    mean, spread = (found[name].float() for name in STATISTICS[class_name])
+    if not (mean.isfinite().all() and spread.isfinite().all() and (spread > 0).all()):
+        raise ValueError(f"{' or '.join(STATISTICS[class_name])} among its weights is out of range")
+    if class_name == FLUX2:
+        return of_batch_norm(mean, spread, config.get("batch_norm_eps", 1e-4))
+    return statistics_of(found)
 
 
 def _needs() -> str:

@@ -1,4 +1,4 @@
-"""Clips <-> latents: a picture's codec frame by frame, or a video autoencoder of diffusers (CogVideoX, Wan).
+"""Clips <-> latents: a picture's codec frame by frame, or a video autoencoder of diffusers (CogVideoX, LTX, Wan).
 
 Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video autoencoder is causal: the first frame is
 one latent frame, each group of ``temporal_downscale`` frames after it is another, and a picture is a clip of one frame.
@@ -141,6 +141,11 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
+    def _decoded(self, latents: Tensor) -> Tensor:
+        if not self.vae.config.get("timestep_conditioning"):
+            return super()._decoded(latents)
+        return self.vae.decode(latents, latents.new_zeros(len(latents))).sample  # the time of latents without noise
+
     def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
         if list(result.shape[2:]) != expected:
             height, width = frame
@@ -161,10 +166,20 @@ def _wan_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
     return config["z_dim"], sides, 2 ** sum(config["temperal_downsample"])
 
 
+def _ltx_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
+    if any(config.get("decoder_inject_noise") or ()):
+        raise ValueError("decoder_inject_noise: decoders that draw noise are not supported")
+    halved = 2 ** sum(config["spatio_temporal_scaling"])
+    sides = config.get("spatial_compression_ratio") or (config.get("patch_size") or 4) * halved
+    frames = config.get("temporal_compression_ratio") or (config.get("patch_size_t") or 1) * halved
+    return config["latent_channels"], sides, int(frames)
+
+
 # diffusers' class -> function from its configuration to (latent channels, pixels per latent value along a side, frames
 # per latent frame).
 VIDEO_CLASSES: dict[str, Geometry] = {
     "AutoencoderKLCogVideoX": _cogvideox_geometry,
+    "AutoencoderKLLTXVideo": _ltx_geometry,
     "AutoencoderKLWan": _wan_geometry,
 }
 

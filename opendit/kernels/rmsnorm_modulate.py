@@ -55,12 +55,14 @@ def gate_residual_rmsnorm_modulate_reference(
 # ----------------------------------------------------------------------------------------------------------- operator
 
 
-def modulation_with_weight(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def modulation_with_weight(x: Tensor, weight: Tensor | None, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return shift and scale' (B, D) in fp32, which make LayerNorm's kernels without their centring RMSNorm's.
 
     In half precision, scale' would be rounded again for every column, and the weight's gradient would be a sum of
-    rounded parts. The weight only passes through torch's operations, because Gemini must see its uses.
+    rounded parts. The weight only passes through torch's operations, because Gemini must see its uses. None: no weight.
     """
+    if weight is None:
+        return shift.float(), scale.float()
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight must be (D,) = {tuple(x.shape[-1:])}, not {tuple(weight.shape)}")
     check_tensors(x=x, weight=weight, shift=shift, scale=scale)
@@ -69,13 +71,18 @@ def modulation_with_weight(x: Tensor, weight: Tensor, shift: Tensor, scale: Tens
 
 
 def rmsnorm_modulate(
-    x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+    sample_of_row: Tensor | None = None,
 ) -> Tensor:
     """Compute RMSNorm(x) * (1 + scale) + shift with Triton kernels, differentiable in x, weight, shift and scale.
 
     Args:
         x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
-        weight: (D,), RMSNorm's, any of these dtypes.
+        weight: (D,), RMSNorm's, any of these dtypes; None for none.
         shift, scale: (B, D), any of these dtypes; rows may be strided (chunks of a (B, 6 D) tensor).
         sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
 
@@ -91,7 +98,12 @@ def rmsnorm_modulate(
 
 
 def residual_rmsnorm_modulate(
-    x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-6,
+    sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (x, RMSNorm(x) * (1 + scale) + shift), whose gradients for x are added in one pass over memory; arguments
     as above."""
@@ -104,7 +116,7 @@ def gate_residual_rmsnorm_modulate(
     x: Tensor,
     gate: Tensor,
     branch: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     shift: Tensor,
     scale: Tensor,
     bias: Tensor | None = None,

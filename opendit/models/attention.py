@@ -43,9 +43,10 @@ class TokenGrid:
     """The places of a sequence's tokens, for blocks.
 
     sizes: tokens along each axis of the grid; (tokens,) for a pack. rotary: rotations (N, d / 2, 2) fp32 of rotary
-    positions. learned: positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the
-    sequence over ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow
-    each other; of a pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
+    positions; or (N, D / 2, 2) of all heads' channels, of the tokens and heads that this rank projects. learned:
+    positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the sequence over
+    ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow each other; of a
+    pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
     """
 
     sizes: tuple[int, ...]
@@ -91,6 +92,11 @@ class SequenceShards(Protocol):
 
     def take(self, x: Tensor) -> Tensor:
         """This rank's tokens (B, n, F) of all (B, N, F)."""
+        ...
+
+    def of_projections(self, table: Tensor) -> Tensor:
+        """The rows (n, F / P) of a table (N, F) of tokens, whose columns belong to heads, for the tokens and heads
+        whose queries this rank projects."""
         ...
 
     @property
@@ -196,8 +202,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x, ops)
         if shards is not None:
             if self.across:  # now, while a rank has all heads of its tokens
-                q, k, v = self.prepare(q, k, v, None, ops)
-                attend = replace(attend, normalised=True)
+                turns = grid if self._turns_all_channels(grid) else None
+                q, k, v = self.prepare(q, k, v, turns, ops)
+                attend = replace(attend, normalised=True, grid=grid if turns is None else replace(grid, rotary=None))
             return shards.attention(q, k, v, attend)
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
@@ -255,8 +262,17 @@ class Attention(nn.Module):
         if rotary is None and norms[0] is None:
             return q, k, v
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
-        q, k = ops.normalise_rotate(q, k, *norms, rotary, self.across)
+        if self._turns_all_channels(grid):  # as one head, whose norm is that across heads
+            whole = (x.flatten(2).unsqueeze(2) for x in (q, k))
+            turned = ops.normalise_rotate(*whole, *norms, rotary, False)
+            q, k = (x.unflatten(3, (-1, self.head_dim)).squeeze(2) for x in turned)
+        else:
+            q, k = ops.normalise_rotate(q, k, *norms, rotary, self.across)
         return q.transpose(1, 2), k.transpose(1, 2), v
+
+    def _turns_all_channels(self, grid: TokenGrid | None) -> bool:
+        """Return True if rotations are of all heads' channels, and not the same for every head."""
+        return grid is not None and grid.rotary is not None and 2 * grid.rotary.shape[-2] != self.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.output(x))

@@ -90,6 +90,7 @@ class Branch:
 ATTENTION = Branch("attn", "all")
 CAPTION = Branch("cross_attn", "caption", modulated=False)  # its output projection, which begins at zero, is its gate
 MLP = Branch("mlp", None)
+READ_VALUES = ("scale", "shift")  # the modulation of a stream that is only read
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,18 @@ class BlockSpec:
 
     width: D. heads, kv_heads: number of heads of queries, and of keys and values (None: the same). mlp_hidden: width of
     the MLP's hidden layer. norm: the norm before every branch, "layer" (without weights) or "rms" (with one weight per
-    channel). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
+    channel, unless ``norm_weight`` is false). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
 
     eps: of the norms. norm_after: each branch's output is normalised, too, before its gate. parallel: attention and MLP
     read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
-    biases. values: what a modulated branch has, in their order; a shift that is missing is 0. tanh_gates: gates are
-    tanh of their values. source: what makes the modulation, a linear layer of the block's ("own"), a table that is
-    added to what all blocks share ("table"), what they share alone ("shared"; of its vectors those from number
-    ``shared_first`` on), or nothing: then no branch is modulated. condition: width of c (None: D). silu: SiLU comes
-    before the linear layer. modulation_bias: it has a bias (None: as the other layers). streams: tokens that have
-    weights of their own in this block, in their order in the sequence, ("text", "media"); with () all tokens have the
-    same.
+    biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is
+    missing is 0. tanh_gates: gates are tanh of their values. source: what makes the modulation, a linear layer of the
+    block's ("own"), a table that is added to what all blocks share ("table"), what they share alone ("shared"; of its
+    vectors those from number ``shared_first`` on), or nothing: then no branch is modulated. condition: width of c
+    (None: D). silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as the other layers).
+    streams: tokens that have weights of their own in this block, in their order in the sequence, ("text", "media");
+    with () all tokens have the same. read: those of ``streams`` that take part in attention and stay as they are; they
+    have no output projection and no MLP.
     """
 
     width: int
@@ -121,9 +123,10 @@ class BlockSpec:
     experts: Experts | None = None
     options: Options = PLAIN
     eps: float = 1e-6
+    norm_weight: bool = True
     norm_after: bool = False
     parallel: bool = False
-    caption_norm: bool = False
+    caption_norm: bool | None = False
     values: tuple[str, ...] = ("shift", "scale", "gate")
     tanh_gates: bool = False
     source: Literal["own", "table", "shared", "none"] = "own"
@@ -132,12 +135,14 @@ class BlockSpec:
     silu: bool = True
     modulation_bias: bool | None = None
     streams: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
 
     @property
     def chunks(self) -> int:
         """Number of vectors in the block's modulation."""
         modulated = sum(branch.modulated for branch in self.branches)
-        return len(self.values) * (min(1, modulated) if self.parallel else modulated) * max(1, len(self.streams))
+        own = len(self.values) * (min(1, modulated) if self.parallel else modulated)
+        return own * max(1, len(self.streams) - len(self.read)) + len(READ_VALUES) * len(self.read)
 
     def modulation(self) -> nn.Module:
         """Make what computes the modulation of the condition."""
@@ -267,7 +272,7 @@ class Block(nn.Module):
         self.branches: list[tuple[Branch, str | None]] = [(branch, _norm_of(spec, branch)) for branch in spec.branches]
         for branch, norm in self.branches:
             if norm is not None and branch.sees != "caption" and not (spec.parallel and branch.sees is None):
-                setattr(self, norm, RMSNorm(spec.width, spec.eps))
+                setattr(self, norm, RMSNorm(spec.width, spec.eps, spec.norm_weight))
             if spec.norm_after:
                 setattr(self, f"{branch.norm}_after", RMSNorm(spec.width, spec.eps))
         for branch, norm in self.branches:
@@ -303,7 +308,8 @@ class Block(nn.Module):
         for branch, name in self.branches:
             norm = None if name is None else getattr(self, name)
             if not branch.modulated and branch.sees == "caption":
-                x.put(self._add_caption(x.take(self.ops), norm or layer_norm, context, grid))
+                before = norm or (layer_norm if spec.caption_norm is not None else _unchanged)
+                x.put(self._add_caption(x.take(self.ops), before, context, grid))
             elif spec.source == "none":
                 stream = x.take(self.ops)
                 z, last, _ = self._but_last(branch, (norm or layer_norm)(stream), context, grid)
@@ -317,14 +323,15 @@ class Block(nn.Module):
                 x.add(gate, *self._but_last(branch, y, context, grid))
                 y = y if spec.parallel else None  # its memory is free, then
 
-    def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Any]]:
         """Yield shift, scale and gate (B, D) of each modulated branch, of the result of :meth:`modulate`."""
         spec = self.spec
         chunks = m.chunk(spec.chunks, dim=1) if spec.chunks else ()
         for first in range(0, len(chunks), len(spec.values)):
             found = dict(zip(spec.values, chunks[first : first + len(spec.values)], strict=True))
-            gate = found["gate"].tanh() if spec.tanh_gates else found["gate"]
-            yield found["shift"] if "shift" in found else torch.zeros_like(gate), found["scale"], gate
+            gate = found.get("gate")  # none of a stream that is only read
+            gate = gate.tanh() if gate is not None and spec.tanh_gates else gate
+            yield found["shift"] if "shift" in found else torch.zeros_like(found["scale"]), found["scale"], gate
 
     def _but_last(
         self, branch: Branch, y: Tensor, context: Context | None, grid: TokenGrid | None
@@ -369,11 +376,15 @@ class Block(nn.Module):
 
 def _norm_of(spec: BlockSpec, branch: Branch) -> str | None:
     """Return the name of the norm before a branch; None if it has no weights."""
-    if branch.sees == "caption" and spec.caption_norm:
-        return branch.norm
+    if branch.sees == "caption" and spec.caption_norm is not False:
+        return branch.norm if spec.caption_norm else None
     if spec.norm != "rms":
         return None
     return spec.branches[0].norm if spec.parallel else branch.norm
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -428,10 +439,15 @@ class JointBlock(nn.Module):
         super().__init__()
         self.spec = spec
         self._ops: BlockOps = BlockOps()
-        alone = replace(spec, streams=())
+        alone = replace(spec, streams=(), read=())
         for number, name in enumerate(spec.streams):
-            first = spec.shared_first + number * alone.chunks
-            self.add_module(name, Block(replace(alone, shared_first=first)))
+            own = replace(alone, shared_first=spec.shared_first + number * alone.chunks)
+            if name in spec.read:
+                block = Block(replace(own, branches=(ATTENTION,), values=READ_VALUES))
+                block.attn.proj = cast(Any, None)
+            else:
+                block = Block(own)
+            self.add_module(name, block)
 
     @property
     def streams(self) -> list[Block]:
@@ -464,24 +480,28 @@ class JointBlock(nn.Module):
         """Run the block on a stream of several blocks; arguments as of :meth:`forward`."""
         assert grid is not None, "a grid says which tokens are of which stream"
         streams, residuals = self.streams, x.split(grid, self._ops)
-        vectors = [stream.vectors(part) for stream, part in zip(streams, m.chunk(len(streams), dim=1), strict=True)]
-        for branch, name in streams[0].branches:
+        parts = m.split([stream.spec.chunks * stream.spec.width for stream in streams], dim=1)
+        vectors = [stream.vectors(part) for stream, part in zip(streams, parts, strict=True)]
+        every = list(zip(streams, residuals, vectors, strict=True))
+        for branch, name in max((stream.branches for stream in streams), key=len):
             gates, outputs = [], []
-            for stream, residual, own in zip(streams, residuals, vectors, strict=True):
+            own_branch = [each for each in every if (branch, name) in each[0].branches]
+            for stream, residual, own in own_branch:
                 shift, scale, gate = next(own)
                 norm = None if name is None else getattr(stream, name)
                 outputs.append(residual.norm(stream.ops, shift, scale, norm))
                 gates.append(gate)
             if branch.sees is None:
-                found = [stream._but_last(branch, y, None, None) for stream, y in zip(streams, outputs, strict=True)]
+                found = [each[0]._but_last(branch, y, None, None) for each, y in zip(own_branch, outputs, strict=True)]
             else:
                 attended = joint_attention([stream.attn for stream in streams], outputs, self._ops, grid)
                 found = [
                     (z, stream._last(branch, stream.attn.proj), None)
                     for stream, z in zip(streams, attended, strict=True)
                 ]
-            for residual, gate, more in zip(residuals, gates, found, strict=True):
-                residual.add(gate, *more)
+            for (_, residual, _), gate, more in zip(own_branch, gates, found, strict=True):
+                if gate is not None:
+                    residual.add(gate, *more)
 
     def keys_values(self, context: Context | None) -> Context | None:
         """Return the context: these blocks have no cross-attention."""

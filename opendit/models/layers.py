@@ -40,11 +40,12 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: T
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside."""
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside.
+    weight: there is one."""
 
-    def __init__(self, dim: int, eps: float = 1e-6):
+    def __init__(self, dim: int, eps: float = 1e-6, weight: bool = True):
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
+        self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
         # Of ranks that each have some of the features: their number, and what adds up the ranks' sums (..., 1).
         self.features = dim

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 BASE = 10000.0  # of the geometric series of wavelengths
@@ -89,6 +90,25 @@ def axes_table(coordinates: Tensor, channels: Sequence[int], base: float) -> Ten
         angles.append(position.unsqueeze(-1) * base ** -(2 * pairs / count))
     joined = torch.cat(angles, dim=-1)
     return torch.stack([joined.cos(), joined.sin()], dim=-1).float()
+
+
+def interwoven_table(
+    coordinates: Tensor, width: int, base: float, steps: Sequence[float], sides: Sequence[float]
+) -> Tensor:
+    """Cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes), for all D channels of a token.
+
+    A position is p = coordinate * step / side. Of each frequency pi / 2 * base^u, u from 0 to 1, the axes' angles (2 p
+    - 1) * frequency follow each other; the channels that are left over come first and stay as they are. In float32 and
+    in LTX-Video's order of operations: angles reach 15,000, and rounding is a part of them.
+    """
+    count = width // (2 * len(steps))
+    grid = coordinates.to(torch.float32)
+    shares = [part * step / side for part, step, side in zip(grid.unbind(-1), steps, sides, strict=True)]
+    powers = torch.linspace(0.0, 1.0, count, device=grid.device, dtype=torch.float32)
+    frequencies = base**powers * math.pi / 2.0
+    angles = (frequencies * (torch.stack(shares, dim=-1).unsqueeze(-1) * 2 - 1)).transpose(-1, -2).flatten(-2)
+    angles = F.pad(angles, (width // 2 - angles.shape[-1], 0))
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -126,6 +126,12 @@ class SharedTokens:
         x = join_result(x, self.length, self.group)
         return x if self.shared is None else self.shared.gather(x)
 
+    def of_projections(self, table: Tensor) -> Tensor:
+        """Return the rows (P rows, F / P) of a table (N, F) for the group's tokens and this rank's heads."""
+        own = table if self.shared is None else self.shared.of_projections(table)
+        own = F.pad(own, (0, 0, 0, self.group.size * self.rows - len(own)))
+        return own.chunk(self.group.size, dim=1)[self.group.rank].contiguous()
+
     @property
     def takes_projection(self) -> bool:
         """True if a shared sequence's strategy computes q, k, v itself."""

@@ -46,7 +46,8 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     channels = inner.latent_channels
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
-        channels = config.get("out_channels", 3) // (config.get("patch_size") or 1) ** 2
+        channels = config.get("out_channels", 3)
+        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some count those of patches
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
     return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)

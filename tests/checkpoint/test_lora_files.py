@@ -31,6 +31,8 @@ LOADERS = {
     "qwen_image": "QwenImageLoraLoaderMixin",
     "lumina2": "Lumina2LoraLoaderMixin",
     "flux2": "Flux2LoraLoaderMixin",
+    "ltx": "LTXVideoLoraLoaderMixin",
+    "sd3": "SD3LoraLoaderMixin",
 }
 FAMILIES = tuple(LOADERS)
 ALPHA, RANK = 5.0, 2
@@ -83,6 +85,14 @@ LUMINA2 = {  # diffusers reads such files of all layers of the blocks only
     }.items()
     if (stack, layer) != ("context_refiner", "adaLN_modulation.1")
 }  # fmt: skip
+LTX = {
+    f"transformer_blocks.{block}.{layer}": shape
+    for block in (0, 1)
+    for layer, shape in {
+        "attn1.to_q": (20, 20), "attn1.to_v": (20, 20), "attn2.to_k": (20, 20), "attn2.to_out.0": (20, 20),
+        "ff.net.0.proj": (80, 20), "ff.net.2": (20, 80),
+    }.items()
+} | {"proj_in": (20, 6), "time_embed.linear": (120, 20)}  # fmt: skip
 ATTENTION = {
     f"transformer_blocks.0.attn.{part}": (24, 24) for part in ("to_q", "to_v", "to_out.0", "add_k_proj", "to_add_out")
 }
@@ -122,6 +132,7 @@ FOREIGN = {
     "flux2, ComfyUI": ("flux2", "diffusion_model.", False, NEW, {}, FLUX2 | FLUX2_AROUND | FLUX2_SHARED),
     "wan, musubi": ("wan", "lora_unet_", True, KOHYA, WAN, {}),
     "wan, ComfyUI": ("wan", "diffusion_model.", False, NEW, WAN, WAN_AROUND),
+    "ltx, ComfyUI": ("ltx", "diffusion_model.", False, NEW, {}, LTX),
     "lumina2, ComfyUI": ("lumina2", "diffusion_model.", False, NEW, {}, LUMINA2),
 }  # fmt: skip
 
@@ -232,7 +243,7 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
     oracle, folder = oracles[name]
     run, file = public_run(oracle, folder, tmp_path / "run.safetensors"), tmp_path / "style.safetensors"
     export(["lora", "--ckpt", str(run), "--format", form, "--output", str(file)])
-    if name != "lumina2" or form == "diffusers":  # whose other readers take no lora_down
+    if name not in ("lumina2", "ltx", "sd3") or form == "diffusers":  # whose other readers take no lora_down
         check_same_outputs(oracle, folder, [(run, 1.0)], [(file, 1.0)])
     ours, again = (load_pretrained(folder, lora=[(path, 1.0)])[0] for path in (run, file))
     for (key, one), other in zip(ours.named_parameters(), again.parameters(), strict=True):
@@ -247,7 +258,8 @@ def test_what_a_run_exports_is_what_diffusers_and_we_add(oracles, narrow, name, 
     }[form] + {  # fmt: skip
         "flux": "double_blocks.0.img_attn.qkv", "wan": "blocks.0.self_attn.q", "z_image": "layers.0.attention.qkv",
         "qwen_image": "transformer_blocks.0.attn.to_q", "lumina2": "layers.0.attention.qkv",
-        "flux2": "double_blocks.0.img_attn.qkv",
+        "flux2": "double_blocks.0.img_attn.qkv", "ltx": "transformer_blocks.0.attn1.to_q",
+        "sd3": "joint_blocks.0.x_block.attn.qkv",
     }[name].replace(".", "_" if form == "kohya" else ".")  # fmt: skip
     original = form == "kohya" or (form == "comfyui" and name != "z_image")  # (Qwen-Image's layers have one name)
     assert (f"{first}.lora_down.weight" in keys) == original

@@ -18,12 +18,13 @@ from opendit.encoders.published_folder import load_published_codec
 from opendit.encoders.published_text import load_published_text
 from opendit.models import TextConfig
 from opendit.models.families import FAMILIES
-from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, QWEN_WIDTH, T5_WIDTH, write_pipeline
+from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, PROJECTED, QWEN_WIDTH, T5_WIDTH, write_pipeline
 from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 ROWS = 8
-SIZE = {"flux": 64, "z_image": 64, "wan": 32, "qwen_image": 64, "lumina2": 64, "flux2_klein": 64}
+SIZE = {name: 32 if name in ("wan", "ltx") else 64 for name in FAMILIES}
+FRAMES = {"wan": 5, "ltx": 9}
 # Tokens of the cached captions, and widths of tokens and pooled vectors.
 FORMS = {
     "flux": (512, T5_WIDTH, CLIP_WIDTH),
@@ -32,6 +33,8 @@ FORMS = {
     "qwen_image": (None, QWEN_WIDTH, 0),
     "lumina2": (None, GEMMA_WIDTH, 0),
     "flux2_klein": (512, 3 * QWEN_WIDTH, 0),
+    "ltx": (None, T5_WIDTH, 0),
+    "sd3": (333, T5_WIDTH, PROJECTED),
 }
 NAMES = [name for name in FAMILIES if name != "flux2"]  # which is klein with other text encoders
 SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
@@ -41,26 +44,27 @@ SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
 def root(tmp_path_factory):
     """A folder with the pipeline of every family, and captioned pictures and clips."""
     root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
-    rows = {"png": ["path,text"], "mp4": ["path,text"]}
+    rows = {suffix: ["path,text"] for suffix in (".png", *(f"{name}.mp4" for name in FRAMES))}
     for number in range(ROWS):
         Image.fromarray(random.integers(0, 256, (64, 64, 3), np.uint8)).save(root / f"{number}.png")
-        write_mp4(root / f"{number}.mp4", random.integers(0, 256, (5, 32, 32, 3), np.uint8), 8)
+        for name, frames in FRAMES.items():
+            write_mp4(root / f"{number}{name}.mp4", random.integers(0, 256, (frames, 32, 32, 3), np.uint8), 8)
         for suffix, lines in rows.items():
-            lines.append(f'{number}.{suffix},"{WORDS[number % 4]}"')
+            lines.append(f'{number}{suffix},"{WORDS[number % 4]}"')
     for suffix, lines in rows.items():
-        (root / f"{suffix}.csv").write_text("\n".join(lines) + "\n")
+        (root / f"{suffix.partition('.')[0] or 'png'}.csv").write_text("\n".join(lines) + "\n")
     for name in NAMES:
         write_pipeline(root / name, name)
     return root
 
 
 def flags_of(name):
-    clips = ["--use_video", "--num_frames", "5"] if name == "wan" else []
+    clips = ["--use_video", "--num_frames", str(FRAMES[name])] if name in FRAMES else []
     return [*clips, "--image_size", str(SIZE[name])]
 
 
 def raw(root, name):
-    return f"{root}/{'mp4' if name == 'wan' else 'png'}.csv"
+    return f"{root}/{name if name in FRAMES else 'png'}.csv"
 
 
 def make(root, name, output, *more):
@@ -69,7 +73,7 @@ def make(root, name, output, *more):
 
 
 def opened(path, name):
-    clips = {"use_video": True, "num_frames": 5} if name == "wan" else {}
+    clips = {"use_video": True, "num_frames": FRAMES[name]} if name in FRAMES else {}
     return build_dataset(str(path), SIZE[name], seed=0, **clips)
 
 
@@ -221,7 +225,8 @@ def test_a_folder_of_captioned_files_with_a_prefix(root, tmp_path, name, capsys)
     media, suffix = tmp_path / "media", ".mp4" if name == "wan" else ".png"
     media.mkdir()
     for number in range(4):
-        (media / f"{number}{suffix}").write_bytes((root / f"{number}{suffix}").read_bytes())
+        source = root / f"{number}{name if name in FRAMES else ''}{suffix}"
+        (media / f"{number}{suffix}").write_bytes(source.read_bytes())
         (media / f"{number}.txt").write_text(f"{number}, a, b")
     cache, folder = tmp_path / "cache", ["--data_path", str(media), "--caption_prefix", "x,"]
     assert make(root, name, cache, *folder) == 0

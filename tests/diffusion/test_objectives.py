@@ -220,8 +220,9 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "shift_tokens": None,
             "shift_growth": None,
             "shift_terminal": None,
-            "empirical_tokens": None,
+            "shifted_end": False,
             "discrete_times": False,
+            "empirical_tokens": None,
         },
         "ddpm": {"prediction": "eps", "min_snr": None, "shift": 1.0},
     }

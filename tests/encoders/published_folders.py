@@ -13,6 +13,7 @@ import torch
 
 LATENT_CHANNELS = 4
 CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH, GEMMA_WIDTH = 24, 20, 16, 28
+PROJECTED = 6 + 10  # widths of the pooled vectors of Stable Diffusion 3's two encoders
 MEAN, STD = [0.3, -0.2, 0.1, 0.5], [2.0, 0.5, 1.5, 0.8]
 # Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo, Wan2.1-T2V-1.3B and
 # Qwen-Image.
@@ -39,6 +40,20 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
         "vae": ("diffusers", "AutoencoderKLQwenImage"),
     },
+    "sd3": {
+        "tokenizer": ("transformers", "CLIPTokenizer"),
+        "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+        "tokenizer_2": ("transformers", "CLIPTokenizer"),
+        "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+        "tokenizer_3": ("transformers", "T5TokenizerFast"),
+        "text_encoder_3": ("transformers", "T5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    },
+    "ltx": {
+        "tokenizer": ("transformers", "T5TokenizerFast"),
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "vae": ("diffusers", "AutoencoderKLLTXVideo"),
+    },
     "lumina2": {
         "tokenizer": ("transformers", "GemmaTokenizerFast"),
         "text_encoder": ("transformers", "Gemma2Model"),
@@ -60,6 +75,8 @@ PIPELINES = {
     "lumina2": "Lumina2Pipeline",
     "flux2": "Flux2Pipeline",
     "flux2_klein": "Flux2KleinPipeline",
+    "ltx": "LTXPipeline",
+    "sd3": "StableDiffusion3Pipeline",
 }
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
@@ -114,6 +131,34 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_attention_heads": 2,
             "joint_attention_dim": QWEN_WIDTH,
             "axes_dims_rope": (2, 2, 4),
+        },
+    ),
+    "sd3": (
+        "SD3Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_layers": 3,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": T5_WIDTH,
+            "caption_projection_dim": 16,
+            "pooled_projection_dim": PROJECTED,
+            "pos_embed_max_size": 8,
+            "qk_norm": "rms_norm",
+        },
+    ),
+    "ltx": (
+        "LTXVideoTransformer3DModel",
+        {
+            "in_channels": LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "cross_attention_dim": 32,
+            "num_layers": 2,
+            "caption_channels": T5_WIDTH,
         },
     ),
     "lumina2": (
@@ -176,6 +221,16 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "shift_terminal": 0.02,
     },
     "lumina2": EULER | {"shift": 6.0},
+    "sd3": EULER,
+    "ltx": EULER
+    | {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.95,
+        "max_shift": 2.05,
+        "base_image_seq_len": 1024,
+        "max_image_seq_len": 4096,
+        "shift_terminal": 0.1,
+    },
 }
 SCHEDULERS |= dict.fromkeys(("flux2", "flux2_klein"), SCHEDULERS["flux"])
 QWEN_SIZES: dict[str, Any] = {
@@ -220,9 +275,10 @@ def _byte_letters() -> list[str]:
     return sorted(ByteLevel.alphabet())
 
 
-def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_encoder") -> None:
-    """Write a CLIP text model and its tokenizer of 77 tokens."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_encoder", **projected: int) -> None:
+    """Write a CLIP text model and its tokenizer of 77 tokens. projected: hidden_size and projection_dim of a model that
+    projects its pooled vector."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
     letters = _byte_letters()
     merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n</w>")]
@@ -231,7 +287,7 @@ def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_
     CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=77).save_pretrained(folder / tokenizer)
     config = CLIPTextConfig(
         vocab_size=len(vocabulary),
-        hidden_size=CLIP_WIDTH,
+        **{"hidden_size": CLIP_WIDTH, **projected},
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -241,7 +297,8 @@ def write_clip(folder: Path, tokenizer: str = "tokenizer", encoder: str = "text_
         pad_token_id=vocabulary["<|endoftext|>"],
     )
     torch.manual_seed(0)
-    randomise(CLIPTextModel(config), 1).save_pretrained(folder / encoder)
+    model = CLIPTextModelWithProjection if projected else CLIPTextModel
+    randomise(model(config), 1).save_pretrained(folder / encoder)
 
 
 def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> None:
@@ -258,6 +315,13 @@ def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> No
     randomise(model_class(config), 2).save_pretrained(folder / encoder)
     path = folder / encoder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))  # as published
+
+
+def write_sd3_text(folder: Path) -> None:
+    """Write Stable Diffusion 3's tokenizers and encoders of text: two of CLIP, which are narrower than T5 together."""
+    write_clip(folder, hidden_size=8, projection_dim=6)
+    write_clip(folder, "tokenizer_2", "text_encoder_2", hidden_size=4, projection_dim=10)
+    write_t5(folder, "tokenizer_3", "text_encoder_3")
 
 
 def write_flux_text(folder: Path) -> None:
@@ -382,11 +446,14 @@ WRITE_TEXT = {
     "flux2": write_flux2_text,
     "flux2_klein": write_flux2_klein_text,
     "lumina2": write_lumina2_text,
+    "sd3": write_sd3_text,
+    "ltx": lambda folder: write_t5(folder, "tokenizer", "text_encoder"),
 }
 
 
 def write_vae(folder: Path, name: str) -> None:
-    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames) below ``vae/``."""
+    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames; LTX-Video's of 32
+    pixels and 8 frames) below ``vae/``."""
     import diffusers
 
     torch.manual_seed(0)
@@ -401,6 +468,23 @@ def write_vae(folder: Path, name: str) -> None:
             latents_mean=MEAN,
             latents_std=STD,
         )
+    elif name == "ltx":
+        vae = diffusers.AutoencoderKLLTXVideo(
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8),
+            decoder_block_out_channels=(8, 8, 8),
+            layers_per_block=(1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1),
+            spatio_temporal_scaling=(True, True, True),
+            decoder_spatio_temporal_scaling=(True, True, True),
+            down_block_types=("LTXVideoDownBlock3D",) * 3,
+            decoder_inject_noise=(False,) * 4,
+            downsample_type=("conv",) * 3,
+            upsample_residual=(False,) * 3,
+            upsample_factor=(1, 1, 1),
+            timestep_conditioning=True,
+        )
+        vae.latents_mean, vae.latents_std = torch.tensor(MEAN), torch.tensor(STD)
     else:
         flux2 = name.startswith("flux2")
         kind: Any = diffusers.AutoencoderKLFlux2 if flux2 else diffusers.AutoencoderKL

@@ -22,6 +22,7 @@ from tests.encoders.published_folders import (
     COMPONENTS,
     GEMMA_WIDTH,
     PIPELINES,
+    PROJECTED,
     QWEN_WIDTH,
     T5_WIDTH,
     TRANSFORMERS,
@@ -65,14 +66,19 @@ def expected(pipeline, captions, tokens=512):
         found, mask = pipeline.encode_prompt(list(captions), max_sequence_length=tokens)
         lengths = [tokens if mask is None else int(row.sum()) for row in (mask if mask is not None else found)]
         return [row[:length] for row, length in zip(found, lengths, strict=True)], None
+    if kind == "StableDiffusion3Pipeline":
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens - 77}
+        return pipeline.encode_prompt(list(captions), None, None, **options)[0:3:2]
     options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens}
     found = pipeline.encode_prompt(list(captions), **options)
-    if kind == "Lumina2Pipeline":
+    if kind in ("Lumina2Pipeline", "LTXPipeline"):
         return [row[mask.bool()] for row, mask in zip(*found[:2], strict=True)], None
     return found[0], None
 
 
-UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "qwen_image": QWEN_WIDTH}  # family -> width of its tokens
+POOLED = {"flux": CLIP_WIDTH, "sd3": PROJECTED}  # family -> width of its pooled vector
+# Family -> width of its tokens.
+UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "qwen_image": QWEN_WIDTH, "ltx": T5_WIDTH}
 
 
 # ---------------------------------------------------------------- text
@@ -86,8 +92,9 @@ def test_encode_is_diffusers(name, captions, encoders, pipelines):
     want, pooled = expected(pipelines[name], captions, FAMILIES[name].text.tokens)
     assert isinstance(got, TextCondition) and got.mask.dtype == torch.bool and not got.tokens.requires_grad
     assert got.mask.shape == got.tokens.shape[:2] and len(got) == count and got.tokens.shape[2] == encoder.width
-    if name == "flux":
-        assert got.pooled.shape == (count, CLIP_WIDTH) and got.mask.all() and got.tokens.shape == (count, 512, T5_WIDTH)
+    if name in POOLED:
+        assert got.pooled.shape == (count, POOLED[name]) and got.mask.all()
+        assert got.tokens.shape == (count, encoder.max_tokens, T5_WIDTH)
         torch.testing.assert_close(got.pooled, pooled)
     else:
         assert got.pooled.shape == (count, 0)
@@ -108,6 +115,11 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
     assert counts[2] > 512 and encoder.count_tokens([]) == []
     if name.startswith("flux"):  # whose mask tells nothing
         found = attended(name, pipelines[name])
+    elif name == "sd3":
+        of_t5 = dict(padding="max_length", max_length=256, truncation=True)
+        found = [
+            77 + sum(token != 0 for token in row) for row in pipelines[name].tokenizer_3(CAPTIONS, **of_t5).input_ids
+        ]
     else:
         found = encoder.encode(CAPTIONS).mask.sum(1).tolist()
     assert found == [min(count, encoder.max_tokens) for count in counts]
@@ -234,7 +246,7 @@ def test_fingerprints(name, encoders, folders):
 def test_widths_need_no_weights(folders):
     widths = {name: text_widths(folder, FAMILIES[name]) for name, folder in folders.items()}
     assert widths == {
-        "flux": (T5_WIDTH, CLIP_WIDTH),
+        **{name: (T5_WIDTH, width) for name, width in POOLED.items()},
         "flux2": (3 * QWEN_WIDTH, 0),
         "flux2_klein": (3 * QWEN_WIDTH, 0),
         "wan": (T5_WIDTH, 0),
@@ -252,6 +264,8 @@ def test_widths_need_no_weights(folders):
         ("wan", {"height": 32, "width": 32, "num_frames": 5}),
         ("qwen_image", {"height": 64, "width": 64, "negative_prompt": " "}),
         ("lumina2", {"height": 64, "width": 64}),
+        ("sd3", {"height": 64, "width": 64}),
+        ("ltx", {"height": 64, "width": 64, "num_frames": 9}),
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
@@ -271,6 +285,8 @@ def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
 
 # ---------------------------------------------------------------- latents
 
+CLIPS = {"wan": (8, 4), "ltx": (32, 8)}  # pixels and frames of a latent value
+
 
 def same(x):
     return x
@@ -289,21 +305,29 @@ FORMS = {
         ),
     ),
 }
-LATENTS = {"wan": (4, 2, 4, 6), "flux2": (16, 4, 3), "flux2_klein": (16, 4, 3)}  # of pictures of 64 x 48 or clips
+LATENTS = {
+    "wan": (4, 2, 4, 6),
+    "ltx": (4, 2, 4, 6),
+    "flux2": (16, 4, 3),
+    "flux2_klein": (16, 4, 3),
+}  # of pictures of 64 x 48 or clips
 
 
 @NAMES
 def test_vae_is_diffusers(name, folders, pipelines):
     codec, vae = load_published_codec(folders[name], FAMILIES[name], device="cpu"), pipelines[name].vae
     generator = torch.Generator().manual_seed(1)
-    sizes = (5, 32, 48) if name == "wan" else (64, 48)
+    sizes = {"wan": (5, 32, 48), "ltx": (9, 128, 192)}.get(name, (64, 48))
     pixels = torch.rand(2, 3, *sizes, generator=generator) * 2 - 1
     framed, frame, as_theirs, as_ours = FORMS.get(name, (same, same, same, same))
     with torch.no_grad():
         posterior = vae.encode(framed(pixels)).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator)
     latents, z = codec.encode(pixels, as_ours(noise)), posterior.mean + posterior.std * noise
-    if name in ("wan", "qwen_image"):  # the mean and the inverse deviation, as WanPipeline writes them
+    if name == "ltx":
+        mean, std = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
+        normalised, restored = (z - mean) / std, latents * std + mean
+    elif name in ("wan", "qwen_image"):  # the mean and the inverse deviation, as WanPipeline writes them
         mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
         normalised, restored = as_ours((z - mean) / std), as_theirs(latents) / (1 / std) + mean
     elif name.startswith("flux2"):
@@ -316,7 +340,8 @@ def test_vae_is_diffusers(name, folders, pipelines):
     torch.testing.assert_close(latents, normalised, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(codec.sample(codec.moments(pixels), as_ours(noise)), latents, rtol=0, atol=0)
     with torch.no_grad():
-        decoded = frame(vae.decode(restored).sample.clamp(-1, 1))
+        time = (torch.zeros(2),) if name == "ltx" else ()
+        decoded = frame(vae.decode(restored, *time).sample.clamp(-1, 1))
     torch.testing.assert_close(codec.decode(latents), decoded, rtol=1e-4, atol=1e-4)
     assert latents.shape[1:] == LATENTS.get(name, (4, 8, 6)) and decoded.shape == pixels.shape
 
@@ -325,9 +350,9 @@ def test_vae_is_diffusers(name, folders, pipelines):
 def test_vae_geometry_needs_no_weights(name, folders):
     vae = check_vae(folders[name], FAMILIES[name])
     flux2 = name.startswith("flux2")
-    assert video_geometry(vae, 3) == ((16, 16, 1) if flux2 else (4, 8, 4 if name == "wan" else 1))
+    assert video_geometry(vae, 3) == ((16, 16, 1) if flux2 else (4, *CLIPS.get(name, (8, 1))))
     scale, shift = codec_scale(vae)
-    if flux2 or name in ("wan", "qwen_image"):
+    if flux2 or name in CLIPS or name == "qwen_image":
         assert len(scale) == len(shift) == (16 if flux2 else 4)
         codec = load_published_codec(folders[name], FAMILIES[name], device="cpu")
         assert (scale, shift) == (codec.scaling_factor, codec.shift_factor)
@@ -486,6 +511,7 @@ def test_pickles_and_adapters_are_refused(copy):
         ("wan", {"latents_std": None}, "latents_std is missing"),
         ("wan", {"latents_mean": [0.0] * 3}, "latents_mean has 3 numbers for 4 channels"),
         ("wan", {"_class_name": "AutoencoderKL"}, "is a AutoencoderKL, not an AutoencoderKLWan"),
+        ("ltx", {"decoder_inject_noise": [True, False, False, False]}, "decoders that draw noise are not supported"),
     ],
 )
 def test_a_vae_of_another_family(copy, name, changes, problem):

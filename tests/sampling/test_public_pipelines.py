@@ -29,6 +29,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "wan": {"size": (32, 48), "frames": 5},
     "qwen_image": {"size": (64, 48)},
     "lumina2": {"size": (64, 48)},
+    "ltx": {"size": (64, 96), "frames": 9},
+    "sd3": {"size": (64, 48)},
 }
 SIZES |= dict.fromkeys(("flux2", "flux2_klein"), {"size": (64, 48)})
 PACKED = ("flux", "qwen_image")  # whose pipelines take and give latents as tokens
@@ -53,9 +55,9 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     more: dict[str, Any] = {} if guidance is None else {scale: guidance}
     if name == "qwen_image":  # which is not guided without
         more["negative_prompt"] = [""] * len(prompts)
-    if name == "wan":
+    if "frames" in SIZES[name]:
         more["num_frames"] = SIZES[name]["frames"]
-    latents = packed(noise) if name in PACKED else noise
+    latents = packed(noise) if name in PACKED else noise.flatten(2).transpose(1, 2) if name == "ltx" else noise
     drawn = pipeline(
         prompt=prompts, height=height, width=width, num_inference_steps=STEPS, latents=latents, output_type=output,
         **more,
@@ -68,6 +70,8 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
         drawn = ((packed(drawn) - mean) / std).transpose(1, 2).reshape(noise.shape)
     if name in PACKED and output == "latent":
         drawn = unpacked(drawn, noise.shape)
+    if name == "ltx" and output == "latent":
+        drawn = drawn.transpose(1, 2).view(noise.shape)
     return drawn
 
 
@@ -87,7 +91,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
     if name in ("flux", "flux2") and guidance == 0:
         guidance = 1.0
     pipe = opendit.load(folders[name])
-    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0}.get(name, 4.0)
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "ltx": 3.0, "sd3": 7.0}.get(name, 4.0)
     noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()
@@ -138,8 +142,9 @@ REFUSED = [  # (family, flags, words of the error)
 
 def command(folders: dict[str, Path], name: str, more: str, output: Path) -> list[str]:
     """Return the command line of sample.py for three prompts of unequal lengths, in batches of two and one."""
-    frames = "--num_frames 5" if name == "wan" else ""
-    flags = f"--ckpt {folders[name]} --num_sampling_steps 3 --batch_size 2 --seed 3 --image_size 32 {frames} {more}"
+    frames = {"wan": "--num_frames 5", "ltx": "--num_frames 9"}.get(name, "")
+    side = 64 if name == "ltx" else 32
+    flags = f"--ckpt {folders[name]} --num_sampling_steps 3 --batch_size 2 --seed 3 --image_size {side} {frames} {more}"
     return [*flags.split(), "--output", str(output), "--prompt", *PROMPTS]
 
 
@@ -165,7 +170,8 @@ def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks
     commands = [command(folders, name, way, tmp_path / f"{name} {way}") for name, way in runs]
     alone = {name: draw(command(folders, name, "", tmp_path / name))[0] for name in SHARED}
     both = [*zip(*run_ranks(2, programs, commands), strict=True)]
-    for (name, way), ((latents, _), (others, _)) in zip(ways, both[: len(ways)], strict=True):
+    for (name, way), ((latents, errors), (others, _)) in zip(ways, both[: len(ways)], strict=True):
+        assert latents is not None, (name, way, errors)
         assert np.array_equal(latents, others), (name, way)
         assert np.abs(latents - alone[name]).max() < 1e-5 * np.abs(alone[name]).max(), (name, way)
     for (name, way, words), ((latents, errors), (others, more)) in zip(REFUSED, both[len(ways) :], strict=True):

@@ -87,13 +87,18 @@ def network_times(t: Tensor) -> Tensor:
     return (t * TIME_SCALE).to(torch.float32)
 
 
-def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None) -> Tensor:
+def sampling_times(steps: int, shift: float = 1.0, terminal: float | None = None, shifted_end: bool = False) -> Tensor:
     """Return a sampler's ``steps`` + 1 times, float64, from 1 to 0: evenly spaced, then shifted.
 
     terminal: the last time above 0, to which the others are stretched, as Qwen-Image and LTX do. One step has no such
-    time.
+    time. shifted_end: the last time above 0 is 1/1000 shifted twice, and the others are spaced evenly before their
+    shift, as Stable Diffusion 3 does.
     """
-    t = shift_times(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift)
+    t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    if shifted_end:
+        last = shift / (TIME_SCALE + shift - 1)
+        t[:-1] = torch.linspace(1, last, steps, dtype=torch.float64)
+    t = shift_times(t, shift)
     t[0] = 1  # which the shift rounds
     if terminal is not None and steps > 1:
         t[:-1] = 1 - (1 - t[:-1]) * ((1 - terminal) / (1 - t[-2]))
@@ -154,7 +159,7 @@ class FlowObjective(Objective):
 
     shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as FLUX does.
     shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
-    discrete_times: sampling at the times of ``discrete_times``.
+    shifted_end: likewise. discrete_times: sampling at the times of ``discrete_times``.
     empirical_tokens: shift is that of ``empirical_shift`` for this number of tokens, 0 until it is known, and for the
         steps of sampling; in training, for EMPIRICAL_STEPS.
     """
@@ -168,6 +173,7 @@ class FlowObjective(Objective):
     shift_tokens: int | None = SETTINGS["shift_tokens"].default
     shift_growth: float | None = None
     shift_terminal: float | None = None
+    shifted_end: bool = False
     discrete_times: bool = False
     empirical_tokens: int | None = None
 
@@ -243,7 +249,7 @@ class FlowObjective(Objective):
         shift = self._shift_for(steps)
         if self.discrete_times:
             return FlowTrajectory(*discrete_times(steps, shift))
-        return FlowTrajectory(sampling_times(steps, shift, self.shift_terminal))
+        return FlowTrajectory(sampling_times(steps, shift, self.shift_terminal, self.shifted_end))
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep / TIME_SCALE

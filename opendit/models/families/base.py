@@ -80,11 +80,13 @@ class Text:
             attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network masks what
             pads it to others, or adds learned ones).
         pooled: whether there is a pooled vector beside the tokens.
+        beside: of ``tokens``, those of other encoders, which come first and are always as many.
     """
 
     tokens: int
     padding: Literal["attend", "zero", "remove"]
     pooled: bool = False
+    beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,14 @@ class LatentSpace:
             latents_mean) / latents_std for every channel; or "batch", by the statistics of the VAE's batch norm.
         video: they have frames.
         downscale: pixels per latent value along a side.
+        frames_downscale: frames per latent frame after the first one.
     """
 
     vae: str
     normalised: Literal["scalar", "channel", "batch"]
     video: bool = False
     downscale: int = 8
+    frames_downscale: int = 4
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,10 @@ class Family:
         layout: makes the specification of the values of ``config.json``. Raises ValueError for values that are not
             those of this family.
         names: all weights of a network of such a specification.
+        constants: published tensors that are no weights; they are computed here, and exported as they were.
         text, latents, guidance: see there.
         steps: of sampling by default.
+        shifted_end: sampling's times are spaced evenly down to the last one that is trained, shifted, instead of 0.
         image_size: side in pixels by default, or (height, width).
         license: of the published weights, as the hub writes it; what a run or an export states.
         original: layers by their authors' names, as in LoRA files of ComfyUI and kohya's trainers -> the published
@@ -159,6 +165,8 @@ class Family:
     latents: LatentSpace
     guidance: Guidance
     steps: int
+    shifted_end: bool = False
+    constants: tuple[str, ...] = ()
     image_size: int | tuple[int, int] = 1024
     frames: int | None = None
     license: str = ""

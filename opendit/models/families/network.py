@@ -5,7 +5,7 @@ A family's file makes the specification of its ``config.json``; nothing here ask
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from opendit.models.initialization import Constant, Distribution, FanInUniform, 
 from opendit.models.interleaved import Interleaved
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
 from opendit.models.parameter_names import canonical_name
-from opendit.models.positions import axes_table, grid_coordinates
+from opendit.models.positions import grid_coordinates, sincos_positions
 from opendit.models.segments import PlacedSegments, Segments, Varlen
 
 
@@ -183,17 +183,43 @@ class PublicDiT(DiT):
         """Do nothing: all positions are computed."""
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
-        """Return None: positions are rotations, which depend on the captions as well."""
-        return None
+        """Return a picture's positions (1, N, D) fp32 that are added to its tokens; None where there are rotations,
+        which depend on the captions as well."""
+        if self.config.spec.table is None:
+            return None
+
+        def made() -> Tensor:
+            return self._positions_in_middle(grid_coordinates(*grid, device=self.device), grid)
+
+        return self._made_once(("table", grid), made)
+
+    def _positions_in_middle(self, coordinates: Tensor, grid: tuple[int, ...] | Tensor) -> Tensor:
+        """Return the positions (1, N, D) of patches (N, 2) of pictures of a grid (2,), or of theirs (N, 2). Raises
+        ValueError for pictures that are larger than the table."""
+        side, unit = cast(tuple[int, int], self.config.spec.table)
+        sides = torch.as_tensor(grid, device=coordinates.device)
+        if int(sides.max()) > side:
+            raise ValueError(
+                f"--image_size: {int(sides.max())} patches along a side; the model has positions for {side}"
+            )
+        at = (coordinates + (side - sides) // 2).to(torch.float32) / (side / unit)
+        return sincos_positions(at, self.config.hidden_size).unsqueeze(0)
 
     def rotations(self, grid: tuple[int, ...]) -> Tensor | None:
         """(N, d / 2, 2) fp32, of the media's tokens where nothing else is in the sequence."""
         rotary = self.config.spec.rotary
 
-        def made() -> Tensor:
-            return axes_table(grid_coordinates(*grid, device=self.device), rotary.channels, rotary.base)
+        def made() -> Tensor | None:
+            return rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size)
 
         return self._made_once(("rope", grid), made)
+
+    def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
+        """Return the rotations of all channels of the tokens and heads whose queries this rank projects; those of a
+        head, which ranks turn by after they have exchanged heads, as they are."""
+        if table is None or shards is None or not self.config.spec.rotary.steps:
+            return table
+        return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
 
     # ------------------------------------------------------------------------------------------------------ conditions
 
@@ -234,7 +260,7 @@ class PublicDiT(DiT):
             ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
             ids[..., 0] = place + spec.rotary.first
             alone = keys if keys.shape[1] else None
-            grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
+            grid = TokenGrid((length,), spec.rotary.table(ids, self.config.hidden_size), keys=alone)
             checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
             nothing = [x.new_zeros(len(x), 0)] * spec.text_refiner.count
             x = run_blocks(cast(Any, self.text_refiner), x, nothing, None, grid, checkpointed=checkpointed)
@@ -298,6 +324,8 @@ class PublicDiT(DiT):
         grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
         embed = cast(PatchLinear, self.x_embedder)
         media = embed.project(embed.patches(x))
+        if (positions := self.positions(grid.sizes)) is not None:
+            media = self.ops.add_table(media, positions)
         filling, count = embed.filling, -media.shape[1] % spec.media_multiple
         if filling is not None and count:
             media = torch.cat([media, filling.to(media.dtype).expand(len(media), count, -1)], dim=1)
@@ -329,7 +357,7 @@ class PublicDiT(DiT):
         rotary, order = spec.rotary, spec.order
         if text is None or keys is None:
             shards = None if self.sequence is None else self.sequence(media, sizes)
-            grid = TokenGrid(sizes, self.rotations(sizes), shards=shards)
+            grid = TokenGrid(sizes, self._of_projections(self.rotations(sizes), shards), shards=shards)
             return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         sides = torch.tensor(sizes[-2:])
@@ -344,7 +372,7 @@ class PublicDiT(DiT):
             at[:, : len(places), 0] += lengths + rotary.first
             text_at = text_at.expand(batch, -1, -1)
         parts = {"text": text_at, "media": at}
-        table = axes_table(torch.cat([parts[name] for name in order], dim=-2), rotary.channels, rotary.base)
+        table = rotary.table(torch.cat([parts[name] for name in order], dim=-2), self.config.hidden_size)
         counts = {"text": length, "media": media}
         streams = tuple(counts[name] for name in order)
         shards = alone = None
@@ -352,7 +380,7 @@ class PublicDiT(DiT):
             shards = self.sequence.of_streams(streams)
             alone = self.sequence(media, sizes)
             streams = shards.rows_of_streams
-        media_table = axes_table(at, rotary.channels, rotary.base)
+        media_table = rotary.table(at, self.config.hidden_size)
         return (
             TokenGrid(sizes, table, shards=shards, streams=streams, keys=mask),
             TokenGrid(sizes, media_table, shards=alone),
@@ -394,6 +422,10 @@ class PublicDiT(DiT):
         # The pack's padding stays outside: nothing attends to it.
         patches = self._input_patches(x[: segments.filled]).unsqueeze(0)
         media = embed.project(patches.to(embed.proj.weight.dtype))
+        if spec.table is not None:
+            placed, sizes = segments.place(media.device), torch.tensor(segments.grids, device=media.device)[:, -2:]
+            at = placed.coordinates()[: segments.filled, -2:]
+            media = self.ops.add_table(media, self._positions_in_middle(at, sizes[pack.sample_of_row]))
         if pack.filled is not None:
             filling = cast(Tensor, embed.filling).to(media.dtype).expand(1, pack.filled.totals[1], -1)
             media = pack.filled.join([media, filling])
@@ -436,7 +468,7 @@ class PublicDiT(DiT):
 
         def grid_of(at: Tensor, lengths: list[int], **how: Any) -> TokenGrid:
             own = Segments(tuple((1, 1, tokens) for tokens in lengths), sum(lengths)).place(device)
-            return TokenGrid((sum(lengths),), axes_table(at[0], rotary.channels, rotary.base), packed=own, **how)
+            return TokenGrid((sum(lengths),), rotary.table(at[0], self.config.hidden_size), packed=own, **how)
 
         whole = [text + media for text, media in zip(captions, media, strict=True)]
         at_joint = joint.join([places[name] for name in spec.order])
@@ -451,9 +483,14 @@ class PublicDiT(DiT):
     def _input_patches(self, x: Tensor) -> Tensor:
         return (x.movedim(1, -1) if self.config.spec.channels_last[0] else x).flatten(1)
 
+    def _embed_pack(self, x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
+        tokens, grid = super()._embed_pack(x, packed)
+        return tokens, replace(grid, rotary=self._of_projections(grid.rotary, grid.shards))
+
     def _segment_rotations(self, packed: PlacedSegments) -> Tensor:
         rotary = self.config.spec.rotary
-        return axes_table(packed.coordinates()[:, -len(rotary.channels) :], rotary.channels, rotary.base)
+        axes = len(rotary.channels or rotary.steps)
+        return rotary.table(packed.coordinates()[:, -axes:], self.config.hidden_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from opendit.models.blocks import BlockSpec
+from opendit.models.positions import axes_table, interwoven_table
 
 
 @dataclass(frozen=True)
@@ -11,18 +14,31 @@ class Rotary:
     """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
 
     Attributes:
-        channels: of a head, for each axis.
+        channels: of a head, for each axis; () where ``steps`` are given, or where there are no rotations.
         base: of the frequencies.
         text: coordinates of a caption's tokens: all 0 ("zero"); ``first``, ``first`` + 1, ... along the first axis
             ("count"), on which the media follow, at the place after the caption's last; 0, 1, ... along one more axis,
             the last ("last"); or equal on all axes ("diagonal"), from half the longer side of the media on, whose rows
             and columns are then counted from their middle.
+        steps, sides: the axes' channels are interwoven over all heads, which thus have angles of their own; a token's
+            position along an axis is its coordinate times the step, as a share of the side.
     """
 
     channels: tuple[int, ...]
     base: float = 10000.0
     text: Literal["zero", "count", "last", "diagonal"] = "zero"
     first: int = 1
+    steps: tuple[float, ...] = ()
+    sides: tuple[float, ...] = ()
+
+    def table(self, coordinates: Tensor, width: int) -> Tensor | None:
+        """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or
+        of all ``width`` channels (..., D / 2, 2)."""
+        if not self.steps and not self.channels:
+            return None
+        if not self.steps:
+            return axes_table(coordinates, self.channels, self.base)
+        return interwoven_table(coordinates, width, self.base, self.steps, self.sides)
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,8 @@ class NetworkSpec:
         shared: number of modulation vectors that all blocks share; 0 for none.
         final: values of the final layer's modulation, in their order.
         final_table: that modulation is a table plus the time's embedding.
+        table: (side, unit) of a table of sines and cosines in patches, from whose middle a picture's positions are cut;
+            positions count from 0 to ``unit`` along a side. None: there is none.
         media_multiple: media are filled with learned tokens up to a multiple of this.
         bias: linear layers have biases, those of the blocks as their options say.
     """
@@ -96,6 +114,7 @@ class NetworkSpec:
     shared: int = 0
     final: tuple[str, ...] = ("shift", "scale")
     final_table: bool = False
+    table: tuple[int, int] | None = None
     media_multiple: int = 1
     bias: bool = True
 

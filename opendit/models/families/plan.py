@@ -133,6 +133,8 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
     """Return the FLOPs of one sample in a block: of its linear layers, and of its attention."""
     own, mlp, cross = _weights(block)
     linears, attention = 2 * tokens * (own + mlp + cross), 4 * tokens * tokens * block.width
+    if block.read:  # the caption's tokens, of which there are q, k and v alone
+        linears -= 2 * captions * (block.width**2 + mlp)
     if cross:
         linears += 4 * captions * block.width**2
         attention += 4 * tokens * captions * block.width
@@ -208,7 +210,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         if across:
             units += 5 + 2 * text / media
         share = _streams(config, block) / config.tokens / config.depth
-        weights = execution.fp8 * max(1, len(block.streams)) * sum(_weights(block))
+        weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
+        weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)
         statistics, numbers = (4 + block.heads) * share, block.chunks * block.width
         total += Kept(units * share, statistics, numbers / config.depth, weights / config.depth)
     return total

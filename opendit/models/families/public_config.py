@@ -160,7 +160,7 @@ def public_config(
         side = about.image_size if isinstance(about.image_size, tuple) else (about.image_size,) * 2
         input_size = tuple(n // about.latents.downscale for n in side)
         if about.latents.video:
-            input_size = ((cast(int, about.frames) - 1) // 4 + 1, *input_size)
+            input_size = ((cast(int, about.frames) - 1) // about.latents.frames_downscale + 1, *input_size)
     patch = spec.patch[0] if len(spec.patch) == 2 else spec.patch
     block = spec.block
     return PublicConfig(

@@ -87,6 +87,10 @@ class SharedSequence:
         """Return this rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
         return take_tokens(x, self.rows, self.sequence.group)
 
+    def of_projections(self, table: Tensor) -> Tensor:
+        """Return the rows (rows, F) of a table (length, F) for this rank's tokens."""
+        return self.take(table.unsqueeze(0)).squeeze(0)
+
     @property
     def takes_projection(self) -> bool:
         """True if the strategy computes q, k, v itself."""

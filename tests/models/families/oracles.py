@@ -43,6 +43,15 @@ LUMINA2 = dict(
     num_attention_heads=4, num_kv_heads=2, multiple_of=20, axes_dim_rope=(4, 2, 6), axes_lens=(96, 16, 16),
     cap_feat_dim=14,
 )  # fmt: skip
+LTX = dict(
+    in_channels=6, out_channels=6, num_attention_heads=2, attention_head_dim=10, cross_attention_dim=20, num_layers=2,
+    caption_channels=14,
+)  # fmt: skip
+SD3 = dict(
+    sample_size=8, patch_size=2, in_channels=4, num_layers=3, attention_head_dim=12, num_attention_heads=2,
+    joint_attention_dim=14, caption_projection_dim=24, pooled_projection_dim=10, out_channels=4, pos_embed_max_size=7,
+    qk_norm="rms_norm",
+)  # fmt: skip
 
 
 @dataclass
@@ -184,9 +193,49 @@ def lumina2(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("lumina2", values, (4, 6, 10), module, theirs)
 
 
-ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "qwen_image": qwen_image, "lumina2": lumina2, "flux2": flux2}
+def ltx(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = LTX | values
+    module = networks().LTXVideoTransformer3DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        frames, height, width = x.shape[2:]
+        out = module(
+            hidden_states=x.flatten(2).transpose(1, 2), encoder_hidden_states=y.tokens, timestep=t,
+            encoder_attention_mask=y.mask, num_frames=frames, height=height, width=width,
+            rope_interpolation_scale=(8 / 25, 32, 32), return_dict=False,
+        )[0]  # fmt: skip
+        return out.transpose(1, 2).unflatten(2, (frames, height, width))
+
+    return Oracle("ltx", values, (6, 3, 3, 5), module, theirs)
+
+
+def sd3(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = SD3 | values
+    module = networks().SD3Transformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        return module(x, y.tokens, y.pooled, t, return_dict=False)[0]
+
+    return Oracle("sd3", values, (4, 6, 10), module, theirs)
+
+
+ORACLES = {
+    "flux": flux,
+    "z_image": z_image,
+    "wan": wan,
+    "qwen_image": qwen_image,
+    "lumina2": lumina2,
+    "flux2": flux2,
+    "ltx": ltx,
+    "sd3": sd3,
+}
+WIDTHS = "joint_attention_dim", "cap_feat_dim", "text_dim", "caption_channels"  # of captions' tokens
 # Weights of ours that no output depends on: of the last block, whose captions nothing reads.
-UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\."}
+UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\.", "sd3": r"blocks\.2\.text\.attn\.q_norm\."}
 
 
 def is_read(family: str, name: str) -> bool:
@@ -198,11 +247,11 @@ def captions(
     family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
 ) -> TextCondition:
     """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
-    width = next(key for key in ("joint_attention_dim", "cap_feat_dim", "text_dim") if key in values)
+    width = next(key for key in WIDTHS if key in values)
     longest, count = padded or max(lengths), len(lengths)
     tokens = torch.randn(count, longest, values[width], dtype=dtype)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    if family not in ("flux", "flux2"):
+    if family not in ("flux", "flux2", "sd3"):
         tokens = tokens * mask.unsqueeze(-1)
     pooled = torch.randn(count, values.get("pooled_projection_dim", 0), dtype=dtype)
     guided = family in ("flux", "flux2") and values["guidance_embeds"]
@@ -228,12 +277,14 @@ def load(model: PublicDiT, theirs: Mapping[str, Tensor]) -> None:
 
 def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return published weights, or their gradients, by our names; each of both names is matched exactly once."""
-    left, state, found = set(theirs), model.state_dict(), {}
+    left, state, found = set(theirs).difference(FAMILIES[model.config.family].constants), model.state_dict(), {}
     for match in FAMILIES[model.config.family].names(model.config.spec):
         for mine, published in match.names():
             assert left.issuperset(published) and found.keys().isdisjoint(mine), (mine, published)
             left.difference_update(published)
             joined = torch.cat([theirs[name] for name in published], dim=match.dim)
+            if len(mine) == len(published) == 1 and joined.dim() + 1 == state[mine[0]].dim():
+                joined = joined.unsqueeze(0)  # a table, which is read in either shape
             sizes = [state[name].shape[match.dim] for name in mine]
             found.update(zip(mine, joined.split(sizes, dim=match.dim), strict=True))
     assert not left and found.keys() == state.keys(), (sorted(left), sorted(state.keys() - found.keys()))

@@ -20,13 +20,16 @@ from opendit.models.families import FAMILIES, network
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import PublicConfig, public_config
 from opendit.models.layers import BlockOps, RMSNorm, layer_norm
+from opendit.models.positions import grid_coordinates, sincos_positions
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
     FLUX,
     FLUX2,
+    LTX,
     LUMINA2,
     ORACLES,
     QWEN_IMAGE,
+    SD3,
     WAN,
     Z_IMAGE,
     Inputs,
@@ -42,8 +45,17 @@ from tests.models.families.oracles import (
     output_and_gradients,
 )
 
-TINY = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN, "lumina2": LUMINA2, "qwen_image": QWEN_IMAGE, "flux2": FLUX2}
-SHAPES = {name: {"wan": (4, 3, 6, 10), "flux2": (8, 3, 5)}.get(name, (4, 6, 10)) for name in TINY}
+TINY = {
+    "flux": FLUX,
+    "z_image": Z_IMAGE,
+    "wan": WAN,
+    "lumina2": LUMINA2,
+    "qwen_image": QWEN_IMAGE,
+    "flux2": FLUX2,
+    "ltx": LTX,
+    "sd3": SD3,
+}
+SHAPES = {name: {"wan": (4, 3, 6, 10), "flux2": (8, 3, 5), "ltx": (6, 3, 3, 5)}.get(name, (4, 6, 10)) for name in TINY}
 FLUX_1 = dict(
     patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
     joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=False,
@@ -76,6 +88,16 @@ LUMINA2_2B = dict(
     num_attention_heads=24, num_kv_heads=8, multiple_of=256, ffn_dim_multiplier=None, norm_eps=1e-5,
     scaling_factor=1.0, axes_dim_rope=(32, 32, 32), axes_lens=(300, 512, 512), cap_feat_dim=2304,
 )  # fmt: skip
+LTX_2B = dict(
+    in_channels=128, out_channels=128, patch_size=1, patch_size_t=1, num_attention_heads=32, attention_head_dim=64,
+    cross_attention_dim=2048, num_layers=28, activation_fn="gelu-approximate", qk_norm="rms_norm_across_heads",
+    norm_elementwise_affine=False, norm_eps=1e-6, caption_channels=4096, attention_bias=True, attention_out_bias=True,
+)  # fmt: skip
+SD35_LARGE = dict(
+    sample_size=128, patch_size=2, in_channels=16, num_layers=38, attention_head_dim=64, num_attention_heads=38,
+    joint_attention_dim=4096, caption_projection_dim=2432, pooled_projection_dim=2048, out_channels=16,
+    pos_embed_max_size=192, dual_attention_layers=(), qk_norm="rms_norm",
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -84,7 +106,7 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 # The layers of all families by whose outputs norms divide.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
-    r"|img_in|txt_in"
+    r"|img_in|txt_in|proj_in"
     r"|forward.linear_2|\bnorm2"
 )
 
@@ -123,6 +145,8 @@ USUAL = {
     "qwen_image": Case("qwen_image", (3, 7, 5), padded=9),
     "flux2": Case("flux2", (3, 7, 5), padded=9),
     "lumina2": Case("lumina2", (5, 8, 2), padded=9),
+    "ltx": Case("ltx", (4, 6, 1), padded=8),
+    "sd3": Case("sd3", (3, 7, 5), padded=9),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
 VARIANTS = {
@@ -206,6 +230,12 @@ VARIANTS = {
     "lumina2 with a head of keys a head": Case(
         "lumina2", (5, 5), {"num_kv_heads": 4, "ffn_dim_multiplier": 1.3, "norm_eps": 1e-6}, (4, 8, 6)
     ),
+    "ltx, wider, without channels that stay": Case(
+        "ltx", (6, 6), {"num_attention_heads": 3, "attention_head_dim": 8, "cross_attention_dim": 24}, (6, 1, 2, 6)
+    ),
+    "sd3 without norms, of two blocks": Case(
+        "sd3", (4, 6), {"qk_norm": None, "num_layers": 2, "sample_size": 12, "pos_embed_max_size": 5}, (4, 10, 2)
+    ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
 BOTH = USUAL | {f"{family} with small weights": case for family, case in SMALL.items()}
@@ -235,7 +265,7 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_double_precision(name):
 @pytest.mark.parametrize("name", BOTH)
 def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
     found = compared(CASES[name], torch.float32)
-    wrong = {name: error for name, pair in found.items() if (error := difference(*pair)) > TOLERANCE}
+    wrong = {key: error for key, pair in found.items() if (error := difference(*pair)) > TOLERANCE}
     assert not wrong
     # No weight is at a value that hides what it does.
     family = CASES[name].family
@@ -288,7 +318,7 @@ def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
             yield module
 
 
-@wrong("final layer's halves swapped", "flux", "wan", "qwen_image", "flux2")
+@wrong("final layer's halves swapped", "flux", "wan", "qwen_image", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
@@ -298,7 +328,7 @@ def _(model, patch, y):
     model.final_layer.ops = BlockOps(lambda x, shift, scale: layer_norm(x) + scale[:, None])
 
 
-@wrong("no SiLU before the modulation", "flux", "qwen_image", "lumina2")
+@wrong("no SiLU before the modulation", "flux", "qwen_image", "lumina2", "sd3")
 def _(model, patch, y):
     for sequential in modulations_of(model):
         sequential[0] = nn.Identity()
@@ -310,17 +340,17 @@ def _(model, patch, y):
         sequential.insert(0, nn.SiLU())
 
 
-@wrong("no SiLU before the shared modulation", "wan", "flux2")
+@wrong("no SiLU before the shared modulation", "wan", "flux2", "ltx")
 def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
 
-@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2", "flux2")
+@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2", "flux2", "sd3")
 def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
 
-@wrong("SiLU before the final layer's modulation", "wan")
+@wrong("SiLU before the final layer's modulation", "wan", "ltx")
 def _(model, patch, y):
     before(model.final_layer.adaLN_modulation, F.silu)
 
@@ -330,24 +360,24 @@ def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
 
-@wrong("time reversed", "flux", "wan", "qwen_image", "flux2")
+@wrong("time reversed", "flux", "wan", "qwen_image", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     model.t_embedder.reversed_from = 1000.0
 
 
-@wrong("time in 0 ... 1", "flux", "z_image", "wan", "qwen_image", "flux2")
+@wrong("time in 0 ... 1", "flux", "z_image", "wan", "qwen_image", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t / 1000, dim))
 
 
-@wrong("time in bfloat16", "flux", "z_image", "wan", "qwen_image", "flux2")
+@wrong("time in bfloat16", "flux", "z_image", "wan", "qwen_image", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
@@ -368,7 +398,7 @@ def _(model, patch, y):
     return replace(y, guidance=None)
 
 
-@wrong("pooled vector forgotten", "flux")
+@wrong("pooled vector forgotten", "flux", "sd3")
 def _(model, patch, y):
     return replace(y, pooled=torch.zeros_like(y.pooled))
 
@@ -378,21 +408,23 @@ def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
-@wrong("epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong(
+    "epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3"
+)
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
         norm.eps = {1e-6: 1e-5, 1e-5: 1e-6}[norm.eps]
 
 
-@wrong("epsilon of RMSNorm", "z_image", "lumina2")
+@wrong("epsilon of RMSNorm", "z_image", "lumina2", "ltx")
 def _(model, patch, y):
     for norm in rms_norms(model, "(attn|mlp)_norm|text_embedder"):
-        norm.eps = {1e-5: 1e-6}[norm.eps]
+        norm.eps = {1e-5: 1e-6, 1e-6: 1e-5}[norm.eps]
 
 
 @wrong("epsilon of the caption's norm", "wan")
@@ -401,13 +433,13 @@ def _(model, patch, y):
         block.cross_norm.eps = 1e-5
 
 
-@wrong("exact GELU", "flux", "wan", "qwen_image")
+@wrong("exact GELU", "flux", "wan", "qwen_image", "ltx", "sd3")
 def _(model, patch, y):
     gelu = F.gelu
     patch.setattr(F, "gelu", lambda x, approximate: gelu(x))
 
 
-@wrong("exact GELU in the caption's embedding", "wan")
+@wrong("exact GELU in the caption's embedding", "wan", "ltx")
 def _(model, patch, y):
     mlp = model.text_embedder.mlp
     patch.setattr(mlp, "forward", lambda x: mlp.fc2(F.gelu(mlp.fc1(x))))
@@ -418,7 +450,7 @@ def _(model, patch, y):
     model.use(ops=BlockOps(swiglu=lambda x: layers.swiglu(x.roll(x.shape[-1] // 2, -1))))
 
 
-@wrong("padding trimmed", "flux", "wan", "flux2")
+@wrong("padding trimmed", "flux", "wan", "flux2", "sd3")
 def _(model, patch, y):
     longest = int(y.mask.sum(1).max())
     return replace(y, tokens=y.tokens[:, :longest], mask=y.mask[:, :longest])
@@ -585,13 +617,75 @@ def _(model, patch, y):
     patch.setattr(attention, "for_every_head", by_turns)
 
 
+@wrong("every head turned by the first one's angles", "ltx")
+def _(model, patch, y):
+    rotations, pairs = model.rotations, model.config.head_dim // 2
+    patch.setattr(model, "rotations", lambda grid: rotations(grid)[:, :pairs].contiguous())
+
+
+@wrong("channels that stay are the last", "ltx")
+def _(model, patch, y):
+    rotations = model.rotations
+    patch.setattr(model, "rotations", lambda grid: rotations(grid).roll(-1, 1))
+
+
+@wrong("16 frames a second", "ltx")
+def _(model, patch, y):
+    rotary = model.config.spec.rotary
+    respecify(model, patch, rotary=replace(rotary, steps=(8 / 16, *rotary.steps[1:])))
+
+
+@wrong("a norm before the caption's branch", "ltx")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.spec = replace(block.spec, caption_norm=False)
+
+
+@wrong("LayerNorm before the branches", "ltx")
+def _(model, patch, y):
+    for norm in rms_norms(model, "(attn|mlp)_norm"):
+        patch.setattr(norm, "forward", lambda x: layer_norm(x))
+
+
+@wrong("padding attended to, across", "ltx")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.cross_attn.attends_padding = True
+
+
+@wrong("positions from the table's corner", "sd3")
+def _(model, patch, y):
+    side, unit = model.config.spec.table
+    patch.setattr(model, "positions", lambda grid: sincos_positions(
+        grid_coordinates(*grid).float() / (side / unit), model.config.hidden_size
+    ))  # fmt: skip
+
+
+@wrong("positions of whole patches", "sd3")
+def _(model, patch, y):
+    side, _ = model.config.spec.table
+    respecify(model, patch, table=(side, side))
+
+
+@wrong("the caption is no part of the last attention", "sd3")
+def _(model, patch, y):
+    last = model.blocks[-1]
+    before(last.text.attn.qkv, torch.zeros_like)
+
+
+@wrong("values of the caption's last modulation in another order", "sd3")
+def _(model, patch, y):
+    block = model.blocks[-1].text
+    block.spec = replace(block.spec, values=("shift", "scale"))
+
+
 @wrong("places of a picture counted from 1", "flux", "flux2")
 def _(model, patch, y):
     place = network.grid_coordinates
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -614,7 +708,7 @@ def _(model, patch, y):
     respecify(model, patch, rotary=replace(rotary, base={256.0: 10000.0, 10000.0: 256.0}[rotary.base]))
 
 
-@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("rotations of halves", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx")
 def _(model, patch, y):
     def halves(x, table):
         a, b = x.chunk(2, -1)
@@ -624,7 +718,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2", "flux2")
+@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2", "flux2", "ltx")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -646,12 +740,12 @@ def _(model, patch, y):
     normalise_by_head(model, patch, r"\.attn\.[qk]_norm")
 
 
-@wrong("the caption's queries and keys normalised by head", "wan")
+@wrong("the caption's queries and keys normalised by head", "wan", "ltx")
 def _(model, patch, y):
     normalise_by_head(model, patch, r"\.cross_attn\.[qk]_norm")
 
 
-@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image", "flux2")
+@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image", "flux2", "sd3")
 def _(model, patch, y):
     for module in model.modules():
         if isinstance(module, attention.Attention):
@@ -668,25 +762,45 @@ def _(model, patch, y):
     model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 
 
-@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image", "lumina2", "sd3")
 def _(model, patch, y):
     model.x_embedder.channels_last = not model.x_embedder.channels_last
 
 
-@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image", "lumina2")
+@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image", "lumina2", "sd3")
 def _(model, patch, y):
     first, last = model.config.spec.channels_last
     respecify(model, patch, channels_last=(first, not last))
 
 
-@wrong("values of the modulation in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong(
+    "values of the modulation in another order",
+    "flux",
+    "z_image",
+    "wan",
+    "qwen_image",
+    "lumina2",
+    "flux2",
+    "ltx",
+    "sd3",
+)
 def _(model, patch, y):
     for block in blocks_of(model):
         values = block.spec.values
         block.spec = replace(block.spec, values=(values[1], values[0], *values[2:]))
 
 
-@wrong("modulation of attention and MLP exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong(
+    "modulation of attention and MLP exchanged",
+    "flux",
+    "z_image",
+    "wan",
+    "qwen_image",
+    "lumina2",
+    "flux2",
+    "ltx",
+    "sd3",
+)
 def _(model, patch, y):
     vectors = Block.vectors
     patch.setattr(Block, "vectors", lambda self, m: reversed(list(vectors(self, m))))
@@ -698,7 +812,7 @@ def _(model, patch, y):
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
@@ -735,7 +849,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -773,6 +887,8 @@ PUBLISHED = {
     "FLUX.2-klein-4B": ("flux2_klein", KLEIN_4B, 3_876),
     "FLUX.2-klein-9B": ("flux2_klein", KLEIN_9B, 9_079),
     "Lumina-Image-2.0": ("lumina2", LUMINA2_2B, 2_610),
+    "LTX-Video": ("ltx", LTX_2B, 1_923),
+    "Stable Diffusion 3.5 large": ("sd3", SD35_LARGE, 8_057),
 }
 
 
@@ -802,7 +918,9 @@ def test_published_configurations_survive_json(name):
 
 
 def test_configurations_of_an_unknown_family_are_refused():
-    with pytest.raises(ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image, flux2, flux2_klein"):
+    with pytest.raises(
+        ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image, flux2, ltx, sd3, flux2_klein"
+    ):
         public_config("flax", {})
 
 
@@ -908,6 +1026,38 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "axes_dim_rope": ((4, 4, 6), REFUSED),
         "axes_lens": ([9, 3, 5], {}),  # the least that these places need
         "cap_feat_dim": (6, {}),
+    },
+    "ltx": {
+        "in_channels": (8, {"out_channels": 8}),
+        "out_channels": (8, REFUSED),
+        "patch_size": (2, REFUSED),
+        "patch_size_t": (2, REFUSED),
+        "num_attention_heads": (3, {"cross_attention_dim": 30}),
+        "attention_head_dim": (6, {"cross_attention_dim": 12}),
+        "cross_attention_dim": (24, REFUSED),
+        "num_layers": (1, {}),
+        "activation_fn": ("gelu", REFUSED),
+        "qk_norm": ("rms_norm", REFUSED),
+        "norm_elementwise_affine": (True, REFUSED),
+        "norm_eps": (1e-3, {}),
+        "caption_channels": (6, {}),
+        "attention_bias": (False, REFUSED),
+        "attention_out_bias": (False, REFUSED),
+    },
+    "sd3": {
+        "sample_size": (14, {}),
+        "patch_size": (4, REFUSED),
+        "in_channels": (6, {"out_channels": 6}),
+        "num_layers": (1, {}),
+        "attention_head_dim": (8, {"caption_projection_dim": 16}),
+        "num_attention_heads": (3, {"caption_projection_dim": 36}),
+        "joint_attention_dim": (6, {}),
+        "caption_projection_dim": (12, REFUSED),
+        "pooled_projection_dim": (6, {}),
+        "out_channels": (6, REFUSED),
+        "pos_embed_max_size": (6, {}),
+        "dual_attention_layers": ((0,), REFUSED),
+        "qk_norm": (None, {}),
     },
 }
 

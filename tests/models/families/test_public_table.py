@@ -2,7 +2,7 @@
 
 from opendit.config.public_models import PUBLIC, Public
 from opendit.models.families import FAMILIES
-from tests.models.families.oracles import FLUX, FLUX2, LUMINA2, QWEN_IMAGE, WAN, Z_IMAGE
+from tests.models.families.oracles import FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE
 
 VALUES = {
     "flux": FLUX,
@@ -12,6 +12,8 @@ VALUES = {
     "qwen_image": QWEN_IMAGE,
     "flux2": FLUX2,
     "flux2_klein": FLUX2 | {"guidance_embeds": False},
+    "ltx": LTX,
+    "sd3": SD3,
 }
 
 

@@ -9,7 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import apply_parallel
-from tests.models.families.oracles import FLUX, FLUX2, LUMINA2, QWEN_IMAGE, WAN, Z_IMAGE, captions, is_read, randomise
+from tests.models.families.oracles import (
+    FLUX,
+    FLUX2,
+    LUMINA2,
+    QWEN_IMAGE,
+    SD3,
+    WAN,
+    Z_IMAGE,
+    captions,
+    is_read,
+    randomise,
+)
 
 MODELS = {
     "flux": (FLUX, (6, 10)),
@@ -18,6 +29,7 @@ MODELS = {
     "qwen_image": (QWEN_IMAGE, (6, 10)),
     "flux2": (FLUX2, (3, 5)),
     "lumina2": (LUMINA2, (6, 10)),
+    "sd3": (SD3, (6, 10)),
 }
 
 
@@ -63,7 +75,7 @@ def test_attention_among_all_tokens_is_kept_and_every_gradient_has_the_same_bits
 
 # Those that know its norms and MLPs.
 @pytest.mark.parametrize("level", ["norms", "cheap", "half", "mlp"])
-@pytest.mark.parametrize("family", ["flux", "wan", "qwen_image"])
+@pytest.mark.parametrize("family", ["flux", "wan", "qwen_image", "sd3"])
 def test_every_gradient_has_the_same_bits(family, level):
     kept, recomputed = gradients(family, "none"), gradients(family, level)
     assert all(bool(gradient.any()) == is_read(family, name) for name, gradient in kept.items())
