@@ -78,6 +78,7 @@ class Inputs:
         packing: makes packs of samples of unequal size (``--pack_tokens``).
         tokens_of: gives the number of tokens of latents of a size, for objectives whose times depend on it.
         given_frames: which frames of a clip the model is given (``--given_frames``).
+        in_place: it takes them in their places, without noise.
     """
 
     latents: Latents
@@ -89,6 +90,7 @@ class Inputs:
     packing: Packing | None = None
     tokens_of: Callable[[tuple[int, ...]], int] | None = None
     given_frames: str | None = None
+    in_place: bool = False
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device, without waiting for it."""
@@ -103,7 +105,8 @@ class Inputs:
         noise = self.noise(x0, batch.step, index)
         tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
         t = self.objective.times(self.seed, batch.step, index, tokens)
-        return MicroBatch(x0, t, noise, self.condition(batch, index), self.given(x0, batch.step, index))
+        given = self.given(x0, batch.step, index)
+        return MicroBatch.of(x0, t, noise, self.condition(batch, index), given, self.in_place)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the latents x0 (B, C, ...) fp32 of samples x of one shape."""
@@ -150,7 +153,7 @@ class EagerPasses:
         prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
         inputs, conditions = batch.network_inputs(prepared.x_t, prepared.timestep)
         output = self.engine.forward(*inputs, **conditions)
-        return batch.sample_losses(self.objective.loss(output, prepared))
+        return batch.losses(self.objective, output, prepared)
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
         """Add the gradients of a micro-batch to the engine's; ``last``: the optimizer's step follows.

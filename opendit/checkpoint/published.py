@@ -250,8 +250,7 @@ def read_published(folder: str | Path) -> Weights:
     """
     opened = open_published(folder, FAMILIES)
     family, info = opened.family, {}
-    size = None
-    root = opened.pipeline
+    root, variant = opened.pipeline, opened.family.variant(opened.index)
     if root is not None:
         if (root / "vae" / CONFIG).is_file():
             info["vae"] = str((root / "vae").resolve())
@@ -264,7 +263,11 @@ def read_published(folder: str | Path) -> Weights:
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
             info |= {"objective": objective.to_dict(), "sampler": sampler}
-    config = public_config(family.name, opened.config, size)
+    about: dict[str, Any] = {}
+    if variant is not None:
+        about = {"input_size": variant.latent_size, "given_frames": variant.given_frames}
+        info["clip_fps"] = variant.fps
+    config = public_config(family.name, opened.config, **about)
     place = opened.pipeline or opened.transformer
     shapes, _ = model_shapes(config)
     info |= {"model": folder_name(place), "config": config.to_dict()}

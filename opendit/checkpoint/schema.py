@@ -13,7 +13,7 @@ import math
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from annotated_types import Interval, Len, MaxLen
 from pydantic import AfterValidator, Discriminator, FailFast, Field, InstanceOf, Tag, create_model, model_validator
@@ -127,6 +127,7 @@ class PublicModel(JsonObject):
     published: dict[str, Any]
     input_size: Annotated[list[Annotated[int, Interval(ge=1, le=1 << 16)]], Len(2, 3)]
     max_tokens: Annotated[int, Interval(ge=1, le=1 << 16)]
+    given_frames: Literal["first"] | None = None
 
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ class TokenGrid:
     positions. learned: positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the
     sequence over ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow
     each other; of a pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
+    vectors: (B, n) int64, not falling: which of the modulation vectors each token has, where a sample has several.
     """
 
     sizes: tuple[int, ...]
@@ -56,6 +57,7 @@ class TokenGrid:
     streams: tuple[int, ...] = ()
     keys: Tensor | None = None
     interleaved: Interleaved | None = None
+    vectors: Tensor | None = None
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
         """Return the tokens of every stream of x, which has all tokens in its dimension ``dim``."""
@@ -72,7 +74,10 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the last arguments of operations with shift, scale or gate: (sample_of_row,) for packs, else none."""
+    """Return the last arguments of operations with shift, scale or gate: (sample_of_row,) for packs and for samples of
+    several modulation vectors, else none."""
+    if grid is not None and grid.vectors is not None:
+        return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
 
 

@@ -190,6 +190,11 @@ class DiTConfig:
         return given_channels(self.in_channels) if self.given_frames else 0
 
     @property
+    def given_in_place(self) -> bool:
+        """True if given frames stand in their places among the noisy ones, see opendit.models.given_frames."""
+        return False
+
+    @property
     def embedded_channels(self) -> int:
         """Channels of what patches are cut out of."""
         return self.in_channels + self.given_channels

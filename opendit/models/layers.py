@@ -19,7 +19,8 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
     """Vectors (B, D) so that they broadcast against x (B, N, D): (B, 1, D); or, of a pack x (1, N, D) whose token n
-    belongs to the segment ``sample_of_row[n]``, (N, D)."""
+    belongs to the segment ``sample_of_row[n]``, (N, D). Where samples have several vectors each, ``sample_of_row`` (B,
+    N) are those of the tokens."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 

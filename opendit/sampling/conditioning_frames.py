@@ -24,7 +24,7 @@ from opendit.sampling.output_files import VideoClip
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
     """Return a note for a model with conditioning frames that draws without them; empty for other models."""
-    if config.given_frames is None:
+    if config.given_frames is None or config.given_in_place:
         return []
     return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
 
@@ -88,8 +88,8 @@ def encode_frames(
     assert isinstance(codec, VideoCodec)  # as for every model of clips
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
-    side = size[1] * codec.downscale
-    read = [_frames(flag, each, pixels, interval, fps, side) for each in _as_list(media)]
+    height, width = (side * codec.downscale for side in size[1:])
+    read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
     encoded = []
     for clip_pixels in read:
         mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # zero noise: the posterior's mean
@@ -129,15 +129,15 @@ def _as_list(media: Any) -> Sequence[Any]:
     return list(media) if isinstance(media, list | tuple) else [media]
 
 
-def _frames(flag: str, media: Any, count: int, interval: int, fps: float | None, side: int) -> Tensor:
-    """Return the picture, or the last frames of the clip, (3, count, side, side) fp32 in [-1, 1]."""
+def _frames(flag: str, media: Any, count: int, interval: int, fps: float | None, size: tuple[int, int]) -> Tensor:
+    """Return the picture, or the last frames of the clip, (3, count, *size) fp32 in [-1, 1]."""
     try:
         frames = _picture(media) if flag == "--image" else _last_frames(media, count, interval, fps)
     except BadSample as bad:
         raise ValueError(f"{flag}: {bad}; give another file") from bad
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != count:
         raise ValueError(f"{flag}: {frames.dtype} of {frames.shape} is no picture; give uint8 of height x width x 3")
-    return resize_and_crop(torch.from_numpy(np.array(frames)), side)
+    return resize_and_crop(torch.from_numpy(np.array(frames)), size)
 
 
 def _picture(picture: Any) -> np.ndarray:

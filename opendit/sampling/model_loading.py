@@ -359,7 +359,7 @@ def frames_per_second(weights: Weights, frame_interval: int | None = None) -> fl
     """Return the frame rate of generated clips, from the rate stored with the weights or else from the interval between
     the frames of training. frame_interval: replaces that interval."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
-        return PUBLIC_FPS
+        return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:
         return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
     return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

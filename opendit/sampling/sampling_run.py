@@ -33,7 +33,8 @@ from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
 from opendit.models.conditioning import same_length
-from opendit.models.families.public_config import embedded_guidance
+from opendit.models.configuration import times
+from opendit.models.families.public_config import PublicConfig, embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
@@ -200,6 +201,11 @@ def _load(
         if getattr(flags, name) and loaded.vae == "none":
             raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
+    if is_endless(config, mesh.device) and {"num_frames", "image_size"}.isdisjoint(flags.given):
+        raise ValueError(
+            f"--num_frames: {weights.path} draws clips of {times(size)} latents by default, which takes hours without "
+            "a GPU; give --num_frames and --image_size"
+        )
     if flags.fp8:
         config.check_speed(True, "none")
     replica = make_replicas(mesh, flags.cfg_parallel)
@@ -283,6 +289,12 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
     check_text_encoder(flags.text_encoder, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
+
+
+def is_endless(config: DiTConfig, device: torch.device) -> bool:
+    """Return True for a public model of clips on a CPU: attention among the tokens of a clip of its usual size alone
+    takes half an hour, even of a network of a few weights."""
+    return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
 
 
 def samples_at_once(flags: "SampleConfig") -> int:

@@ -325,8 +325,11 @@ def _public_model(
             f"--vae {flags.vae}: has {channels} channels, {flags.model} takes {found.in_channels}; name the VAE of its "
             "pipeline"
         )
-    if flags.given_frames is not None:
-        raise ValueError(f"--given_frames: {flags.model} takes none; leave it out")
+    if flags.given_frames not in (None, found.given_frames):
+        known = f"{found.given_frames} alone; give that" if found.given_frames else "none; leave it out"
+        raise ValueError(f"--given_frames {flags.given_frames}: {flags.model} takes {known}")
+    if flags.given_frames and flags.pack_tokens is not None:
+        raise ValueError(f"--pack_tokens: {flags.model} takes given frames in batches alone; leave one of them out")
     if flags.text_encoder in (None, "bytes"):
         raise ValueError(f"--text_encoder: {flags.model} has none of its own; give the folder of its pipeline")
     assert found.text is not None
@@ -334,7 +337,7 @@ def _public_model(
     tokens = flags.max_text_tokens or cached_tokens or found.text.max_tokens
     if tokens > most:
         raise ValueError(f"--max_text_tokens {tokens}: out of range of {flags.model}; give {most} at most")
-    config = public_config(found.family, json.loads(found.published), size, tokens)
+    config = public_config(found.family, json.loads(found.published), size, tokens, found.given_frames)
     config.grid_of(size)
     own = objective_from_dict(info["objective"])
     assert isinstance(own, FlowObjective), "a public model's is a flow"

@@ -1,8 +1,8 @@
 """Folders of tiny public models, as diffusers' pipelines read them: tokenizers and encoders made from scratch, random
 weights, nothing of the hub.
 
-``write_pipeline(folder, name)`` writes a whole pipeline of "flux", "z_image" or "wan", which diffusers draws with on a
-CPU in a few seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
+``write_pipeline(folder, name)`` writes a whole pipeline of "flux", "z_image", "wan" or "wan_ti2v", with which diffusers
+draws on a CPU in a few seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
 """
 
 import json
@@ -98,6 +98,9 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "flow_shift": 3.0,
     },
 }
+INDEX: dict[str, dict[str, Any]] = {"wan_ti2v": {"boundary_ratio": None, "expand_timesteps": True}}
+for _table in (COMPONENTS, PIPELINES, TRANSFORMERS, SCHEDULERS):
+    _table["wan_ti2v"] = _table["wan"]  # Wan 2.2 TI2V, whose autoencoder alone is another
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -198,15 +201,17 @@ def write_wan_text(folder: Path) -> None:
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
-WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text}
+WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text, "wan_ti2v": write_wan_text}
 
 
 def write_vae(folder: Path, name: str) -> None:
-    """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames) below ``vae/``."""
+    """Write the autoencoder of a family, of 4 channels and 8 pixels (TI2V: 16) per latent value (and 4 frames) below
+    ``vae/``."""
     import diffusers
 
     torch.manual_seed(0)
-    if name == "wan":
+    if name.startswith("wan"):
+        more = dict(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
         vae = diffusers.AutoencoderKLWan(
             base_dim=4,
             z_dim=LATENT_CHANNELS,
@@ -215,6 +220,7 @@ def write_vae(folder: Path, name: str) -> None:
             temperal_downsample=[False, True, True],
             latents_mean=MEAN,
             latents_std=STD,
+            **(more if name == "wan_ti2v" else {}),
         )
     else:
         vae = diffusers.AutoencoderKL(
@@ -248,7 +254,7 @@ def write_index(folder: Path, name: str, **changes: Any) -> None:
     values |= {component: list(which) for component, which in COMPONENTS[name].items()}
     values |= {"scheduler": ["diffusers", SCHEDULERS[name]["_class_name"]]}
     values |= {"transformer": ["diffusers", TRANSFORMERS[name][0]]}
-    (folder / "model_index.json").write_text(json.dumps(values | changes, indent=2))
+    (folder / "model_index.json").write_text(json.dumps(values | INDEX.get(name, {}) | changes, indent=2))
 
 
 def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:

@@ -16,6 +16,7 @@ from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig, TextCondition, build_model, empty_model, plan_of
 from opendit.models.families.public_config import public_config
+from opendit.models.given_frames import give
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
@@ -28,7 +29,7 @@ from opendit.training.runners import build_runner
 from tests.models.families.oracles import FLUX, WAN, Z_IMAGE, randomise
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
-from tests.objectives import SquaredError, losses_of
+from tests.objectives import SquaredError
 from tests.parallel import test_axial, test_sequence
 from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
@@ -47,7 +48,7 @@ CONFIGS: dict[str, DiTConfig] = {
     # Public models; two heads, tokens of media and captions that 2 ranks can't share evenly.
     "flux": public_config("flux", FLUX, (6, 10), 7),
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
-    "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5),
+    "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, "first"),
 }
 CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
 PUBLIC = ("flux", "z_image", "wan")
@@ -233,7 +234,10 @@ def samples(model: str, step: int, some: slice) -> MicroBatch:
     t, y = torch.randint(1000, (SAMPLES,), generator=generator), torch.randint(6, (SAMPLES,), generator=generator)
     if is_public(model):
         y = captions_of(model, generator)
-    return MicroBatch(x[some], t[some], noise[some], y[some])
+    given = None
+    if in_place := CONFIGS[model].given_in_place:  # the first frame of some samples, whose tokens are at another time
+        given = give(x, torch.randint(2, (SAMPLES,), generator=generator))[some]
+    return MicroBatch.of(x[some], t[some], noise[some], y[some], given, in_place)
 
 
 def captions_of(model: str, generator: torch.Generator) -> TextCondition:
@@ -259,7 +263,9 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
     averages = {each: p.detach().clone() for each, p in trained.items()}
     for step in range(STEPS):
         batch = samples(name, step, slice(None))
-        loss = losses_of(objective, model, batch.x0, batch.t, batch.noise, y=batch.condition).mean()
+        prepared = objective.prepare(batch.x0, batch.t, batch.noise)
+        inputs, condition = batch.network_inputs(prepared.x_t, prepared.timestep)
+        loss = batch.losses(objective, model(*inputs, **condition), prepared).mean()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         assert norms[-1] > CLIP

@@ -118,6 +118,31 @@ class Guidance:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Models of a family that differ from the others, and whose ``model_index.json`` says so.
+
+    Attributes:
+        setting: of ``model_index.json``, which is on in these.
+        image_size, frames: as of :class:`Family`.
+        downscale: pixels per latent value along a side.
+        fps: frames a second of their clips.
+        given_frames: the frames that a clip may begin with, in place ("first"), see opendit.models.given_frames.
+    """
+
+    setting: str
+    image_size: tuple[int, int]
+    frames: int
+    downscale: int
+    fps: float
+    given_frames: str | None = None
+
+    @property
+    def latent_size(self) -> tuple[int, ...]:
+        """The usual size of latents, (frames, rows, columns)."""
+        return (self.frames - 1) // 4 + 1, *(side // self.downscale for side in self.image_size)
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of public models.
 
@@ -138,6 +163,7 @@ class Family:
         exchanged: those of ``original`` whose two halves of rows are in the other order.
         comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
         architecture: what the metadata of a LoRA file calls the model.
+        variants: models of other sizes.
     """
 
     name: str
@@ -157,3 +183,8 @@ class Family:
     exchanged: frozenset[str] = frozenset()
     comfyui: Literal["original", "published"] = "original"
     architecture: str = ""
+    variants: tuple[Variant, ...] = ()
+
+    def variant(self, index: Mapping[str, Any] | None) -> Variant | None:
+        """Return the variant that a ``model_index.json`` is of; None for the usual models."""
+        return next((variant for variant in self.variants if (index or {}).get(variant.setting)), None)

@@ -19,12 +19,14 @@ from opendit.models.attention import (
     StreamShards,
     TokenGrid,
     local_attention,
+    of_rows,
 )
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
 from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
+from opendit.models.given_frames import in_place
 from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
 from opendit.models.interleaved import Interleaved
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
@@ -254,8 +256,8 @@ class PublicDiT(DiT):
         """Predict noise - data of noised latents.
 
         Args:
-            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
-            t: (B,) times in [0, 1000], 1000 being noise.
+            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
+            t: (B,) times in [0, 1000], 1000 being noise. With given frames (B, T), see ``times_of_frames``.
             y: a TextCondition.
             segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments. The result is patches.
 
@@ -269,6 +271,8 @@ class PublicDiT(DiT):
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         vector, context = self.embed_condition(y)
+        if t.dim() > 1:  # (B, T): the vectors of a sample's frames follow each other
+            vector, t = vector.repeat_interleave(t.shape[1], dim=0), t.flatten()
         return self.t_embedder(t) + vector, context
 
     def predict(
@@ -290,7 +294,10 @@ class PublicDiT(DiT):
         """Return the tokens (B, N, D) of latents x (B, C, ...) and of the captions, as the first block takes them, and
         their places. Takes the refiner's modulations."""
         spec = self.config.spec
-        grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
+        by_frame = x.shape[1] > spec.channels
+        if by_frame:
+            x = in_place(x, spec.channels)
+        grid, alone = self.places(tuple(x.shape[2:]), context, len(x), by_frame)
         embed = cast(PatchLinear, self.x_embedder)
         media = embed.project(embed.patches(x))
         filling, count = embed.filling, -media.shape[1] % spec.media_multiple
@@ -316,15 +323,19 @@ class PublicDiT(DiT):
         checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
         return run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
 
-    def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, TokenGrid]:
-        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone."""
+    def places(
+        self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
+    ) -> tuple[TokenGrid, TokenGrid]:
+        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone. by_frame:
+        every frame has modulation vectors of its own."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
         rotary, order = spec.rotary, spec.order
         if text is None or keys is None:
             shards = None if self.sequence is None else self.sequence(media, sizes)
-            grid = TokenGrid(sizes, self.rotations(sizes), shards=shards)
+            vectors = self._vectors_of_frames(sizes, batch, shards) if by_frame else None
+            grid = TokenGrid(sizes, self.rotations(sizes), shards=shards, vectors=vectors)
             return grid, grid
         axes = len(rotary.channels)
         at = torch.zeros(media, axes, dtype=torch.float64, device=device)
@@ -355,12 +366,19 @@ class PublicDiT(DiT):
             TokenGrid(sizes, media_table, shards=alone),
         )
 
+    def _vectors_of_frames(self, sizes: tuple[int, ...], batch: int, shards: SequenceShards | None) -> Tensor:
+        """Number the frames of all samples, for this rank's tokens: (B, n) int64."""
+        frames = torch.arange(sizes[0], device=self.device).repeat_interleave(math.prod(sizes[1:]))
+        if shards is not None:  # whose padding, zeros, belongs to the frame before it
+            frames = shards.take(frames.view(1, -1, 1)).flatten().cummax(0).values
+        return torch.arange(batch, device=self.device)[:, None] * sizes[0] + frames
+
     def leave(self, x: Tensor, m: Modulation, grid: TokenGrid) -> Tensor:
         """Return the prediction (B, C, ...) of the last block's tokens (B, N, D)."""
         spec = self.config.spec
         if spec.order:
             x = x.split(grid.streams, dim=1)[spec.order.index("media")]
-        y = self.final_layer(x, cast(Tensor, m))
+        y = self.final_layer(x, cast(Tensor, m), of_rows(grid))
         if grid.shards is not None:
             joint = cast(StreamShards, grid.shards)
             y = joint.gather_stream(spec.order.index("media"), y) if spec.order else joint.gather(y)

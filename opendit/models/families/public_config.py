@@ -85,6 +85,14 @@ class PublicConfig(DiTConfig):
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
+    def given_channels(self) -> int:
+        return 0
+
+    @property
+    def given_in_place(self) -> bool:
+        return self.given_frames is not None
+
+    @property
     def in_operations(self) -> bool:
         """True if --recompute knows every norm, projection and MLP of the blocks."""
         return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
@@ -101,12 +109,17 @@ class PublicConfig(DiTConfig):
             "published": json.loads(self.published),
             "input_size": self.input_size,
             "max_tokens": cast(TextConfig, self.text).max_tokens,
+            **({"given_frames": self.given_frames} if self.given_frames else {}),
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PublicConfig":
         return public_config(
-            values["family"], values["published"], tuple(values["input_size"]), values.get("max_tokens")
+            values["family"],
+            values["published"],
+            tuple(values["input_size"]),
+            values.get("max_tokens"),
+            values.get("given_frames"),
         )
 
     def check(self) -> None:
@@ -136,7 +149,11 @@ def _parameters(config: PublicConfig) -> tuple[int, int]:
 
 
 def public_config(
-    family: str, values: Mapping[str, Any], input_size: tuple[int, ...] | None = None, max_tokens: int | None = None
+    family: str,
+    values: Mapping[str, Any],
+    input_size: tuple[int, ...] | None = None,
+    max_tokens: int | None = None,
+    given_frames: str | None = None,
 ) -> PublicConfig:
     """Return the configuration of a public model.
 
@@ -144,6 +161,7 @@ def public_config(
         values: of its ``config.json``.
         input_size: of latents; None: of the family's usual pictures or clips.
         max_tokens: to which captions are cut; None: the family's.
+        given_frames: of the model's :class:`~opendit.models.families.base.Variant`.
 
     Raises:
         ValueError: values that are not those of this family.
@@ -174,6 +192,7 @@ def public_config(
         mlp=block.mlp,
         family=family,
         published=text,
+        given_frames=given_frames,
     )
 
 

@@ -1,11 +1,14 @@
-"""Wan 2.1 (Wan Team 2025), text to video: self-attention, then attention to the caption."""
+"""Wan 2.1 (Wan Team 2025) and Wan 2.2 TI2V, text to video: self-attention, then attention to the caption.
+
+TI2V is also given the first frame: its latents stand in place, and the time of their tokens is 0.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
+from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, Variant, layers
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
@@ -111,7 +114,7 @@ ORIGINAL = {
 FAMILY = Family(
     name="wan",
     network="WanTransformer3DModel",
-    pipelines=("WanPipeline",),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     components={
         "tokenizer": ("transformers", "T5TokenizerFast"),
         "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -128,4 +131,5 @@ FAMILY = Family(
     license="apache-2.0",
     original=ORIGINAL,
     architecture="wan2.1",
+    variants=(Variant("expand_timesteps", (704, 1280), 121, 16, 24.0, given_frames="first"),),
 )

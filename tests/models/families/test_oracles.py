@@ -1,5 +1,6 @@
 """Public models against diffusers' own networks: outputs and gradients, single wrong facts, sizes, configurations."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -19,6 +20,7 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES, network
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import PublicConfig, public_config
+from opendit.models.given_frames import give, times_of_frames, with_given
 from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
@@ -179,6 +181,33 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
     assert not wrong
     # No weight is at a value that hides what it does.
     assert not [name for name, (mine, _) in found.items() if mine.numel() and not mine.any()]
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-12), (torch.float32, TOLERANCE)])
+def test_given_frames_in_place_are_those_of_diffusers(dtype, most):
+    """Wan 2.2 TI2V: latents of one or two first frames, or none, stand in place, and their tokens' time is 0."""
+    case = USUAL["wan"]
+    with in_double_precision() if dtype == torch.float64 else contextlib.nullcontext():
+        oracle = case.oracle(dtype)
+        model, batch = ours(oracle, dtype), case.inputs(oracle, dtype)
+        given = give(torch.randn_like(batch.x), torch.tensor([1, 0, 2]))
+
+        def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+            mask = given[:, :1]
+            times = (t.view(-1, 1, 1, 1, 1) * (1 - mask))[:, 0, :, ::2, ::2].flatten(1)
+            x = mask * given[:, 1:] + (1 - mask) * x
+            return oracle.module(x, timestep=times, encoder_hidden_states=y.tokens, return_dict=False)[0]
+
+        def mine(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+            return model(with_given(x, given), times_of_frames(t, given), y)
+
+        expected, their_gradients = output_and_gradients(theirs, oracle.module, batch)
+        output, gradients = output_and_gradients(mine, model, batch)
+    inside = {name: their_gradients.pop(name) for name in ("x", "tokens", "pooled")}
+    their_gradients = inside | by_our_names(model, their_gradients)
+    assert difference(output, expected) < most and not gradients["x"][0, :, :1].any()
+    wrong = {name: error for name in gradients if (error := difference(gradients[name], their_gradients[name])) > most}
+    assert not wrong
 
 
 # ------------------------------------------------------------------------------------------------- single wrong facts
@@ -416,7 +445,7 @@ def _(model, patch, y):
 def _(model, patch, y):
     places = model.places
 
-    def moved(size, context, batch):
+    def moved(size, context, batch, _):
         tokens, keys = context
         own = F.pad(y.mask, (0, keys.shape[1] - y.mask.shape[1]))
         (joint, alone), (padded, _) = places(size, (tokens, own), batch), places(size, context, batch)
