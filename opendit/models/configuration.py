@@ -195,6 +195,11 @@ class DiTConfig:
         return False
 
     @property
+    def boundary(self) -> float | None:
+        """The time, in [0, 1], from which on the first of two networks is used; None for a single network."""
+        return None
+
+    @property
     def embedded_channels(self) -> int:
         """Channels of what patches are cut out of."""
         return self.in_channels + self.given_channels

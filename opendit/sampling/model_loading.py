@@ -7,15 +7,22 @@ Used by sample.py and by Python's ``Pipeline``. The messages of ValueErrors name
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opendit.checkpoint.foreign import assumption
-from opendit.checkpoint.pretrained import ALONE, WeightedLora, find_weights, load_pretrained, read_info
-from opendit.checkpoint.published import is_published
+from opendit.checkpoint.pretrained import (
+    ALONE,
+    WeightedLora,
+    find_weights,
+    load_pretrained,
+    read_config,
+    read_info,
+)
+from opendit.checkpoint.published import EXPERTS, is_published
 from opendit.checkpoint.run_folders import newest_run
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
@@ -162,10 +169,39 @@ def load_model(
     notes: list[str] = []
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
-    network, weights = load_pretrained(path, name, which, lora, num_classes, notes, loader.device, dtype, stage, mesh)
+    second: list[WeightedLora] = []
+    stored = read_config(find_weights(path, which))
+    if isinstance(stored, PublicConfig) and stored.boundary is not None:
+        lora, second = _of_experts(path, stored, lora, which)
+    rest = (num_classes, notes, loader.device, dtype, stage, mesh)
+    network, weights = load_pretrained(path, name, which, lora, *rest)
+    if isinstance(stored, PublicConfig) and stored.boundary is not None:
+        network.config = stored
+        weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
+        low = next(folder for folder, expert in EXPERTS.items() if expert == "low")
+        network.second, _ = load_pretrained(Path(path) / low, name, which, second, *rest)
     notes += assumption(weights, network.config)
     objective = objective_from_dict(weights.info.get("objective"))
     return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)
+
+
+def _of_experts(
+    path: str | Path, config: PublicConfig, lora: Sequence[WeightedLora], which: str
+) -> tuple[list[WeightedLora], list[WeightedLora]]:
+    """Return the LoRAs of the first and of the second network of a folder that has two. Raises ValueError for anything
+    else that holds one of them, and for LoRA files, which don't say which they are for."""
+    if config.expert is not None:
+        raise ValueError(
+            f"{path}: holds the {config.expert}-noise network alone; draw with --ckpt FOLDER, of both, and --lora; "
+            "or export it (python -m opendit.export diffusers), and draw from that folder"
+        )
+    found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
+    for each, weight in lora:
+        added = getattr(read_config(find_weights(each, which)), "expert", None)
+        if added is None:
+            raise ValueError(f"--lora {each}: does not say which of the two networks it is for; give runs of --expert")
+        found[added].append((each, weight))
+    return found["high"], found["low"]
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
@@ -272,8 +308,8 @@ def usual_settings(config: DiTConfig, steps: int, scale: float) -> tuple[int, fl
     """Return the number of steps and the scale of guidance that are used by default: a family's, or those given."""
     if not isinstance(config, PublicConfig):
         return steps, scale
-    family = family_of(config.family)
-    return family.steps, family.guidance.scale
+    family, variant = family_of(config.family), config.variant
+    return (family.steps, family.guidance.scale) if variant is None else (variant.steps, variant.scale)
 
 
 def class_names(config: DiTConfig, weights: Weights) -> list[str]:

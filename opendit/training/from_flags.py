@@ -263,6 +263,11 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
         size = size if frames is None else (frames, *size)
         config, objective = _public_model(flags, source, channels, size, dataset.describe().max_tokens)
         _check_embeddings(flags, config, dataset.describe())
+        if config.expert is not None:
+            if flags.evaluate_every:
+                raise ValueError("--evaluate_every: a run of --expert has one network of two; leave the flag out")
+            flags = replace(flags, sample_every=0)
+            notes.append("no sample grids: the run has one network of two")
     else:
         objective = objective_from_flags(flags)
         config = model_config(
@@ -337,7 +342,7 @@ def _public_model(
     tokens = flags.max_text_tokens or cached_tokens or found.text.max_tokens
     if tokens > most:
         raise ValueError(f"--max_text_tokens {tokens}: out of range of {flags.model}; give {most} at most")
-    config = public_config(found.family, json.loads(found.published), size, tokens, found.given_frames)
+    config = public_config(found.family, json.loads(found.published), size, tokens, json.loads(found.index))
     config.grid_of(size)
     own = objective_from_dict(info["objective"])
     assert isinstance(own, FlowObjective), "a public model's is a flow"

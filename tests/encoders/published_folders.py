@@ -98,9 +98,13 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "flow_shift": 3.0,
     },
 }
-INDEX: dict[str, dict[str, Any]] = {"wan_ti2v": {"boundary_ratio": None, "expand_timesteps": True}}
+SECOND = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+INDEX: dict[str, dict[str, Any]] = {
+    "wan_ti2v": {"boundary_ratio": None, "expand_timesteps": True},
+    "wan_a14b": {"boundary_ratio": 0.875, "expand_timesteps": False, **SECOND},
+}
 for _table in (COMPONENTS, PIPELINES, TRANSFORMERS, SCHEDULERS):
-    _table["wan_ti2v"] = _table["wan"]  # Wan 2.2 TI2V, whose autoencoder alone is another
+    _table |= dict.fromkeys(INDEX, _table["wan"])  # Wan 2.2: another autoencoder, or two networks
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -201,7 +205,8 @@ def write_wan_text(folder: Path) -> None:
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
-WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text, "wan_ti2v": write_wan_text}
+WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text}
+WRITE_TEXT |= dict.fromkeys(INDEX, write_wan_text)
 
 
 def write_vae(folder: Path, name: str) -> None:
@@ -244,7 +249,10 @@ def write_transformer(folder: Path, name: str, **options: Any) -> None:
 
     class_name, values = TRANSFORMERS[name]
     torch.manual_seed(0)
-    randomise(getattr(diffusers, class_name)(**values | options), 5).save_pretrained(folder / "transformer")
+    for seed, inside in enumerate(
+        ["transformer", *(["transformer_2"] if "transformer_2" in INDEX.get(name, {}) else [])]
+    ):
+        randomise(getattr(diffusers, class_name)(**values | options), 5 + seed).save_pretrained(folder / inside)
 
 
 def write_index(folder: Path, name: str, **changes: Any) -> None:

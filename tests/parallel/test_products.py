@@ -48,7 +48,7 @@ CONFIGS: dict[str, DiTConfig] = {
     # Public models; two heads, tokens of media and captions that 2 ranks can't share evenly.
     "flux": public_config("flux", FLUX, (6, 10), 7),
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
-    "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, "first"),
+    "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, {"expand_timesteps": True}),
 }
 CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
 PUBLIC = ("flux", "z_image", "wan")

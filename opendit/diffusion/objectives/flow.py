@@ -11,7 +11,7 @@ each other) is learned much sooner (docs/log/2026-11-21-moving-digits-objective.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -53,6 +53,17 @@ def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
     It keeps the uncertainty about a picture of n pixels the same when m pixels repeat them. 1 changes nothing.
     """
     return shift * t / (1 + (shift - 1) * t)
+
+
+def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """Return the u in [0, 1] at which ``times``, which rises or falls with u, is t, in float64, by halving."""
+    low, high = torch.zeros_like(t), torch.ones_like(t)
+    rises = times(torch.full_like(t, 0.75)) > times(torch.full_like(t, 0.25))
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = (times(middle) < t) == rises
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (low + high) / 2
 
 
 def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -141,6 +152,7 @@ class FlowObjective(Objective):
     shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as FLUX does.
     shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
     discrete_times: sampling at the times of ``discrete_times``.
+    least, most: the times of training, of a network that others stand in for elsewhere.
     """
 
     name: ClassVar[str] = "flow"
@@ -153,6 +165,8 @@ class FlowObjective(Objective):
     shift_growth: float | None = None
     shift_terminal: float | None = None
     discrete_times: bool = False
+    least: float | None = None
+    most: float | None = None
 
     def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
@@ -173,7 +187,7 @@ class FlowObjective(Objective):
             raise ValueError("--flow_shift_tokens: the samples' numbers of tokens are not known; give them")
         u = uniform(seed, step, index, Stream.TIMESTEP)
         shifts = torch.tensor([self._shift_of(m) for m in tokens], dtype=torch.float64)
-        return shift_times(TIME_SAMPLING[self.times_are](u), shifts.to(u.device))
+        return self._times(u, shifts.to(u.device))
 
     def for_tokens(self, tokens: int) -> "Objective":
         if self.shift_tokens is None:
@@ -193,7 +207,19 @@ class FlowObjective(Objective):
 
     def times_at(self, u: Tensor) -> Tensor:
         self._check_resolved()
-        return shift_times(TIME_SAMPLING[self.times_are](u), self.shift)
+        return self._times(u, self.shift)
+
+    def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
+        """Return the times of u in (0, 1): those that the shares of all times below ``least`` and ``most`` leave."""
+        made = TIME_SAMPLING[self.times_are]
+        if self.least is None and self.most is None:
+            return shift_times(made(u), shift)
+        shift = torch.as_tensor(shift, dtype=torch.float64, device=u.device)
+        low, high = (
+            share_below(lambda u: shift_times(made(u), shift), torch.full_like(u, end, dtype=torch.float64) * shift**0)
+            for end in (self.least or 0.0, 1.0 if self.most is None else self.most)
+        )
+        return shift_times(made(low + u * (high - low)), shift)
 
     def _check_resolved(self) -> None:
         if self.shift_tokens is not None:

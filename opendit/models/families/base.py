@@ -123,18 +123,23 @@ class Variant:
 
     Attributes:
         setting: of ``model_index.json``, which is on in these.
-        image_size, frames: as of :class:`Family`.
+        image_size, frames, steps: as of :class:`Family`.
+        scale: of guidance by default.
         downscale: pixels per latent value along a side.
         fps: frames a second of their clips.
         given_frames: the frames that a clip may begin with, in place ("first"), see opendit.models.given_frames.
+        experts: there are two networks, and ``setting`` is the time, as a share of 1, from which on the first is used.
     """
 
     setting: str
     image_size: tuple[int, int]
-    frames: int
-    downscale: int
-    fps: float
+    frames: int = 81
+    steps: int = 50
+    scale: float = 5.0
+    downscale: int = 8
+    fps: float = 16.0
     given_frames: str | None = None
+    experts: bool = False
 
     @property
     def latent_size(self) -> tuple[int, ...]:

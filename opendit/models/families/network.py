@@ -137,6 +137,7 @@ class PublicDiT(DiT):
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
         self.sequence: Any = None
+        self.second: PublicDiT | None = None  # in sampling, the network below ``config.boundary``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -175,6 +176,8 @@ class PublicDiT(DiT):
             if isinstance(module, Attention):
                 module.varlen = varlen
         self.ops = ops or BlockOps()
+        if self.second is not None:
+            self.second.use(ops=ops, attend=attend, varlen=varlen, sequence=sequence)
         return self
 
     def fill_tables(self, device: torch.device | None = None) -> None:

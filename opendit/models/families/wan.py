@@ -1,6 +1,7 @@
 """Wan 2.1 (Wan Team 2025) and Wan 2.2 TI2V, text to video: self-attention, then attention to the caption.
 
-TI2V is also given the first frame: its latents stand in place, and the time of their tokens is 0.
+TI2V is also given the first frame: its latents stand in place, and the time of their tokens is 0. A14B has two networks
+of the same kind, one for times from a boundary on and one for those below.
 """
 
 from collections.abc import Mapping
@@ -131,5 +132,8 @@ FAMILY = Family(
     license="apache-2.0",
     original=ORIGINAL,
     architecture="wan2.1",
-    variants=(Variant("expand_timesteps", (704, 1280), 121, 16, 24.0, given_frames="first"),),
+    variants=(
+        Variant("expand_timesteps", (704, 1280), 121, downscale=16, fps=24.0, given_frames="first"),
+        Variant("boundary_ratio", (720, 1280), steps=40, scale=4.0, experts=True),
+    ),
 )
