@@ -195,6 +195,11 @@ class DiTConfig:
         return False
 
     @property
+    def given_beside(self) -> bool:
+        """True if the model is always given the first frame, as latents of a clip beside the noisy ones, see there."""
+        return False
+
+    @property
     def boundary(self) -> float | None:
         """The time, in [0, 1], from which on the first of two networks is used; None for a single network."""
         return None

@@ -358,7 +358,8 @@ class Options:
     bias: biases in linear layers. qk_norm: normalised queries and keys. adaln_lora: the rank of the modulation's
     weights; None: full. shared_modulation: these weights only correct a modulation that all blocks share.
     operations_across: the layers of cross-attention that see all tokens are given to ``BlockOps``, so that FP8 has
-    them; otherwise they are torch's.
+    them; otherwise they are torch's. pictures: cross-attention has keys and values of its own for a picture's tokens,
+    which come before the caption's.
     """
 
     bias: bool = True
@@ -369,6 +370,7 @@ class Options:
     qk_eps: float = 1e-6
     attends_padding: bool = False
     operations_across: bool = False
+    pictures: bool = False
 
 
 PLAIN = Options()

@@ -30,6 +30,7 @@ from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import encoder_name
+from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
@@ -273,7 +274,8 @@ def published_conditioner(
     assert config.text is not None
     how: dict[str, Any] = dict(device=device, dtype=PRECISIONS[precision], max_tokens=config.text.max_tokens)
     encoder = load_published_text(folder, family, **how)
-    return PublishedConditioner(config.text, device, encoder, embedded_guidance(config))
+    pictures = PictureTokens(folder, width, device) if (width := config.spec.text.picture) else None
+    return PublishedConditioner(config.text, device, encoder, embedded_guidance(config), pictures=pictures)
 
 
 def guidance_of(config: DiTConfig, scale: float) -> float:

@@ -23,6 +23,7 @@ from opendit.diffusion.samplers import SAMPLERS, Sampler
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models import Condition, DiT
+from opendit.models.conditioning import of_same_pictures
 from opendit.sampling.approximate_steps import (
     FIRST,
     REST,
@@ -170,6 +171,7 @@ class SamplingEngine:
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
         if conditioning_frames is not None and self.settings.model.config.given_frames is None:
             raise ValueError("the model was trained without --given_frames; leave the given frames out")
+        null = of_same_pictures(null, y)
         if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
             raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
         loop = self.loop_of(len(index))
@@ -183,7 +185,9 @@ class SamplingEngine:
                 callback(i, loop.latents())
         self.evaluated, self._full_work = self.evaluated + loop.evaluated, self._full_work + loop.full_work
         latents = loop.latents()
-        return latents if frames is None else torch.where(frames[:, :1] > 0, frames[:, 1:], latents)
+        if frames is None or self.settings.model.config.given_beside:
+            return latents
+        return torch.where(frames[:, :1] > 0, frames[:, 1:], latents)
 
     @property
     def share_evaluated(self) -> float:

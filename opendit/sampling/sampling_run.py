@@ -42,7 +42,13 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
-from opendit.sampling.conditioning_frames import describe_frames, encode_frames, frames_of_samples
+from opendit.sampling.conditioning_frames import (
+    describe_frames,
+    encode_frames,
+    encode_pictures,
+    frames_of_samples,
+    with_pictures,
+)
 from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
@@ -86,6 +92,7 @@ class SamplingRun:
     conditions: Condition  # of all classes or prompts
     null: Condition  # of guidance's unconditional half, one row
     conditioning_frames: Tensor | None  # samples use the rows in turn
+    pictures: Tensor | None  # their tokens, likewise, for models that attend to them
     choices: Tensor
     names: list[str]  # of all classes or prompts
     size: tuple[int, ...]  # of the latents
@@ -124,7 +131,8 @@ class SamplingRun:
     def conditions_of(self, index: Tensor) -> tuple[Condition, Tensor | None]:
         """Return the conditions of the samples ``index`` (B,) and their conditioning frames, if there are any."""
         rows = self.choices[index].to(self.mesh.device)
-        return self.conditions[rows], frames_of_samples(self.conditioning_frames, index)
+        y = with_pictures(self.conditions[rows], self.pictures, index)
+        return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
         """With --profile, wrap the steps of a batch of ``samples``: the first two steps of a batch size, which compile
@@ -261,6 +269,7 @@ def _load(
         conditions=conditions,
         null=null,
         conditioning_frames=frames,
+        pictures=encode_pictures(getattr(conditioner, "pictures", None), flags.image or None, flags.clip or None),
         choices=choices,
         names=names,
         size=size,

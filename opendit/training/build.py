@@ -450,6 +450,7 @@ def build(
             tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
             given_frames=spec.given_frames,
             in_place=spec.model_config.given_in_place,
+            beside=spec.model_config.given_beside,
         )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation

@@ -263,11 +263,14 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
         size = size if frames is None else (frames, *size)
         config, objective = _public_model(flags, source, channels, size, dataset.describe().max_tokens)
         _check_embeddings(flags, config, dataset.describe())
-        if config.expert is not None:
+        if config.given_beside:
+            _check_first_frames(flags, dataset)
+        why = "is of one network of two" if config.expert else "has no pictures to begin clips with"
+        if config.expert is not None or config.given_beside:
             if flags.evaluate_every:
-                raise ValueError("--evaluate_every: a run of --expert has one network of two; leave the flag out")
+                raise ValueError(f"--evaluate_every: a run of {flags.model} {why}; leave the flag out")
             flags = replace(flags, sample_every=0)
-            notes.append("no sample grids: the run has one network of two")
+            notes.append(f"no sample grids: the run {why}")
     else:
         objective = objective_from_flags(flags)
         config = model_config(
@@ -352,6 +355,16 @@ def _public_model(
     if "flow_shift" in flags.given:
         changes |= {"shift": asked.shift, "shift_tokens": asked.shift_tokens, "shift_growth": None}
     return config, replace(own, **changes)
+
+
+def _check_first_frames(flags: TrainConfig, dataset: MediaDataset) -> None:
+    """Raise ValueError for what a model of image to video, which encodes the first frame of every clip, can't do."""
+    if dataset.describe().kind == "latents" and not isinstance(dataset, MockDataset):
+        raise ValueError(f"--data_path {flags.data_path}: cached latents have no first frames, which {flags.model} is "
+                         "given; train on the clips themselves")  # fmt: skip
+    for name in ("validate_path", "validate_share", "pack_tokens"):
+        if getattr(flags, name):
+            raise ValueError(f"--{name}: does not work with a model of image to video; leave it out")
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:

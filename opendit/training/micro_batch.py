@@ -17,7 +17,7 @@ from opendit.diffusion.random import Stream, normal
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
 from opendit.models import Condition, TextCondition
-from opendit.models.given_frames import times_of_frames, with_given
+from opendit.models.given_frames import give_beside, times_of_frames, with_given
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
 
 
@@ -190,6 +190,15 @@ class Latents:
         moments = codec.moments(x)
         # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
+
+    def of_first_frames(self, pixels: Tensor) -> Tensor:
+        """Return the mask and the latents, without noise, of clips (B, 3, T, H, W) that are made grey after their first
+        frame; see :func:`give_beside`."""
+        codec, grey = self.codec, torch.zeros_like(pixels)
+        assert codec is not None, "a run on pixels has one"
+        grey[:, :, 0] = pixels[:, :, 0]
+        moments = codec.moments(grey)
+        return give_beside(codec.sample(moments, torch.zeros_like(moments.chunk(2, dim=1)[0])))
 
     def _noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
         shape = (moments.shape[1] // 2, *moments.shape[2:])

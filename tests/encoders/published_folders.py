@@ -99,12 +99,22 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
     },
 }
 SECOND = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+PICTURES = {"_class_name": "WanImageToVideoPipeline"}
+VISION = {
+    "image_encoder": ["transformers", "CLIPVisionModel"],
+    "image_processor": ["transformers", "CLIPImageProcessor"],
+}
 INDEX: dict[str, dict[str, Any]] = {
+    "wan_i2v": PICTURES | VISION,
+    "wan_i2v_a14b": {"boundary_ratio": 0.9, "expand_timesteps": False, **SECOND, **PICTURES},
     "wan_ti2v": {"boundary_ratio": None, "expand_timesteps": True},
     "wan_a14b": {"boundary_ratio": 0.875, "expand_timesteps": False, **SECOND},
 }
 for _table in (COMPONENTS, PIPELINES, TRANSFORMERS, SCHEDULERS):
-    _table |= dict.fromkeys(INDEX, _table["wan"])  # Wan 2.2: another autoencoder, or two networks
+    _table |= dict.fromkeys(INDEX, _table["wan"])  # another autoencoder, two networks, or a picture that is given
+for _name, _more in {"wan_i2v": {"image_dim": CLIP_WIDTH, "added_kv_proj_dim": 24}, "wan_i2v_a14b": {}}.items():
+    _class, _values = TRANSFORMERS["wan"]
+    TRANSFORMERS[_name] = _class, {**_values, "in_channels": 4 + 2 * LATENT_CHANNELS, **_more}
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -205,6 +215,24 @@ def write_wan_text(folder: Path) -> None:
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
+def write_vision(folder: Path) -> None:
+    """Write CLIP's vision encoder, of 4 + 1 tokens, and its processor."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    sides = dict(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPImageProcessor(**sides).save_pretrained(folder / "image_processor")
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    randomise(CLIPVisionModel(config), 6).save_pretrained(folder / "image_encoder")
+
+
 WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text}
 WRITE_TEXT |= dict.fromkeys(INDEX, write_wan_text)
 
@@ -270,6 +298,8 @@ def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:
     folder = Path(folder)
     write_index(folder, name)
     WRITE_TEXT[name](folder)
+    if "image_encoder" in INDEX.get(name, {}):
+        write_vision(folder)
     write_vae(folder, name)
     write_transformer(folder, name, **options)
     (folder / "scheduler").mkdir(exist_ok=True)

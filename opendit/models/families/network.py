@@ -26,7 +26,7 @@ from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
 from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
-from opendit.models.given_frames import in_place
+from opendit.models.given_frames import beside, in_place
 from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
 from opendit.models.interleaved import Interleaved
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
@@ -44,9 +44,9 @@ class PatchLinear(nn.Module):
         self.patch, self.channels_last = spec.patch, spec.channels_last[0]
         convolution: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(spec.patch)]
         self.proj: Any = (
-            convolution(spec.channels, width, spec.patch, stride=spec.patch)
+            convolution(spec.channels + spec.given, width, spec.patch, stride=spec.patch)
             if spec.convolution
-            else nn.Linear(spec.channels * math.prod(spec.patch), width)
+            else nn.Linear((spec.channels + spec.given) * math.prod(spec.patch), width)
         )
         # Stands in for the tokens that fill a picture.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
@@ -92,6 +92,18 @@ class TextMlp(nn.Module):
         return self.fc2(nn.functional.gelu(self.fc1(x), approximate="tanh"))
 
 
+class PictureEmbedder(nn.Module):
+    """A picture's tokens (B, I, P) to (B, I, D): LayerNorm, linear, GELU, linear, LayerNorm."""
+
+    def __init__(self, inputs: int, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(inputs), nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(inputs, inputs), nn.Linear(inputs, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm2(self.fc2(nn.functional.gelu(self.fc1(self.norm1(tokens.to(self.fc1.weight.dtype))))))
+
+
 class VectorEmbedder(nn.Module):
     """A vector (B, P) to (B, D): linear, SiLU, linear."""
 
@@ -123,6 +135,8 @@ class PublicDiT(DiT):
         if spec.text.pooled:
             self.pooled_embedder = VectorEmbedder(spec.text.pooled, condition)
         self.text_embedder = TextEmbedder(spec.text, width, eps)
+        if spec.text.picture:
+            self.picture_embedder = PictureEmbedder(spec.text.picture, width)
         if spec.media_refiner is not None:
             self.media_refiner = nn.ModuleList(self._blocks(spec.media_refiner))
         if spec.text_refiner is not None:
@@ -208,7 +222,10 @@ class PublicDiT(DiT):
         if spec.guidance:
             scale = y.guidance if y.guidance is not None else self._usual_guidance(len(y.pooled), y.tokens.device)
             vector = vector + self.guidance_embedder(scale * 1000)
-        return vector, self._text(y.tokens.to(dtype), y.mask, y.shortest)
+        tokens, mask = self._text(y.tokens.to(dtype), y.mask, y.shortest)
+        if spec.text.picture:
+            tokens = torch.cat([self.picture_embedder(y.pooled), tokens], dim=1)
+        return vector, (tokens, mask)
 
     def _usual_guidance(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
@@ -297,9 +314,11 @@ class PublicDiT(DiT):
         """Return the tokens (B, N, D) of latents x (B, C, ...) and of the captions, as the first block takes them, and
         their places. Takes the refiner's modulations."""
         spec = self.config.spec
-        by_frame = x.shape[1] > spec.channels
+        by_frame = x.shape[1] > spec.channels and not spec.given
         if by_frame:
             x = in_place(x, spec.channels)
+        elif spec.given:
+            x = beside(x, spec.channels, spec.given)
         grid, alone = self.places(tuple(x.shape[2:]), context, len(x), by_frame)
         embed = cast(PatchLinear, self.x_embedder)
         media = embed.project(embed.patches(x))

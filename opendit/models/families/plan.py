@@ -32,6 +32,7 @@ def rules(config: PublicConfig) -> dict[str, Rule]:
         "x_embedder.filling": Replicated(),
         "text_embedder.**": Replicated(),
         "text_refiner.**": Replicated(),
+        "picture_embedder.**": Replicated(),
         **{f"{name}.mlp.*.*": Replicated() for name in ("t_embedder", "guidance_embedder", "pooled_embedder")},
         **linear("shared_modulation.1", Column(gathered=True)),
         "final_layer.linear.*": Replicated(),
@@ -51,7 +52,9 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
         found |= linear(f"{name}.{branch}.proj", Row(heads))
     found |= linear(f"{name}.attn.qkv", Heads((heads,) * 3))
     found |= linear(f"{name}.cross_attn.q", Heads((heads,)))
-    found |= linear(f"{name}.cross_attn.kv", Heads((heads, heads), of_context=True))
+    for keys in ("kv", "picture_kv"):
+        found |= linear(f"{name}.cross_attn.{keys}", Heads((heads, heads), of_context=True))
+    found[f"{name}.cross_attn.picture_norm.weight"] = Heads((heads,))
     found |= linear(f"{name}.mlp.fc1", Column(MLPS[spec.mlp].branches)) | linear(f"{name}.mlp.fc2", Row())
     for norm in ("attn", "cross", "mlp"):
         found |= {f"{name}.{norm}_norm.*": Replicated(), f"{name}.{norm}_norm_after.*": Replicated()}
@@ -93,7 +96,7 @@ def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
 
 def stages(spec: NetworkSpec) -> StageCuts:
     """Return where a pipeline may cut. Captions that are in the sequence are embedded on the first stage alone."""
-    captions = ("text_embedder", "text_refiner")
+    captions = ("text_embedder", "text_refiner", "picture_embedder")
     first = ("x_embedder", "media_refiner")
     every = ("t_embedder", "guidance_embedder", "pooled_embedder", "shared_modulation")
     if spec.order:
@@ -149,7 +152,7 @@ def _stack_flops(config: PublicConfig) -> tuple[int, int]:
 def _first(config: PublicConfig) -> int:
     """Patches' embedding and the refiners."""
     spec, (media, text) = config.spec, _lengths(config)
-    total = 2 * config.tokens * spec.channels * math.prod(spec.patch) * spec.block.width
+    total = 2 * config.tokens * (spec.channels + spec.given) * math.prod(spec.patch) * spec.block.width
     for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
         if refiner is not None:
             total += refiner.count * sum(_block_flops(refiner.block, tokens, 0))

@@ -107,7 +107,16 @@ class PublicConfig(DiTConfig):
 
     @property
     def given_in_place(self) -> bool:
-        return self.given_frames is not None
+        return self.given_frames is not None and not self.spec.given
+
+    @property
+    def given_beside(self) -> bool:
+        return bool(self.spec.given)
+
+    def check_packs(self) -> None:
+        if self.given_beside:
+            raise ValueError("--pack_tokens: does not work with models of image to video; leave it out")
+        super().check_packs()
 
     @property
     def in_operations(self) -> bool:
@@ -213,7 +222,7 @@ def public_config(
         mlp=block.mlp,
         family=family,
         published=text,
-        given_frames=None if variant is None else variant.given_frames,
+        given_frames="first" if spec.given else None if variant is None else variant.given_frames,
         index=published(known),
     )
 

@@ -16,12 +16,12 @@ from opendit.models.layers import Options
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
     """Return the specification of a WanTransformer3DModel that is conditioned on text alone."""
-    for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
-        if values.get(key) is not None:
-            raise ValueError(f"{key}: models that are given a picture are not known")
-    channels, patch = values["in_channels"], tuple(values["patch_size"])
-    if values.get("out_channels") not in (None, channels):
-        raise ValueError("in_channels, out_channels: models that are given frames are not known")
+    if values.get("pos_embed_seq_len") is not None:
+        raise ValueError("pos_embed_seq_len: models that are given the last frame as well are not known")
+    channels, patch = values.get("out_channels") or values["in_channels"], tuple(values["patch_size"])
+    given = values["in_channels"] - channels
+    if given not in (0, 4 + channels):
+        raise ValueError(f"in_channels: {values['in_channels']} for {channels} out_channels is not known")
     if not values.get("cross_attn_norm", True):
         raise ValueError("cross_attn_norm: models without it are not known")
     heads, size, eps = values["num_attention_heads"], values["attention_head_dim"], values.get("eps", 1e-6)
@@ -32,6 +32,9 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     if len(patch) != 3:
         raise ValueError(f"patch_size: {times(patch)} is not one of frames, rows and columns")
     width, side = heads * size, 2 * (size // 6)
+    picture, added = values.get("image_dim") or 0, values.get("added_kv_proj_dim")
+    if added != (width if picture else None) or (picture and not given):
+        raise ValueError(f"image_dim, added_kv_proj_dim: {picture or None} and {added} are not known")
     block = BlockSpec(
         width,
         heads,
@@ -40,19 +43,27 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         eps=eps,
         caption_norm=True,
         source="table",
-        options=Options(qk_norm=True, qk_across=True, qk_eps=eps, attends_padding=True, operations_across=True),
+        options=Options(
+            qk_norm=True,
+            qk_across=True,
+            qk_eps=eps,
+            attends_padding=True,
+            operations_across=True,
+            pictures=bool(picture),
+        ),
     )
     return NetworkSpec(
         channels=channels,
         patch=patch,
         stacks=(Stack(values["num_layers"], block),),
-        text=TextEmbedding(values["text_dim"], "mlp"),
+        text=TextEmbedding(values["text_dim"], "mlp", picture=picture),
         rotary=Rotary((size - 2 * side, side, side)),
         channels_last=(False, True),
         convolution=True,
         frequencies=values["freq_dim"],
         shared=block.chunks,
         final_table=True,
+        given=given,
     )
 
 
@@ -83,11 +94,25 @@ NORMS = {
 }
 
 
+OF_PICTURES = {
+    "picture_embedder.norm1": "condition_embedder.image_embedder.norm1",
+    "picture_embedder.norm2": "condition_embedder.image_embedder.norm2",
+    "picture_embedder.fc1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "picture_embedder.fc2": "condition_embedder.image_embedder.ff.net.2",
+}
+
+
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
     """Return the names of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="blocks.*.", blocks=blocks)
+    pictures: list[Match] = []
+    if spec.text.picture:
+        added = {"cross_attn.picture_kv": ("attn2.add_k_proj", "attn2.add_v_proj")}
+        pictures = layers(OF_PICTURES) + layers(added, **where)
+        pictures += layers({"cross_attn.picture_norm": "attn2.norm_added_k"}, WEIGHT, **where)
     return (
+        *pictures,
         *layers(AROUND),
         *layers(OF_BLOCK, **where),
         *layers(NORMS, WEIGHT, **where),
