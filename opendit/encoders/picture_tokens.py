@@ -43,7 +43,7 @@ class PictureTokens:
         with loading(str(folder / PROCESSOR)):
             import transformers
 
-            how = dict(local_files_only=True, trust_remote_code=False)
+            how: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
             self._processor: Any = transformers.CLIPImageProcessor.from_pretrained(folder / PROCESSOR, **how)
         self.device = torch.device(device)
 

@@ -449,7 +449,7 @@ class CrossAttention(nn.Module):
         pack x (1, N, D), which ``grid`` knows, they are of its S segments, (S, M, ...).
         """
         *source, mask = context
-        k, v = self.keys_values(*source, mask) if len(source) == 1 else source
+        k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
         q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)
         q = q.unflatten(-1, (self.num_heads, -1))
         q = self._normalised(self.q_norm, q)

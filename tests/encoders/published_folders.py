@@ -277,9 +277,8 @@ def write_transformer(folder: Path, name: str, **options: Any) -> None:
 
     class_name, values = TRANSFORMERS[name]
     torch.manual_seed(0)
-    for seed, inside in enumerate(
-        ["transformer", *(["transformer_2"] if "transformer_2" in INDEX.get(name, {}) else [])]
-    ):
+    inside_of = ["transformer", *(each for each in SECOND if each in INDEX.get(name, {}))]
+    for seed, inside in enumerate(inside_of):
         randomise(getattr(diffusers, class_name)(**values | options), 5 + seed).save_pretrained(folder / inside)
 
 

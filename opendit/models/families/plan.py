@@ -106,6 +106,8 @@ def stages(spec: NetworkSpec) -> StageCuts:
 
 # ---------------------------------------------------------------------------------------------------- memory and work
 
+PICTURE_TOKENS = 257  # of CLIP's vision encoder, ViT-H/14 at 224 pixels
+
 
 def _lengths(config: PublicConfig) -> tuple[int, int]:
     """Return the tokens of a sample's media and of its caption, with those that fill them."""
@@ -113,6 +115,11 @@ def _lengths(config: PublicConfig) -> tuple[int, int]:
     assert text is not None
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
     return media, -(-text.max_tokens // spec.text.multiple) * spec.text.multiple
+
+
+def _attended(config: PublicConfig) -> int:
+    """Return the tokens that cross-attention sees: a caption's, and a picture's before them."""
+    return _lengths(config)[1] + PICTURE_TOKENS * bool(config.spec.text.picture)
 
 
 def _streams(config: PublicConfig, block: BlockSpec) -> int:
@@ -143,7 +150,7 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
 
 def _stack_flops(config: PublicConfig) -> tuple[int, int]:
     """Return the FLOPs of all blocks of the main stack: of linear layers, and of attention."""
-    _, text = _lengths(config)
+    text = _attended(config)
     found = [_block_flops(block, _streams(config, block), text) for block in config.spec.blocks]
     linears, attentions = zip(*found, strict=True)
     return sum(linears), sum(attentions)
@@ -191,7 +198,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     streams, q, k and v of both, joined. In FP8 the inputs of linear layers take half, attention's output beside what
     its kernel keeps; and there are the weights."""
     spec, total = config.spec, Kept()
-    media, text = _lengths(config)
+    media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
     for block in spec.blocks:
         across = any(branch.sees == "caption" for branch in block.branches)
@@ -204,7 +211,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
             units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2
         if across:
-            units += 5 + 2 * text / media
+            units += 5 + 2 * _attended(config) / media
         share = _streams(config, block) / config.tokens / config.depth
         weights = execution.fp8 * max(1, len(block.streams)) * sum(_weights(block))
         statistics, numbers = (4 + block.heads) * share, block.chunks * block.width

@@ -1,7 +1,8 @@
 """Wan 2.1 (Wan Team 2025) and Wan 2.2 TI2V, text to video: self-attention, then attention to the caption.
 
 TI2V is also given the first frame: its latents stand in place, and the time of their tokens is 0. A14B has two networks
-of the same kind, one for times from a boundary on and one for those below.
+of the same kind, one for times from a boundary on and one for those below. Image to video (I2V) is always given the
+first frame, in more channels of the input; the blocks of Wan 2.1's attend to its tokens by CLIP as well.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     channels, patch = values.get("out_channels") or values["in_channels"], tuple(values["patch_size"])
     given = values["in_channels"] - channels
     if given not in (0, 4 + channels):
-        raise ValueError(f"in_channels: {values['in_channels']} for {channels} out_channels is not known")
+        raise ValueError(f"in_channels, out_channels: {values['in_channels']} and {channels} are not known")
     if not values.get("cross_attn_norm", True):
         raise ValueError("cross_attn_norm: models without it are not known")
     heads, size, eps = values["num_attention_heads"], values["attention_head_dim"], values.get("eps", 1e-6)
@@ -135,6 +136,11 @@ ORIGINAL = {
         for name, attention in (("self", "attn1"), ("cross", "attn2"))
         for ours, theirs in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
     },
+    # Of models that attend to a picture.
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+    "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",
+    "blocks.*.cross_attn.v_img": "blocks.*.attn2.add_v_proj",
 }
 
 FAMILY = Family(
