@@ -16,7 +16,7 @@ from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig, TextCondition, build_model, empty_model, plan_of
 from opendit.models.families.public_config import public_config
-from opendit.models.given_frames import give
+from opendit.models.given_frames import give, give_beside
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
@@ -51,6 +51,8 @@ CONFIGS: dict[str, DiTConfig] = {
     "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, {"expand_timesteps": True}),
 }
 CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
+PICTURES = dict(num_layers=3, in_channels=12, image_dim=6, added_kv_proj_dim=28)  # image to video
+CONFIGS["wan, LoRA"] = public_config("wan", WAN | PICTURES, (3, 6, 10), 5)
 PUBLIC = ("flux", "z_image", "wan")
 # Of layers of every rule, and a layer that is trained as a whole, which every stage of a pipeline has.
 LORA = Lora(3, 18.0, "", ("attn.*", "cross_attn.*:2", "fc1", "fc2", "adaLN_modulation.*:4"))
@@ -237,6 +239,9 @@ def samples(model: str, step: int, some: slice) -> MicroBatch:
     given = None
     if in_place := CONFIGS[model].given_in_place:  # the first frame of some samples, whose tokens are at another time
         given = give(x, torch.randint(2, (SAMPLES,), generator=generator))[some]
+    elif CONFIGS[model].given_beside:
+        given = give_beside(torch.randn(x.shape, generator=generator))[some]
+        y = replace(y, pooled=torch.randn(SAMPLES, 5, 6, generator=generator))
     return MicroBatch.of(x[some], t[some], noise[some], y[some], given, in_place)
 
 
