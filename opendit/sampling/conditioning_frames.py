@@ -27,7 +27,10 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note for a model with conditioning frames that draws without them; empty for other models."""
+    """Return a note for a model with conditioning frames that draws without them; empty for other models. Raises
+    ValueError for one that can't."""
+    if config.given_beside:
+        raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
         return []
     return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
