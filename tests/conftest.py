@@ -22,7 +22,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if not isinstance(item, pytest.Function):
         return
     in_interpreter = item.path.name in interpreted.FILES or item.path.name == interpreted.RUNNER
-    for name in markers.groups_of(item.path, item.function, item.fixturenames, in_interpreter, FAST_FILES):
+    groups = markers.groups_of(item.path, item.function, item.fixturenames, in_interpreter, FAST_FILES)
+    if markers.is_thorough(item.path, item.name, THOROUGH_TESTS):
+        groups = (groups - {"fast"}) | {"thorough"}
+    for name in groups:
         item.add_marker(name)
 
 
@@ -43,7 +46,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or Triton's bindings report leaks at the end
 
 
-FAST_FILES = markers.fast_files()
+FAST_FILES, THOROUGH_TESTS = markers.fast_files(), markers.thorough_tests()
 
 
 @pytest.fixture

@@ -5,18 +5,20 @@ browser      looks at the page with Chromium
 ranks        starts several processes that meet as ranks
 interpreter  runs kernels in Triton's interpreter
 fast         none of these, and in a file of fast.txt, which tests/choose_fast.py writes
+thorough     listed in thorough.txt: left to the weekly run
 
 pyproject.toml declares them; ``pytest -m fast``, ``pytest -m "not ranks"``.
 """
 
 import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 HERE = Path(__file__).parent
-FAST = HERE / "fast.txt"
+FAST, THOROUGH = HERE / "fast.txt", HERE / "thorough.txt"
 SLOW = ("gpu", "browser", "ranks", "interpreter")
 FIXTURES = {"chromium": "browser", "start": "ranks"}  # what uses one of these, also by way of another fixture
 STARTERS = {("tests.ranks", "run_ranks"), ("tests.ranks", "context")}
@@ -24,9 +26,24 @@ LAUNCHER = "torch.distributed.run"  # torchrun's module, in a command line
 
 
 def fast_files() -> frozenset[str]:
-    """The files of the group ``fast``, as paths below tests/."""
-    lines = FAST.read_text(encoding="utf-8").splitlines() if FAST.exists() else []
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+    """Return the files of the group ``fast``, as paths below tests/."""
+    return frozenset(_lines(FAST))
+
+
+def thorough_tests() -> dict[str, re.Pattern[str]]:
+    """Return the lines of thorough.txt, each with the expression that names of its tests match."""
+    return {line: re.compile(".*".join(map(re.escape, line.split("*")))) for line in _lines(THOROUGH)}
+
+
+def is_thorough(path: Path, name: str, listed: dict[str, re.Pattern[str]]) -> bool:
+    """Return whether the test of this name, parameters included, in this file is one of :func:`thorough_tests`."""
+    written = f"{path.relative_to(HERE).as_posix()}::{name}"
+    return any(pattern.fullmatch(written) for pattern in listed.values())
+
+
+def _lines(file: Path) -> list[str]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def groups_of(path: Path, function: Any, fixtures: list[str], interpreted: bool, fast: frozenset[str]) -> set[str]:

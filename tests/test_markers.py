@@ -80,6 +80,25 @@ def test_files_are_chosen_by_room_and_then_by_time():
     assert choose_fast.choose(seconds, 100.0) == sorted(seconds)
 
 
+@pytest.mark.parametrize("line", markers.thorough_tests())
+def test_thorough_tests_are_there(line):
+    file, _, test = line.partition("::")
+    name = test.partition("[")[0]
+    assert name.startswith("*") or f"def {name.rstrip('*')}" in (HERE / file).read_text(encoding="utf-8"), line
+
+
+def test_thorough_tests_are_found_by_their_names():
+    listed = markers.thorough_tests()
+    for name, thorough in (
+        ("test_elastic.py::test_a_run_goes_on_under_any_plugin_and_world", True),
+        ("test_ema.py::test_shards_are_the_parts_of_the_whole_average[4]", True),
+        ("test_ema.py::test_shards_are_the_parts_of_the_whole_average[2]", False),
+    ):
+        file, _, test = name.partition("::")
+        assert markers.is_thorough(HERE / "checkpoint" / file, test, listed) == thorough
+
+
 def test_the_marks_are_declared(pytestconfig):
     declared = {line.partition(":")[0] for line in pytestconfig.getini("markers")}
-    assert {"fast", *markers.SLOW} <= declared and pytestconfig.getoption("strict_markers", True) is not False
+    assert {"fast", "thorough", *markers.SLOW} <= declared
+    assert pytestconfig.getoption("strict_markers", True) is not False

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from opendit.checkpoint.tensor_set import check_shapes
+from opendit.common.json_file import MIB, read_json
 from opendit.common.tensor_files import open_safetensors, shapes_in
+from opendit.common.utils import shown
 from opendit.config.architectures import SIZES, is_video
+from opendit.config.public_models import PUBLIC
 from opendit.encoders.folder import PIPELINE_INDEX
 from opendit.models.dit import DiTConfig
 from opendit.models.weights import Weights
@@ -241,10 +244,16 @@ def read_pipeline(folder: Path) -> Weights:
     from opendit.checkpoint.schema import PIPELINE, TRANSFORMER  # pydantic, for who reads a folder
     from opendit.common.json_models import read_file
 
-    values = read_file(folder / "transformer" / "config.json", TRANSFORMER)
+    path = folder / "transformer" / "config.json"
+    found = read_json(path, MIB) if path.is_file() else {}
+    name = found.get("_class_name") if isinstance(found, dict) else None
+    if isinstance(name, str) and name != "DiTTransformer2DModel":
+        known = sorted({public.network for public in PUBLIC.values()})
+        raise ValueError(f"{path}: {shown(name)} is a network that is not known; known are {', '.join(known)}")
+    values = read_file(path, TRANSFORMER)
     heads, head_dim, depth = (values[k] for k in ("num_attention_heads", "attention_head_dim", "num_layers"))
     size = next((k for k, v in SIZES.items() if v == (heads * head_dim, depth, heads)), None)
-    if values["_class_name"] != "DiTTransformer2DModel" or size is None:
+    if size is None:
         raise ValueError(f"{folder} holds no DiT of ours: {depth} blocks of {heads} heads of {head_dim}")
     labels = read_file(folder / PIPELINE_INDEX, PIPELINE).get("id2label") or {}
     name = f"DiT-{size}/{values['patch_size']}"

@@ -202,7 +202,7 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
     root = _root(folder if expert is None else folder.parent)
     file_id(transformer / CONFIG, root)
     config = read_file(transformer / CONFIG, NETWORK)
-    family = next((family for family in families.values() if family.network == config["_class_name"]), None)
+    family = next((family for family in families.values() if family.describes(config)), None)
     if family is None:
         raise ValueError(
             f"{transformer / CONFIG}: _class_name is {shown(config['_class_name'])}; read are "
@@ -302,6 +302,8 @@ def read_published(folder: str | Path) -> Weights:
                 objective, sampler = published_schedule(read_file(schedule, PRETRAINED))
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
+            if family.shift == "empirical" and objective.shift_tokens is not None:  # or it says another, fixed one
+                objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
     expert = expert_of(opened.transformer) if opened.alone else None
     index = (opened.index or {}) | ({} if expert is None else {"expert": expert})

@@ -63,6 +63,7 @@ BOUNDS = {
     "shift_tokens": Interval(ge=1, le=1 << 31),
     "shift_growth": Interval(ge=-1, le=1),
     "shift_terminal": Interval(gt=0, lt=1),
+    "empirical_tokens": Interval(ge=0, le=1 << 31),
     "mean": Interval(ge=-100, le=100),
     "std": Interval(gt=0, le=100),
     "sigma_data": Interval(gt=0, le=1e6),

@@ -7,6 +7,7 @@ of a YAML file, and over these the command line's.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -311,8 +312,15 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """Build a parser with the flags of a configuration. It returns only those that are on the command line."""
-    parser = CommandLine(name_of(cls.program), (cls.__doc__ or "").split("\n\n")[0], cls.examples)
+    """Return the parser of a configuration's flags. It returns only those that are on the command line."""
+    parser = _parser_of(cls, name_of(cls.program))
+    parser.source = ""
+    return parser
+
+
+@functools.cache
+def _parser_of(cls: type[ProgramFlags], name: str) -> CommandLine:
+    parser = CommandLine(name, (cls.__doc__ or "").split("\n\n")[0], cls.examples)
     for heading, items in headings_of(cls).items():
         parser.heading(heading)
         for item in items:

@@ -7,6 +7,7 @@ whose fields, made by :func:`flag`, are flags that belong together.
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -226,12 +227,13 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-def flags_of(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+@functools.cache
+def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
     """Return the fields of a configuration that are flags, in the order of its components."""
     of = _components(cls)
     order = list(dict.fromkeys(of.values()))
     flags = [item for item in dataclasses.fields(cls) if "help" in item.metadata]
-    return sorted(flags, key=lambda item: order.index(of[item.name]))
+    return tuple(sorted(flags, key=lambda item: order.index(of[item.name])))
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:

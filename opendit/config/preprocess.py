@@ -1,5 +1,6 @@
 """Every flag of preprocess.py's commands, and what is checked before anything is loaded."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,13 @@ IN_AND_OUT = "Files: what is read and written"
 
 
 def build_parser(doc: str) -> CommandLine:
-    """Build the parser of preprocess.py. doc: the program's docstring."""
-    parser = CommandLine(name_of("preprocess.py"), doc)
+    """Return the parser of preprocess.py. doc: the program's docstring."""
+    return _parser_of(doc, name_of("preprocess.py"))
+
+
+@functools.cache
+def _parser_of(doc: str, name: str) -> CommandLine:
+    parser = CommandLine(name, doc)
     demo = parser.command("demo", "make clips of moving digits with captions")
     demo.heading("Clips: what they show, and where they go")
     demo.option("--output", FOLDER, "folder for demo.csv and the clips", "videos")

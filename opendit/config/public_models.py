@@ -13,17 +13,28 @@ RUN_CONFIG = "config.json"
 
 
 class Public(NamedTuple):
-    """A family as flags see it: diffusers' class of its network, its patch, and the usual side of its pictures."""
+    """A family as flags see it: diffusers' class of its network, its patch, the usual side of its pictures, and the
+    value of guidance_embeds that tells its networks from another family's, or None."""
 
     network: str
     patch: int | tuple[int, int, int]
     image_size: int
+    guidance_embeds: bool | None = None
+
+    def describes(self, config: dict[str, Any]) -> bool:
+        """Return True if a network with this ``config.json`` is of the family."""
+        told = config.get("guidance_embeds", self.guidance_embeds)
+        return config.get("_class_name") == self.network and self.guidance_embeds in (None, told)
 
 
 PUBLIC = {
     "flux": Public("FluxTransformer2DModel", 2, 1024),
     "z_image": Public("ZImageTransformer2DModel", 2, 1024),
     "wan": Public("WanTransformer3DModel", (1, 2, 2), 480),
+    "qwen_image": Public("QwenImageTransformer2DModel", 2, 1024),
+    "flux2": Public("Flux2Transformer2DModel", 1, 1024, True),
+    "flux2_klein": Public("Flux2Transformer2DModel", 1, 1024, False),
+    "lumina2": Public("Lumina2Transformer2DModel", 2, 1024),
 }
 
 
@@ -38,8 +49,8 @@ def name_of_folder(path: str | Path) -> str | None:
     holds none, or can't be read."""
     folder = Path(path).expanduser()
     for inside in (folder / "transformer" / "config.json", folder / "config.json"):
-        network = _read(inside).get("_class_name")
-        family = next((name for name, public in PUBLIC.items() if public.network == network), None)
+        config = _read(inside)
+        family = next((name for name, public in PUBLIC.items() if public.describes(config)), None)
         if family is not None:
             named = folder.resolve()
             inside = named.name in ("transformer", "transformer_2")

@@ -66,14 +66,14 @@ def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
     }
 
 
-def embed(encoder: AnyEncoder, captions: list[str]) -> list[tuple[Tensor, Tensor]]:
+def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
     """Return every caption's tokens (L_i, D) without padding and its pooled vector (P,), on the CPU, in the dtype of
     :func:`form_of`.
 
-    encoder: ``encode(captions)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, P). Raises DataError if a
-    number doesn't fit the dtype.
+    encoder: ``encode(captions, **how)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, P). Raises DataError if
+    a number doesn't fit the dtype.
     """
-    made, dtype = encoder.encode(captions), DTYPES[form_of(encoder).dtype]
+    made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
     parts = [(row[kept], vector) for row, kept, vector in zip(tokens, mask, pooled, strict=True)]
     for caption, (row, vector) in zip(captions, parts, strict=True):
@@ -95,7 +95,8 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> 
 
 def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
     """Write ``EMPTY``, completely or not at all. Return its SHA-256."""
-    tokens, pooled = embed(encoder, [""])[0]
+    how = {"away": True} if isinstance(encoder, PublishedText) else {}
+    tokens, pooled = embed(encoder, [""], **how)[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
         return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
 

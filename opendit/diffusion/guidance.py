@@ -47,12 +47,29 @@ def scale_of_family(guidance: Guidance, scale: float | None = None) -> float:
     return 1.0 + value if guidance.formula == "cond" else max(value, 1.0)
 
 
+def rescale_to(guided: Tensor, cond: Tensor, parts: str) -> Tensor:
+    """Return a guided prediction (B, C, ...) whose parts have the norms that they have in the conditional one; see
+    ``Guidance.rescaled``. "": none."""
+    if parts == "row":
+        return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+    if parts == "patch":
+        return guided * (_patch_norms(cond) / _patch_norms(guided))
+    return guided
+
+
+def _patch_norms(x: Tensor) -> Tensor:
+    """Return the norm of every patch of 2 x 2 of x (B, C, H, W), at each of its places: (B, 1, H, W)."""
+    squares = x.square().sum(1, keepdim=True).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+    return squares.sum((3, 5), keepdim=True).sqrt().expand_as(squares).flatten(4).flatten(2, 3)
+
+
 def cfg_model(
     model: Callable[[Tensor, Tensor, Any], Tensor],
     y: Condition,
     null_y: Condition,
     scale: float | Tensor,
     guided_channels: int | None = None,
+    rescaled: str = "",
 ) -> Model:
     """Classifier-free guidance, [G] eq. 6 in the form uncond + scale * (cond - uncond), as a model of (x, t).
 
@@ -64,6 +81,7 @@ def cfg_model(
         scale: may be (B, 1, ..., 1), one for each sample; both halves are always evaluated then.
         guided_channels: number of eps channels, from the first, that are guided; all by default. Meta's DiT samples
             with 3 of its 4. Other channels, and v, are the conditional ones.
+        rescaled: parts that get back the norm of the conditional prediction, see :func:`rescale_to`.
 
     Returns:
         A model whose result is float32 at least.
@@ -89,7 +107,8 @@ def cfg_model(
         cond, uncond = at_least_float32(model(torch.cat((x, x)), torch.cat((t, t)), y_both)).chunk(2)
         split_output(cond, x)  # a wrong shape is reported as for any model
         uncond = uncond[:, :channels]
-        return torch.cat((uncond + scale * (cond[:, :channels] - uncond), cond[:, channels:]), dim=1)
+        result = rescale_to(uncond + scale * (cond[:, :channels] - uncond), cond[:, :channels], rescaled)
+        return torch.cat((result, cond[:, channels:]), dim=1)
 
     return guided
 

@@ -48,7 +48,7 @@ def sample_latents(
         progress: wraps the iterable of steps, e.g. tqdm.
     """
     shape = (model.config.in_channels, *(size or model.config.input_size))
-    guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels)
+    guided = cfg_model(forward or model, y, null, cfg_scale, cfg_channels, model.config.rescaled_guidance)
     if cfg_interval is not None:
         conditional = cfg_model(forward or model, y, null, 1.0)
         guided = guided_within(cfg_interval, objective.noise_level, guided, conditional)

@@ -77,8 +77,9 @@ class CaptionConditioner(Conditioner):
         self.text, self.encoder = text, encoder
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
-    def encode(self, captions: list[str]) -> Condition:
-        """Return the condition of each caption."""
+    def encode(self, captions: list[str], away: bool = False) -> Condition:
+        """Return the condition of each caption. away: guidance leads away from them, for which public models may write
+        them in another form."""
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
         assert self.encoder is not None  # only "bytes" has none
@@ -104,7 +105,7 @@ class CaptionConditioner(Conditioner):
 
     def null(self) -> Condition:
         if self._null is None:
-            self._null = self.encode([""])
+            self._null = self.encode([""], away=True)
         return self._null
 
 
@@ -130,9 +131,9 @@ class PublishedConditioner(CaptionConditioner):
         self.guidance, self.trim, self.pictures = guidance, trim, pictures
         self._null = None if empty is None else self.of_embeddings(empty)
 
-    def encode(self, captions: list[str]) -> TextCondition:
+    def encode(self, captions: list[str], away: bool = False) -> TextCondition:
         assert self.encoder is not None, "the data set has embeddings, and the text encoders are not loaded"
-        return self._told(cast(Any, self.encoder).encode(captions).to(self.device))
+        return self._told(cast(Any, self.encoder).encode(captions, away=away).to(self.device))
 
     def of_batch(self, batch: Any) -> Condition:
         return super().of_batch(batch) if batch.embedding is None else self.of_embeddings(batch.embedding)

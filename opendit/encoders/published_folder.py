@@ -27,8 +27,8 @@ from opendit.models.families.base import Family
 VAE = "vae"
 INDEX_FILE = FileKind(PretrainedConfig, MIB)
 # Classes that hold the same encoder under another head -> the one that is loaded.
-SAME = {"Qwen3ForCausalLM": "Qwen3Model"}
-NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_mean", "latents_std")}
+SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
+NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_mean", "latents_std"), "batch": ()}
 
 
 def check_index(folder: Path, family: Family) -> None:
@@ -40,7 +40,10 @@ def check_index(folder: Path, family: Family) -> None:
     index = read_json_of(path, INDEX_FILE, f"a folder of diffusers' {family.pipelines[0]} has one")
     if index.get("_class_name") not in family.pipelines:
         found = shown(index.get("_class_name"))
-        raise ValueError(f"{path}: _class_name is {found}, not {' or '.join(family.pipelines)}")
+        raise ValueError(
+            f"{path}: _class_name is {found}, not {' or '.join(family.pipelines)}; other pipelines of {family.name}, "
+            "such as those that are given pictures, are not known"
+        )
     for component, (library, class_name) in family.components.items():
         if not names_class(index.get(component), library, class_name):
             found = index.get(component)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,16 @@ MODEL_TYPES = {
     "T5EncoderModel": ("t5",),
     "UMT5EncoderModel": ("umt5",),
     "Qwen3Model": ("qwen3",),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl",),
+    "Mistral3ForConditionalGeneration": ("mistral3",),
+    "Gemma2Model": ("gemma2",),
 }
-CLASSES_OF_TOKENIZERS = (*TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast")
+CLASSES_OF_TOKENIZERS = (
+    *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "LlamaTokenizer",
+    "LlamaTokenizerFast",
+)  # fmt: skip
+# Of a processor of words and pictures, the words alone.
+TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how prompts are cleaned
 
@@ -61,21 +70,43 @@ class Prompts:
         settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
             the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
         pooled: component of the pooled vector, which is the second of the tuple. None without one.
+        masked: the second of the tuple is the mask of the tokens (B, L), or None where none is padding.
+        layers: of the encoder, whose outputs side by side are a token.
+        dropped: the tokens of the template before the prompt, which are not among those that come back.
         written: (pipeline, prompt) -> the text that the tokenizer gets.
+        bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
+            fourth of the tuple.
     """
 
     encoder: str = "text_encoder"
     tokenizer: str = "tokenizer"
     settings: Mapping[str, Any] = field(default_factory=dict)
     pooled: str | None = None
+    masked: bool = False
+    layers: int = 1
+    dropped: int = 0
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
+    bare: bool = False
 
 
-def _chat(pipeline: Any, prompt: str) -> str:
-    """Return the prompt as a user's message in the chat template, as ZImagePipeline writes it."""
+def _chat(pipeline: Any, prompt: str, thinking: bool) -> str:
+    """Return the prompt as a user's message in the chat template, as ZImagePipeline and Flux2KleinPipeline write it."""
     message = [{"role": "user", "content": prompt}]
-    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
     return pipeline.tokenizer.apply_chat_template(message, **options)
+
+
+def _described(pipeline: Any, prompt: str) -> str:
+    """Return the prompt in the template of QwenImagePipeline."""
+    return pipeline.prompt_template_encode.format(prompt)
+
+
+def _conversation(pipeline: Any, prompt: str) -> str:
+    """Return the prompt after the instruction of Flux2Pipeline, in the chat template."""
+    from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+    (messages,) = format_input([prompt], pipeline.system_message)
+    return pipeline.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
 
 
 def _cleaned(pipeline: Any, prompt: str) -> str:
@@ -85,10 +116,21 @@ def _cleaned(pipeline: Any, prompt: str) -> str:
     return prompt_clean(prompt)
 
 
+def _instructed(pipeline: Any, prompt: str) -> str:
+    """Return the prompt after the instruction of Lumina2Pipeline."""
+    return f"{pipeline.system_prompt} <Prompt Start> {prompt}"
+
+
 PROMPTS = {
     "FluxPipeline": Prompts("text_encoder_2", "tokenizer_2", {"prompt_2": None}, pooled="text_encoder"),
-    "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_chat),
+    "ZImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=partial(_chat, thinking=True)),
     "WanPipeline": Prompts(settings={"do_classifier_free_guidance": False}, written=_cleaned),
+    "Flux2Pipeline": Prompts(written=_conversation, layers=3),
+    "Flux2KleinPipeline": Prompts(written=partial(_chat, thinking=False), layers=3),
+    "QwenImagePipeline": Prompts(masked=True, dropped=34, written=_described),
+    "Lumina2Pipeline": Prompts(
+        settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
+    ),
 }
 
 
@@ -115,7 +157,7 @@ class PublishedText:
         self.pipeline, self.family, self.name, self.device = pipeline, family, name, torch.device(device)
         self.prompts = PROMPTS[family.pipelines[0]]
         self.max_tokens = max_tokens or family.text.tokens
-        self.width = self._component(self.prompts.encoder).config.hidden_size
+        self.width = self._component(self.prompts.encoder).config.get_text_config().hidden_size * self.prompts.layers
         self.pooled_width = self._component(self.prompts.pooled).config.hidden_size if self.prompts.pooled else 0
 
     @property
@@ -129,8 +171,9 @@ class PublishedText:
         return torch.nn.ModuleDict({name: self._component(name) for name in names})
 
     @torch.no_grad()
-    def encode(self, captions: list[str], length: int | None = None) -> TextCondition:
-        """Encode captions, on the encoders' device and in their dtype.
+    def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
+        """Encode captions, on the encoders' device and in their dtype. away: in the form of prompts that guidance leads
+        away from.
 
         What the network is to see of padding, ``Text.padding``, decides about the tokens after a caption's last one:
 
@@ -147,14 +190,20 @@ class PublishedText:
         for start in range(0, len(captions), CAPTIONS_AT_ONCE):
             part = captions[start : start + CAPTIONS_AT_ONCE]
             with _quiet(type(self.pipeline).__module__):
-                # A copy of the list, which ZImagePipeline overwrites.
+                # Copies of the list, which ZImagePipeline overwrites.
+                bare = away and self.prompts.bare
+                more = {"do_classifier_free_guidance": True, "negative_prompt": list(part)} if bare else {}
                 found = self.pipeline.encode_prompt(
                     prompt=list(part),
                     device=self.device,
                     max_sequence_length=self.max_tokens,
-                    **self.prompts.settings,
+                    **{**self.prompts.settings, **more},
                 )
-            tokens += list(found[0])
+            found = found[2:] if bare else found
+            rows = list(found[0])
+            if self.prompts.masked and found[1] is not None:
+                rows = [row[mask.bool()] for row, mask in zip(rows, found[1], strict=True)]
+            tokens += rows
             pooled.append(found[1] if self.prompts.pooled else found[0][0].new_zeros(len(part), 0))
         shortest = min(len(row) for row in tokens)
         return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
@@ -173,7 +222,8 @@ class PublishedText:
         if not captions:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
-        return [len(ids) for ids in self._component(self.prompts.tokenizer)(written, verbose=False).input_ids]
+        found = self._component(self.prompts.tokenizer)(written, verbose=False).input_ids
+        return [len(ids) - self.prompts.dropped for ids in found]
 
     def fingerprint(self) -> str:
         """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and
@@ -225,7 +275,7 @@ def _quiet(name: str) -> Iterator[None]:
 def text_widths(folder: Path, family: Family) -> tuple[int, int]:
     """Return (width of the tokens, width of the pooled vector or 0), without weights. Raises as :func:`check_text`."""
     prompts = _prompts(family)
-    width = _width(_encoder_config(folder, prompts.encoder, family))
+    width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
     return width, _width(_encoder_config(folder, prompts.pooled, family)) if prompts.pooled else 0
 
 
@@ -308,7 +358,7 @@ def _load(path: Path, class_name: str, dtype: torch.dtype) -> Any:
         return transformers_model(path, class_name, STEM, dtype)
     import transformers
 
-    tokenizer_class = getattr(transformers, class_name)
+    tokenizer_class = getattr(transformers, TOKENIZER_OF.get(class_name, class_name))
     tokenizer = tokenizer_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # No warning for a caption that is longer than the model takes: it is counted elsewhere.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -8,7 +8,7 @@ plain object, not a module, so that it never becomes part of a model's state.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from annotated_types import Interval, Len
@@ -32,6 +32,7 @@ from opendit.encoders.folder import (
     weight_files,
     weight_shapes,
 )
+from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
 from opendit.encoders.tiles import Tiles, tiles_of
 
 # Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
@@ -220,11 +221,11 @@ class FrozenVAE(Codec):
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """Stable Diffusion's kind of VAE, ours or diffusers' ``AutoencoderKL``; ``chunk`` counts pictures."""
+    """A VAE of IMAGE_CLASSES, ours or diffusers'; ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
-        self.latent_channels, self.downscale = picture_geometry(vae.config)
+        self.latent_channels, self.downscale = IMAGE_CLASSES[vae.config.get("_class_name", KL)](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
         tiles = self._tiles((pixels.shape[-2] // self.downscale, pixels.shape[-1] // self.downscale))
@@ -299,7 +300,14 @@ def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
 
 
 Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
-IMAGE_CLASSES: dict[str, Geometry] = {"AutoencoderKL": picture_geometry}
+KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
+IMAGE_CLASSES: dict[str, Geometry] = {
+    KL: picture_geometry,
+    "AutoencoderKLQwenImage": lambda config: (config["z_dim"], 2 ** (len(config["dim_mult"]) - 1)),
+    FLUX2: lambda config: (4 * config["latent_channels"], 2 * picture_geometry(config)[1]),
+}
+# Classes whose encode and decode are not those of AutoencoderKL -> what gives them these.
+ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {"AutoencoderKLQwenImage": OneFrame, FLUX2: Packed}
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
@@ -314,7 +322,7 @@ def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch
     class_name, config = read_vae_config(str(folder), classes)
     try:
         refuse_adapters(folder)
-        if own and class_name == AutoencoderKL.__name__ and describes(config):
+        if own and class_name == KL and describes(config):
             return _own(folder, config)
         return _of_diffusers(folder, class_name)
     except FileNotFoundError as error:
@@ -379,7 +387,8 @@ class VaeConfig(PretrainedConfig):
     layers_per_block: int = Field(1, ge=1, le=32)
     num_res_blocks: int = Field(1, ge=1, le=32)
     norm_num_groups: int = Field(1, ge=1, le=1024)
-    patch_size: Annotated[int, Interval(ge=1, le=64)] | None = None
+    patch_size: Annotated[int, Interval(ge=1, le=64)] | list[Literal[2]] | None = None
+    batch_norm_eps: Annotated[float, Interval(gt=0, le=1)] = 1e-4
     temporal_compression_ratio: float = Field(1, ge=1, le=64)
     temperal_downsample: Annotated[list[bool], Len(1, 8)] = [True]
     scaling_factor: Positive | None = None
@@ -396,7 +405,9 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     path = Path(name).expanduser() / FILES[0]
     try:
         config = read_file(path, VAE_CONFIG)
-        found = config.get("_class_name", "AutoencoderKL")
+        found = config.get("_class_name", KL)
+        if found == FLUX2 and found in classes:
+            config |= _stored_statistics(path.parent, config)
         if found in classes:
             channels = classes[found](config)[0]
             for key in ("latents_mean", "latents_std"):
@@ -413,6 +424,18 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     if found not in classes:
         raise ValueError(f"--vae {name}: is a {found}, not an {' or '.join(classes)}; {_needs()}")
     return found, config
+
+
+def _stored_statistics(folder: Path, config: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the settings by which latents are normalised, of the statistics among the weights of FLUX.2's VAE."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(folder, STEM):
+        with open_safetensors(path) as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if name.startswith("bn.running")}  # noqa: SIM118
+    if missing := {"bn.running_mean", "bn.running_var"} - found.keys():
+        raise ValueError(f"its weights lack {sorted(missing)[0]}")
+    mean, variance = (found[f"bn.running_{name}"].float() for name in ("mean", "var"))
+    return of_batch_norm(mean, variance, config.get("batch_norm_eps", 1e-4))
 
 
 def _needs() -> str:
@@ -437,7 +460,8 @@ def codec_geometry(name: str, channels: int) -> tuple[int, int]:
         return channels, 1
     if name in HUB:
         return 4, 8
-    return picture_geometry(read_vae_config(name, IMAGE_CLASSES)[1])
+    found, config = read_vae_config(name, IMAGE_CLASSES)
+    return cast(tuple[int, int], IMAGE_CLASSES[found](config))
 
 
 def load_codec(
@@ -460,4 +484,5 @@ def load_codec(
     if name == "none":
         return PixelCodec(channels)
     vae = load_vae(name, IMAGE_CLASSES)
+    vae = ADAPTED.get(type(vae).__name__, lambda vae: vae)(vae)
     return VAECodec(vae, name=name, device=device, dtype=dtype, chunk=chunk, tiling=tiling, compiled=compiled)

@@ -16,6 +16,7 @@ from opendit.encoders.tiles import Tiles
 from opendit.encoders.vae import (
     HUB,
     IMAGE_CLASSES,
+    KL,
     Codec,
     FrozenVAE,
     Geometry,
@@ -198,7 +199,7 @@ def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
     if name in HUB:
         return scale_and_shift(DEFAULTS)
     found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
-    return scale_and_shift(DEFAULTS | config if found in IMAGE_CLASSES else config)
+    return scale_and_shift(DEFAULTS | config if found == KL else config)
 
 
 def load_video_codec(

@@ -13,6 +13,7 @@ branch is not modulated.
     ST-DiT    in frames, along time, [to all], [caption], MLP         layer   GELU
     MovieGen  attention, [caption, not modulated], MLP                rms     SwiGLU
     FLUX.1    attention, MLP, of two streams; then both of one norm   layer   GELU
+    FLUX.2    the same                                                layer   SwiGLU
     Z-Image   attention, MLP, with a norm after each as well          rms     SwiGLU
     Wan       attention, caption (not modulated), MLP                 layer   GELU
 
@@ -103,10 +104,11 @@ class BlockSpec:
     read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
     biases. values: what a modulated branch has, in their order; a shift that is missing is 0. tanh_gates: gates are
     tanh of their values. source: what makes the modulation, a linear layer of the block's ("own"), a table that is
-    added to what all blocks share ("table"), or nothing: then no branch is modulated. condition: width of c (None: D).
-    silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as the other layers). streams:
-    tokens that have weights of their own in this block, in their order in the sequence, ("text", "media"); with () all
-    tokens have the same.
+    added to what all blocks share ("table"), what they share alone ("shared"; of its vectors those from number
+    ``shared_first`` on), or nothing: then no branch is modulated. condition: width of c (None: D). silu: SiLU comes
+    before the linear layer. modulation_bias: it has a bias (None: as the other layers). streams: tokens that have
+    weights of their own in this block, in their order in the sequence, ("text", "media"); with () all tokens have the
+    same.
     """
 
     width: int
@@ -124,7 +126,8 @@ class BlockSpec:
     caption_norm: bool = False
     values: tuple[str, ...] = ("shift", "scale", "gate")
     tanh_gates: bool = False
-    source: Literal["own", "table", "none"] = "own"
+    source: Literal["own", "table", "shared", "none"] = "own"
+    shared_first: int = 0
     condition: int | None = None
     silu: bool = True
     modulation_bias: bool | None = None
@@ -142,6 +145,8 @@ class BlockSpec:
             return NoModulation()
         if self.source == "table":
             return TableModulation(self.width, self.chunks)
+        if self.source == "shared":
+            return SharedModulation(self.shared_first * self.width, self.chunks * self.width)
         options = self.options if self.modulation_bias is None else replace(self.options, bias=self.modulation_bias)
         return modulation(self.width, self.chunks, options, self.condition, self.silu)
 
@@ -400,6 +405,18 @@ class NoModulation(nn.Module):
         return c.new_zeros(len(c), 0)
 
 
+class SharedModulation(nn.Module):
+    """Some of the vectors (B, n) that all blocks share: ``count`` numbers from number ``first`` on."""
+
+    def __init__(self, first: int, count: int):
+        super().__init__()
+        self.part = slice(first, first + count)
+
+    def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        assert shared is not None, "the model makes what its blocks share"
+        return shared[:, self.part]
+
+
 class JointBlock(nn.Module):
     """A block whose tokens of text and of media have weights of their own and one attention (MM-DiT; Esser et al. 2024,
     fig. 2): x (B, N, D) to x, the tokens of one stream after those of the other, or, in packs, sample by sample.
@@ -411,8 +428,10 @@ class JointBlock(nn.Module):
         super().__init__()
         self.spec = spec
         self._ops: BlockOps = BlockOps()
-        for name in spec.streams:
-            self.add_module(name, Block(replace(spec, streams=())))
+        alone = replace(spec, streams=())
+        for number, name in enumerate(spec.streams):
+            first = spec.shared_first + number * alone.chunks
+            self.add_module(name, Block(replace(alone, shared_first=first)))
 
     @property
     def streams(self) -> list[Block]:

@@ -1,5 +1,6 @@
 """The configurations of models. They are stored in checkpoints, and count weights and work without building a model."""
 
+import functools
 import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, cast
@@ -103,6 +104,11 @@ class DiTConfig:
     def shared_modulation(self) -> bool:
         """True if the blocks' modulations are corrections of one that is made once."""
         return self.adaln_lora is not None and self.revision >= 2
+
+    @property
+    def rescaled_guidance(self) -> str:
+        """The parts of a guided prediction that get back the conditional one's norm (``Guidance.rescaled``)."""
+        return ""
 
     @property
     def positions_in_blocks(self) -> bool:
@@ -300,6 +306,7 @@ class DiTConfig:
 
         return plan_of(self).forward_flops(self)
 
+    @functools.cache  # noqa: B019  configurations are few, and plans are priced by the thousand
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
@@ -319,6 +326,7 @@ class DiTConfig:
                 embed += bytes_text.parameters(self.text)
         return self.depth * self.whole_block_parameters() + embed + final
 
+    @functools.cache  # noqa: B019
     def whole_block_parameters(self) -> int:
         """Count the parameters of a block."""
         branches = sum(self._branch_parameters(branch) for branch in self.branches)

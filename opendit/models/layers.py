@@ -505,7 +505,8 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 class TimestepEmbedder(nn.Module):
     """Timestep (B,) to (B, D): sinusoids in fp32, whatever the weights' precision, then a two-layer MLP.
 
-    hidden: width between the two layers (None: D). reversed_from: the network is told this number minus t.
+    hidden: width between the two layers (None: D). reversed_from: the network is told this number minus t. unit: it is
+    divided by this before.
     """
 
     def __init__(
@@ -514,9 +515,11 @@ class TimestepEmbedder(nn.Module):
         frequencies: int = TIME_FREQUENCIES,
         hidden: int | None = None,
         reversed_from: float | None = None,
+        unit: float = 1.0,
     ):
         super().__init__()
         self.frequencies: int = frequencies
+        self.unit: float = unit
         self.reversed_from: float | None = reversed_from
         hidden = dim if hidden is None else hidden
         self.mlp: nn.Sequential = nn.Sequential(nn.Linear(frequencies, hidden), nn.SiLU(), nn.Linear(hidden, dim))
@@ -524,6 +527,8 @@ class TimestepEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         if self.reversed_from is not None:
             t = self.reversed_from - t
+        if self.unit != 1:
+            t = t / self.unit
         return self.mlp(timestep_embedding(t, self.frequencies).to(cast(nn.Linear, self.mlp[0]).weight.dtype))
 
 

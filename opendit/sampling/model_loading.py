@@ -335,7 +335,7 @@ def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
-    return conditioner.encode([negative])
+    return conditioner.encode([negative], away=True)
 
 
 def latent_size(

@@ -375,7 +375,8 @@ class SamplingLoop:
         settings, rows = self.settings, torch.arange(2 * self.samples, device=self.settings.model.device)
         y, null = rows.chunk(2)
         forward = self._guidance
-        guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels)
+        rescaled = settings.model.config.rescaled_guidance
+        guided = cfg_model(forward, y, null, settings.cfg_scale, settings.cfg_channels, rescaled)
         if settings.cfg_interval is None:
             return guided
         conditional = cfg_model(forward, y, null, 1.0)
@@ -386,6 +387,8 @@ class SamplingLoop:
         settings, levels = self.settings, self._trajectory.levels[: self.settings.steps]
         approximations = settings.approximations
         if settings.around is not None or approximations.guidance_every > 1 or len(self._networks) > 1:
+            return None
+        if settings.model.config.rescaled_guidance and self.network.guided:
             return None
         if isinstance(approximations.cache, FirstBlockCache) or not can_fuse(settings.model, settings.size):
             return None

@@ -159,9 +159,9 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
 
 def by_value(objective: str) -> list[str]:
     """Return the flags of a run with this objective that are compared by their values."""
-    names = [item.name for item in flags_of(TrainConfig)]
     others = {name for name, of in OBJECTIVE_FLAGS.items() if of != objective}
-    return [name for name in names if name not in FREE | OF_THE_MODEL | MADE_INTO.keys() | others]
+    left_out = FREE | OF_THE_MODEL | MADE_INTO.keys() | others
+    return [item.name for item in flags_of(TrainConfig) if item.name not in left_out]
 
 
 def _encoders(spec: RunSpecification) -> dict[str, str | None]:
@@ -283,7 +283,8 @@ def changes(stored: dict[str, Any], now: dict[str, Any], step: int) -> list[str]
 
 def _not_recorded(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe the settings that the checkpoint doesn't record, and that can't be compared."""
-    values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in by_value(now["objective"])}
+    compared = set(by_value(now["objective"]))
+    values = {item.name: item.default for item in flags_of(TrainConfig) if item.name in compared}
     missing = [name for name in values if name not in stored]
     if "data" not in stored:  # from before there were fingerprints
         names = ", ".join(["its data", "its code", *map(_called, missing)])

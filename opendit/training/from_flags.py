@@ -354,6 +354,7 @@ def _public_model(
     changes: dict[str, Any] = {"times_are": asked.times_are} if "flow_times" in flags.given else {}
     if "flow_shift" in flags.given:
         changes |= {"shift": asked.shift, "shift_tokens": asked.shift_tokens, "shift_growth": None}
+        changes["empirical_tokens"] = None
     return config, replace(own, **changes)
 
 

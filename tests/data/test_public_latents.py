@@ -18,14 +18,22 @@ from opendit.encoders.published_folder import load_published_codec
 from opendit.encoders.published_text import load_published_text
 from opendit.models import TextConfig
 from opendit.models.families import FAMILIES
-from tests.encoders.published_folders import CLIP_WIDTH, QWEN_WIDTH, T5_WIDTH, write_pipeline
+from tests.encoders.published_folders import CLIP_WIDTH, GEMMA_WIDTH, QWEN_WIDTH, T5_WIDTH, write_pipeline
 from tests.numbers import off_by
 
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
 ROWS = 8
-SIZE = {"flux": 64, "z_image": 64, "wan": 32}
+SIZE = {"flux": 64, "z_image": 64, "wan": 32, "qwen_image": 64, "lumina2": 64, "flux2": 64, "flux2_klein": 64}
 # Tokens of the cached captions, and widths of tokens and pooled vectors.
-FORMS = {"flux": (512, T5_WIDTH, CLIP_WIDTH), "z_image": (None, QWEN_WIDTH, 0), "wan": (None, T5_WIDTH, 0)}
+FORMS = {
+    "flux": (512, T5_WIDTH, CLIP_WIDTH),
+    "z_image": (None, QWEN_WIDTH, 0),
+    "wan": (None, T5_WIDTH, 0),
+    "qwen_image": (None, QWEN_WIDTH, 0),
+    "lumina2": (None, GEMMA_WIDTH, 0),
+    "flux2": (512, 3 * QWEN_WIDTH, 0),
+    "flux2_klein": (512, 3 * QWEN_WIDTH, 0),
+}
 SHARDS = {"tars": [], "files": ["--shard_size", "3"]}
 
 
@@ -87,7 +95,7 @@ def test_a_cache_holds_what_the_folder_encodes(root, made, name):
     index = json.loads((made[name] / "index.json").read_text())
     assert (index["sizes"][0] if "sizes" in index else index)["text"] == {
         "encoder": str(root / name),
-        "max_tokens": 512,
+        "max_tokens": family.text.tokens,
         "pooled": pooled,
     }
     assert len(data) == ROWS
@@ -97,13 +105,15 @@ def test_a_cache_holds_what_the_folder_encodes(root, made, name):
         assert item.text == caption
         torch.testing.assert_close(item.x, codec.moments(source.read(row).x[None])[0], rtol=1e-3, atol=1e-3)
         tokens, mask, vector = item.embedding
-        assert tokens.shape == (512, width) and tokens.dtype == torch.float16 and vector.shape == (pooled,)
+        assert (
+            tokens.shape == (family.text.tokens, width) and tokens.dtype == torch.float16 and vector.shape == (pooled,)
+        )
         used = direct.tokens.shape[1]
         assert torch.equal(mask[:used], direct.mask[0]) and not mask[used:].any() and not tokens[used:].any()
         assert length is None or used == mask.sum() == length
         torch.testing.assert_close(tokens[:used].float(), direct.tokens[0], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(vector.float(), direct.pooled[0], rtol=1e-3, atol=1e-3)
-    empty, (tokens, mask, _) = encoder.encode([""]), about.empty_caption
+    empty, (tokens, mask, _) = encoder.encode([""], away=True), about.empty_caption
     assert (made[name] / EMPTY).is_file()
     used = empty.tokens.shape[1]
     assert torch.equal(mask[:used], empty.mask[0]) and not mask[used:].any()
@@ -195,7 +205,7 @@ def test_a_stopped_cache_goes_on(root, made, tmp_path):
     [
         ("flux", ["--use_video"], "takes pictures; leave --use_video out"),
         ("flux", ["--data_path", "digits"], "has no captions; give a CSV of path,text"),
-        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan"),
+        ("flux", ["--pretrained", "ROOT"], "is no pipeline of flux, z_image, wan, "),
         ("flux", ["--pretrained", "ROOT/nothing"], "doesn't exist"),
         ("flux", ["--text_encoder", "ROOT/wan"], "_class_name is"),
     ],

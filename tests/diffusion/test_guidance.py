@@ -20,6 +20,7 @@ from opendit.diffusion import (
 )
 from opendit.diffusion.guidance import scale_of_family
 from opendit.models.families.base import Guidance
+from tests.models.families.oracles import packed
 
 
 def randn(*shape, seed=0):
@@ -253,6 +254,20 @@ def test_families_are_guided_by_their_formula(formula, scale):
         expected = cond + scale * (cond - uncond) if scale > 0 else cond
     got = cfg_model(CountingModel(), Y, NULL, scale_of_family(Guidance(5.0, formula), scale))(X, T)[:, :4]
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-4)  # of conditions up to 1000
+
+
+@pytest.mark.parametrize("parts", ["row", "patch"])
+def test_guided_predictions_get_back_the_norms_of_conditional_ones(parts):
+    """As the pipelines of Lumina 2 and Qwen-Image write it, the latter of tokens of 2 x 2."""
+    (x, t), generator = (torch.zeros(2, 4, 2, 6), torch.zeros(2)), torch.Generator().manual_seed(0)
+    both = torch.randn(4, 4, 2, 6, generator=generator)
+    got = cfg_model(lambda *_: both, torch.zeros(2), torch.zeros(2), 3.0, rescaled=parts)(x, t)
+    if parts == "patch":
+        both, got = packed(both), packed(got)
+    cond, uncond = both.chunk(2)
+    guided = uncond + 3 * (cond - uncond)
+    wanted = guided * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(guided, dim=-1, keepdim=True))
+    torch.testing.assert_close(got, wanted)
 
 
 # The levels of every sampler's steps, written down again: with 8 steps, the noisiest first

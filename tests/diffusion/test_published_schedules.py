@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -103,6 +104,20 @@ def test_times_of_euler_are_those_of_diffusers(name, steps, tokens):
     np.testing.assert_allclose(trajectory.times, scheduler.sigmas.double(), rtol=0, atol=tolerance)
     points = trajectory.points(noise())[:-1, 0]
     torch.testing.assert_close(points, scheduler.timesteps, rtol=0, atol=2.5e-4)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 50])
+@pytest.mark.parametrize("tokens", [1, 1024, 4300, 4301])
+def test_times_of_flux2_are_those_of_diffusers(tokens, steps):
+    scheduler, _ = euler(**EULER["FLUX.1-dev"])
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=compute_empirical_mu(tokens, steps))
+    objective = FlowObjective(empirical_tokens=0).for_tokens(tokens)
+    times = objective.trajectory(steps).times
+    np.testing.assert_allclose(times, scheduler.sigmas.double(), rtol=0, atol=1.2e-7)
+    u = torch.rand(5, dtype=torch.float64)
+    assert torch.equal(objective.times_at(u), FlowObjective(math.exp(compute_empirical_mu(tokens, 50))).times_at(u))
+    with pytest.raises(ValueError, match="number of tokens is not known"):
+        FlowObjective(empirical_tokens=0).trajectory(steps)
 
 
 @given(

@@ -1,8 +1,8 @@
 """Folders of tiny public models, as diffusers' pipelines read them: tokenizers and encoders made from scratch, random
 weights, nothing of the hub.
 
-``write_pipeline(folder, name)`` writes a whole pipeline of "flux", "z_image", "wan" or "wan_ti2v", with which diffusers
-draws on a CPU in a few seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
+``write_pipeline(folder, name)`` writes a whole pipeline of a family, which diffusers draws with on a CPU in a few
+seconds: pictures of 64x64, clips of 5 frames of 32x32. The other functions write parts of one.
 """
 
 import json
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 LATENT_CHANNELS = 4
-CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH = 24, 20, 16
+CLIP_WIDTH, T5_WIDTH, QWEN_WIDTH, GEMMA_WIDTH = 24, 20, 16, 28
 MEAN, STD = [0.3, -0.2, 0.1, 0.5], [2.0, 0.5, 1.5, 0.8]
-# Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo and Wan2.1-T2V-1.3B.
+# Component -> (library, class), as in the model_index.json of FLUX.1-dev, Z-Image-Turbo, Wan2.1-T2V-1.3B and
+# Qwen-Image.
 COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
     "flux": {
         "tokenizer": ("transformers", "CLIPTokenizer"),
@@ -33,8 +34,33 @@ COMPONENTS: dict[str, dict[str, tuple[str, str]]] = {
         "text_encoder": ("transformers", "UMT5EncoderModel"),
         "vae": ("diffusers", "AutoencoderKLWan"),
     },
+    "qwen_image": {
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+        "vae": ("diffusers", "AutoencoderKLQwenImage"),
+    },
+    "lumina2": {
+        "tokenizer": ("transformers", "GemmaTokenizerFast"),
+        "text_encoder": ("transformers", "Gemma2Model"),
+        "vae": ("diffusers", "AutoencoderKL"),
+    },
 }
-PIPELINES = {"flux": "FluxPipeline", "z_image": "ZImagePipeline", "wan": "WanPipeline"}
+FLUX2 = {
+    "tokenizer": ("transformers", "PixtralProcessor"),
+    "text_encoder": ("transformers", "Mistral3ForConditionalGeneration"),
+    "vae": ("diffusers", "AutoencoderKLFlux2"),
+}
+KLEIN = {"tokenizer": ("transformers", "Qwen2TokenizerFast"), "text_encoder": ("transformers", "Qwen3Model")}
+COMPONENTS |= {"flux2": FLUX2, "flux2_klein": FLUX2 | KLEIN}
+PIPELINES = {
+    "flux": "FluxPipeline",
+    "z_image": "ZImagePipeline",
+    "wan": "WanPipeline",
+    "qwen_image": "QwenImagePipeline",
+    "lumina2": "Lumina2Pipeline",
+    "flux2": "Flux2Pipeline",
+    "flux2_klein": "Flux2KleinPipeline",
+}
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     "flux": (
         "FluxTransformer2DModel",
@@ -78,7 +104,50 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_max_seq_len": 64,
         },
     ),
+    "qwen_image": (
+        "QwenImageTransformer2DModel",
+        {
+            "in_channels": 4 * LATENT_CHANNELS,
+            "out_channels": LATENT_CHANNELS,
+            "num_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": QWEN_WIDTH,
+            "axes_dims_rope": (2, 2, 4),
+        },
+    ),
+    "lumina2": (
+        "Lumina2Transformer2DModel",
+        {
+            "sample_size": 8,
+            "in_channels": LATENT_CHANNELS,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_refiner_layers": 1,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": (4, 2, 2),
+            "axes_lens": (600, 32, 32),
+            "cap_feat_dim": GEMMA_WIDTH,
+        },
+    ),
 }
+for name, told in (("flux2", True), ("flux2_klein", False)):
+    TRANSFORMERS[name] = (
+        "Flux2Transformer2DModel",
+        {
+            "in_channels": 4 * LATENT_CHANNELS,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "attention_head_dim": 8,
+            "num_attention_heads": 2,
+            "joint_attention_dim": 3 * QWEN_WIDTH,
+            "timestep_guidance_channels": 16,
+            "guidance_embeds": told,
+            "axes_dims_rope": (2, 2, 2, 2),
+        },
+    )
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "flux": EULER
@@ -97,7 +166,37 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         "use_flow_sigmas": True,
         "flow_shift": 3.0,
     },
+    "qwen_image": EULER
+    | {
+        "use_dynamic_shifting": True,
+        "base_shift": 0.5,
+        "max_shift": 0.9,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 8192,
+        "shift_terminal": 0.02,
+    },
+    "lumina2": EULER | {"shift": 6.0},
 }
+SCHEDULERS |= dict.fromkeys(("flux2", "flux2_klein"), SCHEDULERS["flux"])
+QWEN_SIZES: dict[str, Any] = {
+    "hidden_size": QWEN_WIDTH,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+}
+# So that Qwen-Image's template has 34 tokens before the prompt, as it has for the published tokenizer.
+DESCRIBED = (
+    "the image by detailing color shape size texture quantity text spatial relationships of objects and background"
+)
+TEMPLATE_WORDS = ("system", "user", "Describe", *(f" {word}" for word in DESCRIBED.split()))
+IMAGE_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+CONVERSATION = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% set mark = 'SYSTEM_PROMPT]' if message.role == 'system' else 'INST]' %}"
+    "{{ '[' + mark }}{% for part in message.content %}{{ part.text }}{% endfor %}{{ '[/' + mark }}{% endfor %}"
+)
 SECOND = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 PICTURES = {"_class_name": "WanImageToVideoPipeline"}
 VISION = {
@@ -186,7 +285,16 @@ def write_flux_text(folder: Path) -> None:
 
 def write_z_image_text(folder: Path) -> None:
     """Write Z-Image's tokenizer, with a chat template, and its encoder of text, a Qwen3 of three layers."""
-    from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(vocab_size=write_qwen_tokenizer(folder), head_dim=8, **QWEN_SIZES)
+    torch.manual_seed(0)
+    randomise(Qwen3Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
+def write_qwen_tokenizer(folder: Path, words: tuple[str, ...] = ()) -> int:
+    """Write Qwen's tokenizer, with a chat template, and return the size of its vocabulary. words: of one token."""
+    from transformers import Qwen2Tokenizer
 
     letters = _byte_letters()
     merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
@@ -194,20 +302,62 @@ def write_z_image_text(folder: Path) -> None:
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, eos_token="<|im_end|>", model_max_length=1024)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(list(words))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder / "tokenizer")
-    config = Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=QWEN_WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=1024,
-    )
+    return len(tokenizer)
+
+
+def write_qwen_image_text(folder: Path) -> None:
+    """Write Qwen-Image's tokenizer and its encoder of text, a Qwen2.5-VL of three layers with a small vision part."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    size = write_qwen_tokenizer(folder, TEMPLATE_WORDS)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+    text = QWEN_SIZES | {"vocab_size": size, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": QWEN_WIDTH}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision | {"fullatt_block_indexes": [0]})
+    torch.manual_seed(0)
+    randomise(Qwen2_5_VLForConditionalGeneration(config), 3).save_pretrained(folder / "text_encoder")
+
+
+def write_flux2_klein_text(folder: Path) -> None:
+    """Write klein's tokenizer and its encoder of text, a Qwen3 of the 27 layers that are read and one more."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(vocab_size=write_qwen_tokenizer(folder), head_dim=8, **QWEN_SIZES | {"num_hidden_layers": 28})
     torch.manual_seed(0)
     randomise(Qwen3Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
+def write_flux2_text(folder: Path) -> None:
+    """Write FLUX.2's processor of words and pictures, and its encoder, a Mistral 3 of 31 layers with a small vision
+    part."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        PixtralImageProcessor,
+        PixtralProcessor,
+        PreTrainedTokenizerFast,
+    )
+
+    special = ["<pad>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", *IMAGE_TOKENS]
+    vocabulary = {piece: i for i, piece in enumerate([*special, *_byte_letters(), "se", "ve", "seve", "seven"])}
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
+    words = Tokenizer(models.BPE(vocabulary, merges))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "extra_special_tokens": special[3:]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", model_max_length=4096, **names)
+    PixtralProcessor(PixtralImageProcessor(), tokenizer, chat_template=CONVERSATION).save_pretrained(
+        folder / "tokenizer"
+    )
+    text = QWEN_SIZES | {"vocab_size": len(tokenizer), "num_hidden_layers": 31, "head_dim": 8, "model_type": "mistral"}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"head_dim": 8, "model_type": "pixtral", "image_size": 28, "patch_size": 14}
+    torch.manual_seed(0)
+    config = Mistral3Config(text_config=text, vision_config=vision)
+    randomise(Mistral3ForConditionalGeneration(config), 3).save_pretrained(folder / "text_encoder")
 
 
 def write_wan_text(folder: Path) -> None:
@@ -233,7 +383,41 @@ def write_vision(folder: Path) -> None:
     randomise(CLIPVisionModel(config), 6).save_pretrained(folder / "image_encoder")
 
 
-WRITE_TEXT = {"flux": write_flux_text, "z_image": write_z_image_text, "wan": write_wan_text}
+def write_lumina2_text(folder: Path) -> None:
+    """Write Lumina 2's tokenizer, which pads on the left unless its pipeline says otherwise, and its encoder of text, a
+    Gemma2 of three layers."""
+    from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
+
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = [("s", "e"), ("v", "e"), ("se", "ve"), ("seve", "n")]
+    letters = "▁abcdefghijklmnopqrstuvwxyzYP<>.-"
+    vocabulary = {piece: i for i, piece in enumerate([*pieces, *letters, *("".join(pair) for pair in merges)])}
+    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=merges, model_max_length=1024, add_bos_token=True)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    config = Gemma2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=GEMMA_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        max_position_embeddings=1024,
+    )
+    torch.manual_seed(0)
+    randomise(Gemma2Model(config), 3).save_pretrained(folder / "text_encoder")
+
+
+WRITE_TEXT = {
+    "flux": write_flux_text,
+    "z_image": write_z_image_text,
+    "wan": write_wan_text,
+    "qwen_image": write_qwen_image_text,
+    "flux2": write_flux2_text,
+    "flux2_klein": write_flux2_klein_text,
+    "lumina2": write_lumina2_text,
+}
 WRITE_TEXT |= dict.fromkeys(INDEX, write_wan_text)
 
 
@@ -243,9 +427,10 @@ def write_vae(folder: Path, name: str) -> None:
     import diffusers
 
     torch.manual_seed(0)
-    if name.startswith("wan"):
+    if name == "qwen_image" or name.startswith("wan"):
+        kind = diffusers.AutoencoderKLQwenImage if name == "qwen_image" else diffusers.AutoencoderKLWan
         more = dict(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
-        vae = diffusers.AutoencoderKLWan(
+        vae = kind(
             base_dim=4,
             z_dim=LATENT_CHANNELS,
             dim_mult=[1, 1, 1, 1],
@@ -256,18 +441,23 @@ def write_vae(folder: Path, name: str) -> None:
             **(more if name == "wan_ti2v" else {}),
         )
     else:
-        vae = diffusers.AutoencoderKL(
+        flux2 = name.startswith("flux2")
+        kind: Any = diffusers.AutoencoderKLFlux2 if flux2 else diffusers.AutoencoderKL
+        vae = kind(
             block_out_channels=(8, 8, 8, 8),
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
             layers_per_block=1,
             norm_num_groups=2,
             latent_channels=LATENT_CHANNELS,
-            scaling_factor=0.3611,
-            shift_factor=0.1159,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
+            use_quant_conv=flux2,
+            use_post_quant_conv=flux2,
+            **({} if flux2 else {"scaling_factor": 0.3611, "shift_factor": 0.1159}),
         )
+        if flux2:
+            generator = torch.Generator().manual_seed(5)
+            for statistics in (vae.bn.running_mean, vae.bn.running_var):
+                statistics.copy_(torch.rand(statistics.shape, generator=generator) + 0.1)
     randomise(vae, 4).save_pretrained(folder / "vae")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 from safetensors.torch import load_file, save_file
 
 from opendit.encoders.folder import PIPELINE_INDEX, transformers_model
@@ -19,12 +20,14 @@ from opendit.models.families import FAMILIES
 from tests.encoders.published_folders import (
     CLIP_WIDTH,
     COMPONENTS,
+    GEMMA_WIDTH,
     PIPELINES,
     QWEN_WIDTH,
     T5_WIDTH,
     TRANSFORMERS,
     write_pipeline,
 )
+from tests.models.families.oracles import packed, unpacked
 
 LONG = "a seven " * 400  # more than 512 tokens of every tokenizer
 CAPTIONS = ["a seven moving left", "", LONG, "  It&amp;#39;s\n seven seven ", "zwei fünf"]
@@ -56,8 +59,20 @@ def expected(pipeline, captions, tokens=512):
     kind = type(pipeline).__name__
     if kind == "FluxPipeline":
         return pipeline.encode_prompt(list(captions), None, max_sequence_length=tokens)[:2]
+    if kind.startswith("Flux2"):
+        return pipeline.encode_prompt(list(captions), max_sequence_length=tokens)[0], None
+    if kind == "QwenImagePipeline":
+        found, mask = pipeline.encode_prompt(list(captions), max_sequence_length=tokens)
+        lengths = [tokens if mask is None else int(row.sum()) for row in (mask if mask is not None else found)]
+        return [row[:length] for row, length in zip(found, lengths, strict=True)], None
     options = {"do_classifier_free_guidance": False, "max_sequence_length": tokens}
-    return pipeline.encode_prompt(list(captions), **options)[0], None
+    found = pipeline.encode_prompt(list(captions), **options)
+    if kind == "Lumina2Pipeline":
+        return [row[mask.bool()] for row, mask in zip(*found[:2], strict=True)], None
+    return found[0], None
+
+
+UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "qwen_image": QWEN_WIDTH}  # family -> width of its tokens
 
 
 # ---------------------------------------------------------------- text
@@ -68,7 +83,7 @@ def expected(pipeline, captions, tokens=512):
 def test_encode_is_diffusers(name, captions, encoders, pipelines):
     encoder, count = encoders[name], len(captions)
     got = encoder.encode(captions)
-    want, pooled = expected(pipelines[name], captions)
+    want, pooled = expected(pipelines[name], captions, FAMILIES[name].text.tokens)
     assert isinstance(got, TextCondition) and got.mask.dtype == torch.bool and not got.tokens.requires_grad
     assert got.mask.shape == got.tokens.shape[:2] and len(got) == count and got.tokens.shape[2] == encoder.width
     if name == "flux":
@@ -76,10 +91,10 @@ def test_encode_is_diffusers(name, captions, encoders, pipelines):
         torch.testing.assert_close(got.pooled, pooled)
     else:
         assert got.pooled.shape == (count, 0)
-    if name != "z_image":
+    if name not in UNPADDED:
         torch.testing.assert_close(got.tokens, want, rtol=1e-5, atol=1e-6)
         return
-    assert got.tokens.shape == (count, max(map(len, want)), QWEN_WIDTH)
+    assert got.tokens.shape == (count, max(map(len, want)), UNPADDED[name])
     for row, tokens in enumerate(want):
         torch.testing.assert_close(got.tokens[row, : len(tokens)], tokens, rtol=1e-5, atol=1e-6)
         assert got.mask[row].tolist() == [True] * len(tokens) + [False] * (got.tokens.shape[1] - len(tokens))
@@ -91,12 +106,41 @@ def test_counts_are_those_of_the_mask(name, encoders, pipelines):
     encoder = encoders[name]
     counts = encoder.count_tokens(CAPTIONS)
     assert counts[2] > 512 and encoder.count_tokens([]) == []
-    if name == "flux":  # whose mask tells nothing
-        ids = pipelines[name].tokenizer_2(CAPTIONS, padding="max_length", max_length=512, truncation=True).input_ids
-        found = [sum(token != 0 for token in row) for row in ids]
+    if name.startswith("flux"):  # whose mask tells nothing
+        found = attended(name, pipelines[name])
     else:
         found = encoder.encode(CAPTIONS).mask.sum(1).tolist()
-    assert found == [min(count, 512) for count in counts]
+    assert found == [min(count, encoder.max_tokens) for count in counts]
+
+
+def test_lumina2_leads_away_from_bare_prompts(encoders, pipelines):
+    """Without the instruction that comes before the others, the empty one included."""
+    got = encoders["lumina2"].encode(CAPTIONS, away=True)
+    with torch.no_grad():
+        *_, want, mask = pipelines["lumina2"].encode_prompt(["a"] * len(CAPTIONS), negative_prompt=list(CAPTIONS))
+    assert got.mask.sum(1).tolist() == mask.sum(1).tolist() and got.mask[1].sum() == 1
+    longest = got.tokens.shape[1]
+    torch.testing.assert_close(got.tokens, want[:, :longest] * mask[:, :longest, None], rtol=1e-5, atol=1e-6)
+    assert torch.equal(got.mask, mask[:, :longest].bool())
+
+
+def attended(name, pipeline):
+    """Return how many tokens of CAPTIONS are no padding, as the pipelines of FLUX count them."""
+    how = {"padding": "max_length", "max_length": 512, "truncation": True}
+    if name == "flux":
+        ids = pipeline.tokenizer_2(CAPTIONS, **how).input_ids
+        return [sum(token != 0 for token in row) for row in ids]
+    if name == "flux2":
+        how |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        messages = format_input(CAPTIONS, pipeline.system_message)
+        return pipeline.tokenizer.apply_chat_template(messages, **how)["attention_mask"].sum(1).tolist()
+    found = []
+    for caption in CAPTIONS:
+        message = [{"role": "user", "content": caption}]
+        chat = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        text = pipeline.tokenizer.apply_chat_template(message, **chat)
+        found.append(sum(pipeline.tokenizer(text, **how).attention_mask))
+    return found
 
 
 def test_wan_zeroes_padding(encoders):
@@ -157,7 +201,7 @@ def test_the_folders_are_as_the_family_says(name, folders):
     """The table of the tests is that of the published folders, and was not derived from the family's."""
     family = FAMILIES[name]
     assert family.components == COMPONENTS[name]
-    assert (family.pipelines, family.network) == ((PIPELINES[name],), TRANSFORMERS[name][0])
+    assert (family.pipelines[0], family.network) == (PIPELINES[name], TRANSFORMERS[name][0])
     check_index(folders[name], family)
 
 
@@ -189,15 +233,25 @@ def test_fingerprints(name, encoders, folders):
 
 def test_widths_need_no_weights(folders):
     widths = {name: text_widths(folder, FAMILIES[name]) for name, folder in folders.items()}
-    assert widths == {"flux": (T5_WIDTH, CLIP_WIDTH), "z_image": (QWEN_WIDTH, 0), "wan": (T5_WIDTH, 0)}
+    assert widths == {
+        "flux": (T5_WIDTH, CLIP_WIDTH),
+        "flux2": (3 * QWEN_WIDTH, 0),
+        "flux2_klein": (3 * QWEN_WIDTH, 0),
+        "wan": (T5_WIDTH, 0),
+        **{name: (width, 0) for name, width in UNPADDED.items()},
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("flux", {"height": 64, "width": 64}),
+        ("flux2", {"height": 64, "width": 64}),
+        ("flux2_klein", {"height": 64, "width": 64}),
         ("z_image", {"height": 64, "width": 64, "guidance_scale": 3.0}),
         ("wan", {"height": 32, "width": 32, "num_frames": 5}),
+        ("qwen_image", {"height": 64, "width": 64, "negative_prompt": " "}),
+        ("lumina2", {"height": 64, "width": 64}),
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
@@ -207,7 +261,9 @@ def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
     runs = [("a seven", 0, 3), ("a seven", 0, 3), ("left", 0, 3), ("a seven", 1, 3), ("a seven", 0, 2)]
     for prompt, seed, steps in runs:
         generator = torch.Generator().manual_seed(seed)
-        drawn.append(pipeline(prompt, num_inference_steps=steps, generator=generator, output_type="latent", **sizes)[0])
+        drawn.append(
+            pipeline(prompt=prompt, num_inference_steps=steps, generator=generator, output_type="latent", **sizes)[0]
+        )
     assert all(torch.as_tensor(latents).isfinite().all() for latents in drawn)
     assert torch.equal(drawn[0], drawn[1])
     assert all((drawn[0] - latents).abs().max() > 1e-3 for latents in drawn[2:])
@@ -216,36 +272,67 @@ def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
 # ---------------------------------------------------------------- latents
 
 
+def same(x):
+    return x
+
+
+# How pictures are given to an autoencoder, and latents of ours as its own; both the other way.
+FORMS = {
+    "qwen_image": (lambda x: x.unsqueeze(2), lambda x: x.squeeze(2), lambda z: z.unsqueeze(2), lambda z: z.squeeze(2)),
+    **dict.fromkeys(
+        ("flux2", "flux2_klein"),
+        (
+            same,
+            same,
+            lambda z: unpacked(z.flatten(2).transpose(1, 2), (len(z), z.shape[1] // 4, *(2 * n for n in z.shape[2:]))),
+            lambda z: packed(z).transpose(1, 2).reshape(len(z), -1, *(n // 2 for n in z.shape[2:])),
+        ),
+    ),
+}
+LATENTS = {"wan": (4, 2, 4, 6), "flux2": (16, 4, 3), "flux2_klein": (16, 4, 3)}  # of pictures of 64 x 48 or clips
+
+
 @NAMES
 def test_vae_is_diffusers(name, folders, pipelines):
     codec, vae = load_published_codec(folders[name], FAMILIES[name], device="cpu"), pipelines[name].vae
     generator = torch.Generator().manual_seed(1)
     sizes = (5, 32, 48) if name == "wan" else (64, 48)
     pixels = torch.rand(2, 3, *sizes, generator=generator) * 2 - 1
+    framed, frame, as_theirs, as_ours = FORMS.get(name, (same, same, same, same))
     with torch.no_grad():
-        posterior = vae.encode(pixels).latent_dist
+        posterior = vae.encode(framed(pixels)).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator)
-    latents, z = codec.encode(pixels, noise), posterior.mean + posterior.std * noise
-    if name == "wan":  # the mean and the inverse deviation, as WanPipeline writes them
+    latents, z = codec.encode(pixels, as_ours(noise)), posterior.mean + posterior.std * noise
+    if name in ("wan", "qwen_image"):  # the mean and the inverse deviation, as WanPipeline writes them
         mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
-        normalised, restored = (z - mean) / std, latents / (1 / std) + mean
+        normalised, restored = as_ours((z - mean) / std), as_theirs(latents) / (1 / std) + mean
+    elif name.startswith("flux2"):
+        mean, variance = (part.view(1, -1, 1, 1) for part in (vae.bn.running_mean, vae.bn.running_var))
+        std = torch.sqrt(variance + vae.config.batch_norm_eps)
+        normalised, restored = (as_ours(z) - mean) / std, as_theirs(latents * std + mean)
     else:
         shift, scale = vae.config.shift_factor, vae.config.scaling_factor
         normalised, restored = (z - shift) * scale, latents / scale + shift
     torch.testing.assert_close(latents, normalised, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(codec.sample(codec.moments(pixels), noise), latents, rtol=0, atol=0)
+    torch.testing.assert_close(codec.sample(codec.moments(pixels), as_ours(noise)), latents, rtol=0, atol=0)
     with torch.no_grad():
-        decoded = vae.decode(restored).sample.clamp(-1, 1)
+        decoded = frame(vae.decode(restored).sample.clamp(-1, 1))
     torch.testing.assert_close(codec.decode(latents), decoded, rtol=1e-4, atol=1e-4)
-    assert latents.shape[1:] == ((4, 2, 4, 6) if name == "wan" else (4, 8, 6)) and decoded.shape == pixels.shape
+    assert latents.shape[1:] == LATENTS.get(name, (4, 8, 6)) and decoded.shape == pixels.shape
 
 
 @NAMES
 def test_vae_geometry_needs_no_weights(name, folders):
     vae = check_vae(folders[name], FAMILIES[name])
-    assert video_geometry(vae, 3) == (4, 8, 4 if name == "wan" else 1)
+    flux2 = name.startswith("flux2")
+    assert video_geometry(vae, 3) == ((16, 16, 1) if flux2 else (4, 8, 4 if name == "wan" else 1))
     scale, shift = codec_scale(vae)
-    assert (len(scale) == len(shift) == 4) if name == "wan" else (scale, shift) == (0.3611, 0.1159)
+    if flux2 or name in ("wan", "qwen_image"):
+        assert len(scale) == len(shift) == (16 if flux2 else 4)
+        codec = load_published_codec(folders[name], FAMILIES[name], device="cpu")
+        assert (scale, shift) == (codec.scaling_factor, codec.shift_factor)
+    else:
+        assert (scale, shift) == (0.3611, 0.1159)
 
 
 # ---------------------------------------------------------------- what is wrong with a folder
@@ -280,6 +367,7 @@ def message(kind, work, *arguments, **options):
         ("flux", {"tokenizer_2": ["transformers", "T5Tokenizer"], "tokenizer": ["transformers", "CLIPTokenizerFast"]}),
         ("z_image", {"text_encoder": ["transformers", "Qwen3ForCausalLM"]}),
         ("wan", {"tokenizer": ["transformers", "T5Tokenizer"], "boundary_ratio": 0.9, "expand_timesteps": False}),
+        ("lumina2", {"_class_name": "Lumina2Text2ImgPipeline", "tokenizer": ["transformers", "GemmaTokenizer"]}),
     ],
 )
 def test_classes_under_their_other_names(copy, name, changes):

@@ -1,19 +1,11 @@
-"""The tests that run in Triton's interpreter: in processes of their own, one for each tuple (test_interpreter.py)."""
+"""The tests that run in Triton's interpreter: in processes of their own, one for each tuple (test_interpreter.py).
+Those of the tuple with test_fp8_sequence.py are in thorough.txt: tests/gpu has the same on the GPU."""
 
 INTERPRETED = (
     ("test_operators.py",),
-    (  # those with ranks
-        "test_kernels_in_models.py",
-        "test_packed_models.py",
-        "test_fp8.py",
-        "test_fp8_sequence.py",
-        "test_recompute.py",
-        "test_fp8_shards.py",
-        "test_fp8_fsdp.py",
-        "test_public_fp8.py",
-        "test_fp8_lora.py",
-        "test_tensor_parallel.py",
-    ),
+    ("test_kernels_in_models.py", "test_packed_models.py", "test_recompute.py", "test_tensor_parallel.py"),
+    ("test_fp8.py",),
+    ("test_fp8_sequence.py", "test_fp8_shards.py", "test_fp8_fsdp.py", "test_public_fp8.py", "test_fp8_lora.py"),
     (
         "test_add_table.py",
         "test_filled_heads.py",

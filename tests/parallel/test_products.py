@@ -26,7 +26,7 @@ from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import build_runner
-from tests.models.families.oracles import FLUX, WAN, Z_IMAGE, randomise
+from tests.models.families.oracles import FLUX, FLUX2, WAN, Z_IMAGE, randomise
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
@@ -47,6 +47,7 @@ CONFIGS: dict[str, DiTConfig] = {
     "axial": replace(MODELS["ST-DiT"], text=None, num_classes=5, full_attention=False),
     # Public models; two heads, tokens of media and captions that 2 ranks can't share evenly.
     "flux": public_config("flux", FLUX, (6, 10), 7),
+    "flux2": public_config("flux2", FLUX2, (3, 5), 7),
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
     "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, {"expand_timesteps": True}),
 }
@@ -148,12 +149,13 @@ CASES = {
     "LoRA": LORA_CASES,
     **{
         name: [
-            Case(dict(tp=2), "fsdp", model=name, sharding=FREED, micro_batches=2),
+            Case(dict(tp=2), "fsdp", model=other, sharding=FREED, micro_batches=2),
             Case(dict(sp=2), "zero2", model=name, how=CHECKPOINTED),
             Case(dict(pp=2), "fsdp", model=name, micro_batches=4, sharding=FREED, how=CHECKPOINTED),
-            Case(dict(pp=2, tp=2), "zero2", model=name, micro_batches=4),
+            Case(dict(pp=2, tp=2), "zero2", model=other, micro_batches=4),
         ]
         for name in PUBLIC
+        for other in ("flux2" if name == "flux" else name,)  # which has what FLUX.1 has, and modulation that is shared
     },
 }
 # In half precision, against zero2 without other parallelism, the first of each list.

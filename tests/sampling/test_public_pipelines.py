@@ -17,8 +17,8 @@ import opendit
 import sample
 from opendit.diffusion.random import initial_noise
 from opendit.sampling.pipeline import Pipeline
-from tests.encoders.published_folders import write_pipeline
-from tests.models.families.oracles import networks
+from tests.encoders.published_folders import write_index, write_pipeline
+from tests.models.families.oracles import networks, packed, unpacked
 from tests.ranks import run_ranks, several_programs
 
 PROMPTS = ["a sign that says open", "fog", "a lighthouse above the fog, seen from the sea in the evening"]
@@ -26,7 +26,11 @@ SIZES: dict[str, dict[str, Any]] = {
     "flux": {"size": (64, 48)},
     "z_image": {"size": (48, 64)},
     "wan": {"size": (32, 48), "frames": 5},
+    "qwen_image": {"size": (64, 48)},
+    "lumina2": {"size": (64, 48)},
 }
+SIZES |= dict.fromkeys(("flux2", "flux2_klein"), {"size": (64, 48)})
+PACKED = ("flux", "qwen_image")  # whose pipelines take and give latents as tokens
 STEPS = 4
 
 
@@ -44,28 +48,26 @@ def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, outpu
     pipeline = networks().DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     height, width = SIZES[name]["size"]
-    more: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
+    scale = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
+    more: dict[str, Any] = {} if guidance is None else {scale: guidance}
+    if name == "qwen_image":  # which is not guided without
+        more["negative_prompt"] = [""] * len(prompts)
     if name == "wan":
         more["num_frames"] = SIZES[name]["frames"]
-    latents = packed(noise) if name == "flux" else noise
+    latents = packed(noise) if name in PACKED else noise
     drawn = pipeline(
         prompt=prompts, height=height, width=width, num_inference_steps=STEPS, latents=latents, output_type=output,
         **more,
     )[0]  # fmt: skip
-    if name == "flux" and output == "latent":
+    if name == "flux2" and output == "latent":
+        drawn = drawn.transpose(1, 2).reshape(noise.shape)
+    if name == "flux2_klein" and output == "latent":  # they are not normalised, and their patches are not channels
+        norm = pipeline.vae.bn
+        mean, std = norm.running_mean, torch.sqrt(norm.running_var + pipeline.vae.config.batch_norm_eps)
+        drawn = ((packed(drawn) - mean) / std).transpose(1, 2).reshape(noise.shape)
+    if name in PACKED and output == "latent":
         drawn = unpacked(drawn, noise.shape)
     return drawn
-
-
-def packed(x: Tensor) -> Tensor:
-    """Patches of 2 x 2 of x (B, C, H, W) as FLUX's tokens (B, N, 4 C)."""
-    B, C, H, W = x.shape
-    return x.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, -1, 4 * C)
-
-
-def unpacked(tokens: Tensor, shape: torch.Size) -> Tensor:
-    B, C, H, W = shape
-    return tokens.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
 
 def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tuple[Tensor, Tensor, list[Any]]:
@@ -81,10 +83,10 @@ def ours(pipe: Pipeline, name: str, guidance: float, prompts: list[str]) -> tupl
 @pytest.mark.parametrize("guidance", [None, 0.0, 2.5])
 @pytest.mark.parametrize("name", SIZES)
 def test_latents_are_those_of_diffusers(name, guidance, folders):
-    if (name, guidance) == ("flux", 0.0):
+    if name in ("flux", "flux2") and guidance == 0:
         guidance = 1.0
     pipe = opendit.load(folders[name])
-    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0}[name]
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0}.get(name, 4.0)
     noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()
@@ -112,6 +114,7 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(picture))
 
 
+SHARED = ("flux", "z_image", "wan")  # drawn on two ranks
 WAYS = ("--cfg_parallel", "--tensor_parallel_size 2", "--sequence_parallel_size 2")
 REFUSED = [  # (family, flags, words of the error)
     ("flux", "--cfg_parallel", "--cfg_parallel: "),
@@ -146,10 +149,10 @@ def programs(mesh, commands: list[list[str]]) -> list[tuple[Any, str]]:
 
 def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks, monkeypatch):
     monkeypatch.setattr("opendit.parallel.supervisor.close_mesh", lambda: None)
-    ways = [(name, way) for name in SIZES for way in WAYS if (name, way) != ("flux", "--cfg_parallel")]
+    ways = [(name, way) for name in SHARED for way in WAYS if (name, way) != ("flux", "--cfg_parallel")]
     runs = ways + [(name, flags) for name, flags, _ in REFUSED]
     commands = [command(folders, name, way, tmp_path / f"{name} {way}") for name, way in runs]
-    alone = {name: draw(command(folders, name, "", tmp_path / name))[0] for name in SIZES}
+    alone = {name: draw(command(folders, name, "", tmp_path / name))[0] for name in SHARED}
     both = [*zip(*run_ranks(2, programs, commands), strict=True)]
     for (name, way), ((latents, _), (others, _)) in zip(ways, both[: len(ways)], strict=True):
         assert np.array_equal(latents, others), (name, way)
@@ -162,6 +165,14 @@ def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks
     "change,message",
     [
         (lambda f: (f / "transformer" / "config.json").write_text("{}"), "_class_name is missing"),
+        (
+            lambda f: (f / "transformer" / "config.json").write_text('{"_class_name": "SanaTransformer2DModel"}'),
+            "'SanaTransformer2DModel' is a network that is not known; known are Flux2Transformer2DModel, ",
+        ),
+        (
+            lambda f: write_index(f, "z_image", _class_name="ZImageControlNetPipeline"),
+            "not ZImagePipeline; other pipelines of z_image, such as those that are given pictures, are not known",
+        ),
         (lambda f: (f / "vae" / "config.json").unlink(), "vae"),
         (lambda f: next((f / "transformer").glob("*.safetensors")).unlink(), "safetensors"),
         (lambda f: next((f / "text_encoder").glob("*.safetensors")).unlink(), "safetensors"),

@@ -1,6 +1,7 @@
 """LoRA of public models: from the folder of a pipeline to weights that diffusers adds to its own."""
 
 import json
+import re
 
 import diffusers
 import numpy as np
@@ -20,6 +21,10 @@ from tests.training.test_public_training import FAMILIES, folders, losses, run, 
 
 # Captions as long as the folders' own: FLUX.1 and Wan attend to their padding.
 LORA = "--lora 2 --lora_alpha 12 --lr 3e-2 --ema_decay 0.1 --no_ema_warmup --max_text_tokens 512 --batch_size 8".split()
+
+
+# Layers that no output depends on: of Qwen-Image's last block, whose captions nothing reads.
+UNREAD = r"transformer_blocks\.1\.(attn\.(add_q_proj|to_add_out)|txt_mlp)"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,9 @@ def test_diffusers_adds_what_we_merge(folders, trained, name, tmp_path):  # noqa
     with safe_open(file, "pt") as opened:
         layers = {key.split(".lora_")[0].removeprefix("transformer.") for key in opened.keys()}  # noqa: SIM118
         metadata = opened.metadata()
-    assert changed == {f"{layer}.weight" for layer in layers} and len(changed) > 10
+    still = {f"{layer}.weight" for layer in layers} - changed
+    assert changed <= {f"{layer}.weight" for layer in layers} and len(changed) > 10
+    assert not [key for key in still if not (name == "qwen_image" and re.match(UNREAD, key))]
     assert (metadata["base"], metadata["trained_rank"], metadata["trained_alpha"]) == (name, "2", "12")
     ours, opened = load_pretrained(folders / name, lora=[(file, 1.0)])[0], open_published(merged, KNOWN).tensors()
     assert all((part - opened.read(key)).abs().max() <= 1e-6 for key, part in ours.named_parameters())

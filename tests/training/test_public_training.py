@@ -1,5 +1,5 @@
 """Training of public models by train.py, from the folder of a pipeline to a picture and to a folder that diffusers
-loads: tiny FLUX.1, Z-Image and Wan 2.1."""
+loads: tiny models of every family."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ from tests.numbers import off_by
 from tests.ranks import run_ranks, several_programs
 from train import EagerPasses
 
-FAMILIES = ("flux", "z_image", "wan")
+FAMILIES = ("flux", "z_image", "wan", "qwen_image", "flux2_klein")
 SIZES = {"z_image": {"dim": 48, "n_heads": 6, "n_kv_heads": 6}}  # an MLP that two ranks can divide
 STEPS = 4
 WORDS = ("seven", "a seven of many words, and so of more than thirty two tokens", "", "one")
@@ -182,6 +182,8 @@ PACKS = {
     "wan": "--pack_tokens 16 --grad_accumulation 2",
     "flux": "--pack_tokens 192 --grad_accumulation 2",
     "z_image": "--pack_tokens 192 --grad_accumulation 2",
+    "qwen_image": "--pack_tokens 192 --grad_accumulation 2",
+    "flux2_klein": "--pack_tokens 160 --grad_accumulation 2",
 }
 
 

@@ -26,6 +26,7 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least
 SETTINGS = DESCRIPTIONS["flow"].settings
 
 TIME_SCALE = 1000.0  # the network's time at t = 1
+EMPIRICAL_STEPS = 50  # FLUX.2's pipelines' own
 MOST_GROWTH = 50.0  # of ln(shift), far beyond any use
 
 
@@ -64,6 +65,19 @@ def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
         above = (times(middle) < t) == rises
         low, high = torch.where(above, middle, low), torch.where(above, high, middle)
     return (low + high) / 2
+
+
+def empirical_shift(tokens: int, steps: int) -> float:
+    """Return the shift of FLUX.2's pipelines (``compute_empirical_mu``).
+
+    ln(shift) is linear in the number of tokens for 10 steps and for 200, and linear in the steps between; of more than
+    4300 tokens it is that of 200 steps.
+    """
+    most = 0.00016927 * tokens + 0.45666666
+    if tokens > 4300:
+        return math.exp(most)
+    slope = (most - (8.73809524e-05 * tokens + 1.89833333)) / 190
+    return math.exp(slope * steps + most - 200 * slope)
 
 
 def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -153,6 +167,8 @@ class FlowObjective(Objective):
     shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
     discrete_times: sampling at the times of ``discrete_times``.
     least, most: the times of training, of a network that others stand in for elsewhere.
+    empirical_tokens: shift is that of ``empirical_shift`` for this number of tokens, 0 until it is known, and for the
+        steps of sampling; in training, for EMPIRICAL_STEPS.
     """
 
     name: ClassVar[str] = "flow"
@@ -167,6 +183,7 @@ class FlowObjective(Objective):
     discrete_times: bool = False
     least: float | None = None
     most: float | None = None
+    empirical_tokens: int | None = None
 
     def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
@@ -181,7 +198,7 @@ class FlowObjective(Objective):
             raise ValueError("shift_terminal: discrete_times end at 1/1000; leave one of them out")
 
     def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
-        if self.shift_tokens is None:
+        if self.shift_tokens is None and self.empirical_tokens is None:
             return super().times(seed, step, index)
         if tokens is None:
             raise ValueError("--flow_shift_tokens: the samples' numbers of tokens are not known; give them")
@@ -190,11 +207,15 @@ class FlowObjective(Objective):
         return self._times(u, shifts.to(u.device))
 
     def for_tokens(self, tokens: int) -> "Objective":
+        if self.empirical_tokens is not None:
+            return replace(self, empirical_tokens=tokens)
         if self.shift_tokens is None:
             return self
         return replace(self, shift=self._shift_of(tokens), shift_tokens=None, shift_growth=None)
 
     def _shift_of(self, tokens: int) -> float:
+        if self.empirical_tokens is not None:
+            return empirical_shift(tokens, EMPIRICAL_STEPS)
         assert self.shift_tokens is not None  # checked by the callers
         if self.shift_growth is None:
             return self.shift * math.sqrt(tokens / self.shift_tokens)
@@ -206,8 +227,11 @@ class FlowObjective(Objective):
         return self.shift * math.exp(exponent)
 
     def times_at(self, u: Tensor) -> Tensor:
+        return self._times(u, self._shift_for(EMPIRICAL_STEPS))
+
+    def _shift_for(self, steps: int) -> float:
         self._check_resolved()
-        return self._times(u, self.shift)
+        return empirical_shift(self.empirical_tokens, steps) if self.empirical_tokens else self.shift
 
     def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
         """Return the times of u in (0, 1): those that the shares of all times below ``least`` and ``most`` leave."""
@@ -222,7 +246,7 @@ class FlowObjective(Objective):
         return shift_times(made(low + u * (high - low)), shift)
 
     def _check_resolved(self) -> None:
-        if self.shift_tokens is not None:
+        if self.shift_tokens is not None or self.empirical_tokens == 0:
             raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
@@ -242,10 +266,10 @@ class FlowObjective(Objective):
         return error.square().flatten(1).mean(1)
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
-        self._check_resolved()
+        shift = self._shift_for(steps)
         if self.discrete_times:
-            return FlowTrajectory(*discrete_times(steps, self.shift))
-        return FlowTrajectory(sampling_times(steps, self.shift, self.shift_terminal))
+            return FlowTrajectory(*discrete_times(steps, shift))
+        return FlowTrajectory(sampling_times(steps, shift, self.shift_terminal))
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep / TIME_SCALE

@@ -1,5 +1,8 @@
 """Public models by family, as data on the grammar of blocks; see docs/public_models.md."""
 
-from opendit.models.families import flux, wan, z_image
+from opendit.models.families import flux, flux2, lumina2, qwen_image, wan, z_image
 
-FAMILIES = {module.FAMILY.name: module.FAMILY for module in (flux, z_image, wan)}
+FAMILIES = {
+    family.name: family
+    for family in (*(module.FAMILY for module in (flux, z_image, wan, lumina2, qwen_image, flux2)), flux2.KLEIN)
+}

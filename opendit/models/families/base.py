@@ -77,8 +77,8 @@ class Text:
     Attributes:
         tokens: to which prompts are cut, and padded unless ``padding`` is "remove".
         padding: what the network sees of padded tokens: "attend" (as the encoder gives them), "zero" (zeros that are
-            attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network adds learned
-            ones).
+            attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network masks what
+            pads it to others, or adds learned ones).
         pooled: whether there is a pooled vector beside the tokens.
     """
 
@@ -94,13 +94,15 @@ class LatentSpace:
     Attributes:
         vae: class of diffusers. Shift and scale are read from its ``config.json``.
         normalised: how latents are made of the VAE's: "scalar", (z - shift_factor) * scaling_factor; or "channel", (z -
-            latents_mean) / latents_std for every channel.
+            latents_mean) / latents_std for every channel; or "batch", by the statistics of the VAE's batch norm.
         video: they have frames.
+        downscale: pixels per latent value along a side.
     """
 
     vae: str
-    normalised: Literal["scalar", "channel"]
+    normalised: Literal["scalar", "channel", "batch"]
     video: bool = False
+    downscale: int = 8
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,13 @@ class Guidance:
         scale: by default, as its pipeline counts it.
         formula: "uncond", uncond + scale * (cond - uncond); "cond", cond + scale * (cond - uncond); "embedded", one
             pass, to which the scale is an input.
+        rescaled: the parts of a guided prediction that get back the norm that they have in the conditional one: every
+            "row" of a picture's latents, or every "patch" of 2 x 2; "" for none.
     """
 
     scale: float
     formula: Literal["uncond", "cond", "embedded"] = "uncond"
+    rescaled: Literal["", "row", "patch"] = ""
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,9 @@ class Family:
         comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
         architecture: what the metadata of a LoRA file calls the model.
         variants: models of other sizes.
+        when: values of ``config.json`` that tell its networks from another family's of the same class.
+        shift: of the times by the number of tokens: as the folder's scheduler has it ("scheduler"), or by FLUX.2's law
+            of tokens and steps ("empirical").
     """
 
     name: str
@@ -189,7 +197,14 @@ class Family:
     comfyui: Literal["original", "published"] = "original"
     architecture: str = ""
     variants: tuple[Variant, ...] = ()
+    when: Mapping[str, Any] = field(default_factory=dict)
+    shift: Literal["scheduler", "empirical"] = "scheduler"
 
     def variant(self, index: Mapping[str, Any] | None) -> Variant | None:
         """Return the variant that a ``model_index.json`` is of; None for the usual models."""
         return next((variant for variant in self.variants if (index or {}).get(variant.setting)), None)
+
+    def describes(self, config: Mapping[str, Any]) -> bool:
+        """Return True if a network with this ``config.json`` is of the family."""
+        same = all(config.get(key, value) == value for key, value in self.when.items())
+        return config.get("_class_name") == self.network and same

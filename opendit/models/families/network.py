@@ -24,7 +24,7 @@ from opendit.models.attention import (
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
-from opendit.models.families.network_spec import NetworkSpec, Stack, TextEmbedding
+from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
 from opendit.models.given_frames import beside, in_place
 from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
@@ -129,7 +129,7 @@ class PublicDiT(DiT):
         condition = spec.time_width or width
         self.x_embedder = cast(Any, PatchLinear(spec, width))
         start = 1000.0 if spec.reversed_time else None
-        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start)
+        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start, spec.time_unit)
         if spec.guidance:
             self.guidance_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden)
         if spec.text.pooled:
@@ -147,6 +147,12 @@ class PublicDiT(DiT):
         self.blocks: Any = nn.ModuleList(make_block(block) for block in spec.blocks)
         out = math.prod(spec.patch) * spec.channels
         self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
+        if not spec.bias:
+            embedders = (self.x_embedder, self.t_embedder, self.text_embedder, getattr(self, "guidance_embedder", None))
+            for part in (*filter(None, embedders), self.final_layer, *filter(None, [self.shared_modulation])):
+                for layer in part.modules():
+                    if isinstance(layer, nn.Linear):
+                        layer.bias = None
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
@@ -234,8 +240,8 @@ class PublicDiT(DiT):
         """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool; (B, 0) for all."""
         spec, embed = self.config.spec, self.text_embedder
         elsewhere = not hasattr(embed, "mlp")  # on a pipeline's first stage
-        if spec.text.multiple == 1:
-            return tokens if elsewhere else embed(tokens), mask
+        if spec.text.multiple == 1 and not spec.text.masked:
+            return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask
         tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))
         length = tokens.shape[1]
         lengths = mask.sum(1)
@@ -245,11 +251,12 @@ class PublicDiT(DiT):
             keys = keys[:, :0]
         if elsewhere:
             return tokens, keys
-        own = (place < lengths[:, None]).unsqueeze(-1)
-        x = torch.where(own, embed(tokens), cast(Tensor, embed.filling))
+        x = embed(tokens)
+        if embed.filling is not None:
+            x = torch.where((place < lengths[:, None]).unsqueeze(-1), x, embed.filling)
         if spec.text_refiner is not None:
             ids = torch.zeros(len(x), length, len(spec.rotary.channels), device=x.device)
-            ids[..., 0] = place + 1
+            ids[..., 0] = place + spec.rotary.first
             alone = keys if keys.shape[1] else None
             grid = TokenGrid((length,), axes_table(ids, spec.rotary.channels, spec.rotary.base), keys=alone)
             checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
@@ -359,20 +366,18 @@ class PublicDiT(DiT):
             vectors = self._vectors_of_frames(sizes, batch, shards) if by_frame else None
             grid = TokenGrid(sizes, self.rotations(sizes), shards=shards, vectors=vectors)
             return grid, grid
-        axes = len(rotary.channels)
-        at = torch.zeros(media, axes, dtype=torch.float64, device=device)
-        places = grid_coordinates(*sizes, device=device).double()
-        at[: len(places), axes - places.shape[1] :] = places
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
+        sides = torch.tensor(sizes[-2:])
+        places = media_places(rotary, grid_coordinates(*sizes, device=device), sides.to(device))
+        at = nn.functional.pad(places, (0, 0, 0, media - len(places)))
+        text_at = text_places(rotary, length, sides.to(device))
         mask = None
-        text_at = torch.zeros(length, axes, dtype=torch.float64, device=device)
+        if keys.shape[1]:
+            mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
         if rotary.text == "count":
-            text_at[:, 0] = torch.arange(1, length + 1, device=device)
             at = at.expand(batch, -1, -1).clone()
-            at[:, : len(places), 0] += lengths + 1
+            at[:, : len(places), 0] += lengths + rotary.first
             text_at = text_at.expand(batch, -1, -1)
-            if keys.shape[1]:
-                mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)
         parts = {"text": text_at, "media": at}
         table = axes_table(torch.cat([parts[name] for name in order], dim=-2), rotary.channels, rotary.base)
         counts = {"text": length, "media": media}
@@ -450,8 +455,7 @@ class PublicDiT(DiT):
         each that are; (S, 0) for all. Where captions are of unequal length this waits for the device."""
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
-        counted = rotary.text == "count"
-        own = keys.sum(1) if counted and keys.shape[1] else None
+        own = keys.sum(1) if keys.shape[1] else None
         captions = [length] * count if own is None else own.tolist()
         filling = [-tokens % spec.media_multiple for tokens in segments.lengths]
         media = [tokens + more for tokens, more in zip(segments.lengths, filling, strict=True)]
@@ -463,11 +467,11 @@ class PublicDiT(DiT):
 
         placed = segments.place(device)
         sample_of_row = placed.sample_of_row[: segments.filled]
-        at = placed.coordinates()[: segments.filled, -axes:].double().unsqueeze(0)
-        text_at = at.new_zeros(1, count * length, axes)
-        if counted:
-            text_at[..., 0] = torch.arange(1, length + 1, device=device).repeat(count)
-            at[..., 0] += (length if own is None else own[sample_of_row]) + 1
+        sides = torch.tensor([grid[1:] for grid in segments.grids], device=device)
+        at = media_places(rotary, placed.coordinates()[: segments.filled], sides[sample_of_row]).unsqueeze(0)
+        text_at = text_places(rotary, length, sides).expand(count, -1, -1).reshape(1, count * length, axes)
+        if rotary.text == "count":
+            at[..., 0] += (length if own is None else own[sample_of_row]) + rotary.first
         if filled is not None:
             at = filled.join([at, at.new_zeros(1, sum(filling), axes)])
         places = {"text": text_at if padded is None else padded.split(text_at)[0], "media": at}
@@ -510,6 +514,30 @@ class JointPack:
         """Return captions (S, L, D) as tokens (1, n, D)."""
         tokens = text.flatten(0, 1).unsqueeze(0)
         return tokens if self.padded is None else self.padded.split(tokens)[0]
+
+
+def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
+    """Return the coordinates (n, axes) float64 of media at the places (n, 2 or 3) of a grid; sides: (2,) or (n, 2), its
+    rows and columns. Where media follow a caption, they are moved elsewhere."""
+    axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
+    if rotary.text == "diagonal":
+        places[:, -2:] -= sides - sides // 2
+    places = nn.functional.pad(places, (axes - places.shape[1], 0))  # or, of three for two axes, without the frame
+    return nn.functional.pad(places, (0, len(rotary.channels) - axes))
+
+
+def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
+    """Return the coordinates (length, axes) or (S, length, axes) float64 of captions' tokens; sides: (2,) or (S, 2),
+    the media's rows and columns."""
+    index = torch.arange(length, device=sides.device, dtype=torch.float64)
+    at = index.new_zeros(length, len(rotary.channels))
+    if rotary.text == "count":
+        at[:, 0] = index + rotary.first
+    elif rotary.text == "last":
+        at[:, -1] = index
+    elif rotary.text == "diagonal":
+        at = at + (index + (sides // 2).amax(-1, keepdim=True)).unsqueeze(-1)
+    return at
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:

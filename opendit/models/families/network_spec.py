@@ -13,13 +13,16 @@ class Rotary:
     Attributes:
         channels: of a head, for each axis.
         base: of the frequencies.
-        text: coordinates of a caption's tokens: all 0 ("zero"), or 1, 2, ... along the first axis ("count"), on which
-            the media follow, at the place after the caption's last.
+        text: coordinates of a caption's tokens: all 0 ("zero"); ``first``, ``first`` + 1, ... along the first axis
+            ("count"), on which the media follow, at the place after the caption's last; 0, 1, ... along one more axis,
+            the last ("last"); or equal on all axes ("diagonal"), from half the longer side of the media on, whose rows
+            and columns are then counted from their middle.
     """
 
     channels: tuple[int, ...]
     base: float = 10000.0
-    text: Literal["zero", "count"] = "zero"
+    text: Literal["zero", "count", "last", "diagonal"] = "zero"
+    first: int = 1
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class TextEmbedding:
         pooled: width of a vector that is embedded beside the time; 0 for none.
         picture: width of a picture's tokens, which blocks attend to beside the caption's; 0 for none. They take the
             place of the pooled vector in conditions, (B, tokens, picture).
+        masked: in one sequence with the media, a caption's padding is not attended to.
     """
 
     width: int
@@ -40,6 +44,7 @@ class TextEmbedding:
     multiple: int = 1
     pooled: int = 0
     picture: int = 0
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,13 @@ class NetworkSpec:
         time_width: width of the time's embedding, and of its condition.
         time_hidden, frequencies: of the time's embedding.
         reversed_time: the network is told 1000 - t, and predicts data - noise.
+        time_unit: times are divided by this before they are embedded.
         guidance: the scale of guidance is embedded beside the time.
         shared: number of modulation vectors that all blocks share; 0 for none.
         final: values of the final layer's modulation, in their order.
         final_table: that modulation is a table plus the time's embedding.
         media_multiple: media are filled with learned tokens up to a multiple of this.
+        bias: the layers around the blocks have biases.
     """
 
     channels: int
@@ -89,12 +96,14 @@ class NetworkSpec:
     time_hidden: int | None = None
     frequencies: int = 256
     reversed_time: bool = False
+    time_unit: float = 1.0
     guidance: bool = False
     shared: int = 0
     final: tuple[str, ...] = ("shift", "scale")
     final_table: bool = False
     media_multiple: int = 1
     given: int = 0
+    bias: bool = True
 
     @property
     def block(self) -> BlockSpec:

@@ -45,12 +45,12 @@ def rules(config: PublicConfig) -> dict[str, Rule]:
 
 
 def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
-    heads, found = spec.heads, {}
+    heads, shared, found = spec.heads, spec.kv_heads or spec.heads, {}
     for branch in ("attn", "cross_attn"):
         of_heads: Rule = Heads((heads,)) if spec.options.qk_across else Replicated(partial_gradient=True)
         found |= {f"{name}.{branch}.{part}_norm.weight": of_heads for part in "qk"}
         found |= linear(f"{name}.{branch}.proj", Row(heads))
-    found |= linear(f"{name}.attn.qkv", Heads((heads,) * 3))
+    found |= linear(f"{name}.attn.qkv", Heads((heads, shared, shared)))
     found |= linear(f"{name}.cross_attn.q", Heads((heads,)))
     for keys in ("kv", "picture_kv"):
         found |= linear(f"{name}.cross_attn.{keys}", Heads((heads, heads), of_context=True))
@@ -79,7 +79,7 @@ def _block_projections(name: str, spec: BlockSpec) -> dict[str, tuple[str, ...]]
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     last = ("linear",) if spec.source == "none" else ("linear_gate_residual", f"linear_gate_residual_{norm}_modulate")
     found = {
-        f"{name}.attn.qkv": ("linear_heads",),
+        **({f"{name}.attn.qkv": ("linear_heads",)} if spec.kv_heads is None else {}),  # or torch's
         f"{name}.attn.proj": last,
         f"{name}.mlp.fc1": ("linear_gelu" if spec.mlp == "gelu" else "linear",),
         f"{name}.mlp.fc2": last,
@@ -91,7 +91,10 @@ def _block_projections(name: str, spec: BlockSpec) -> dict[str, tuple[str, ...]]
 
 def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
     spec = config.spec.block
-    return {"tp": {"number of heads": spec.heads, "hidden size": spec.width, "MLP width": spec.mlp_hidden}}
+    sizes = {"number of heads": spec.heads, "hidden size": spec.width, "MLP width": spec.mlp_hidden}
+    if spec.kv_heads is not None:
+        sizes["number of heads of keys and values"] = spec.kv_heads
+    return {"tp": sizes}
 
 
 def stages(spec: NetworkSpec) -> StageCuts:
@@ -131,9 +134,9 @@ def _streams(config: PublicConfig, block: BlockSpec) -> int:
 def _weights(block: BlockSpec) -> tuple[int, int, int]:
     """Return the weights of one token's matrices: of self-attention, of the MLP, and of cross-attention without keys
     and values."""
-    d = block.width
+    d, shared = block.width, (block.kv_heads or block.heads) * block.width // block.heads
     across = any(branch.sees == "caption" for branch in block.branches)
-    return 4 * d * d, (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
+    return 2 * d * (d + shared), (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
 
 
 def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int]:
@@ -210,6 +213,8 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         if block.norm_after and (execution.fp8 or not execution.fused):  # normalised by torch
             units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2
+        if block.kv_heads is not None:  # k and v for every head are copies
+            units += 2 * block.kv_heads / block.heads
         if across:
             units += 5 + 2 * _attended(config) / media
         share = _streams(config, block) / config.tokens / config.depth

@@ -91,8 +91,14 @@ class PublicConfig(DiTConfig):
 
     @property
     def float8(self) -> bool:
-        """True if the blocks can be in FP8, whose GELU adds the bias of the layer before it."""
-        return all(block.mlp != "gelu" or block.options.bias for block in self.spec.blocks)
+        """True if the blocks can be in FP8, whose GELU adds the bias of the layer before it, and whose projections make
+        keys and values for every head."""
+        blocks = self.spec.blocks
+        return all((block.mlp != "gelu" or block.options.bias) and block.kv_heads is None for block in blocks)
+
+    @property
+    def rescaled_guidance(self) -> str:
+        return family_of(self.family).guidance.rescaled
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
         sizes = {size for block in self.spec.blocks for size in (block.width, block.mlp_hidden) if size % 16}
@@ -200,7 +206,7 @@ def public_config(
         input_size = variant.latent_size
     if input_size is None:
         side = about.image_size if isinstance(about.image_size, tuple) else (about.image_size,) * 2
-        input_size = tuple(n // 8 for n in side)
+        input_size = tuple(n // about.latents.downscale for n in side)
         if about.latents.video:
             input_size = ((cast(int, about.frames) - 1) // 4 + 1, *input_size)
     patch = spec.patch[0] if len(spec.patch) == 2 else spec.patch

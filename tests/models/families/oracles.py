@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,20 @@ Z_IMAGE = dict(
 WAN = dict(
     patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=14, in_channels=4, out_channels=4, text_dim=10,
     freq_dim=16, ffn_dim=36, num_layers=2, rope_max_seq_len=16,
+)  # fmt: skip
+QWEN_IMAGE = dict(
+    in_channels=16, out_channels=4, num_layers=2, attention_head_dim=12, num_attention_heads=2, joint_attention_dim=14,
+    axes_dims_rope=(2, 4, 6),
+)  # fmt: skip
+FLUX2 = dict(
+    in_channels=8, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+    joint_attention_dim=14, timestep_guidance_channels=16, mlp_ratio=2.5, axes_dims_rope=(2, 4, 4, 6),
+    guidance_embeds=True,
+)  # fmt: skip
+LUMINA2 = dict(
+    sample_size=8, patch_size=2, in_channels=4, hidden_size=48, num_layers=2, num_refiner_layers=2,
+    num_attention_heads=4, num_kv_heads=2, multiple_of=20, axes_dim_rope=(4, 2, 6), axes_lens=(96, 16, 16),
+    cap_feat_dim=14,
 )  # fmt: skip
 
 
@@ -69,18 +84,28 @@ def flux(dtype: torch.dtype, **values: Any) -> Oracle:
     module.to(dtype)
 
     def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
-        (B, C, H, W), (h, w) = x.shape, (x.shape[2] // 2, x.shape[3] // 2)
-        packed = x.view(B, C, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, 4 * C)
+        h, w = x.shape[2] // 2, x.shape[3] // 2
         ids = torch.zeros(h, w, 3)
         ids[..., 1], ids[..., 2] = torch.arange(h)[:, None], torch.arange(w)[None]
         out = module(
-            hidden_states=packed, encoder_hidden_states=y.tokens, pooled_projections=y.pooled, timestep=t / 1000,
+            hidden_states=packed(x), encoder_hidden_states=y.tokens, pooled_projections=y.pooled, timestep=t / 1000,
             guidance=y.guidance, img_ids=ids.reshape(-1, 3), txt_ids=torch.zeros(y.tokens.shape[1], 3),
             return_dict=False,
         )[0]  # fmt: skip
-        return out.view(B, h, w, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+        return unpacked(out, x.shape)
 
     return Oracle("flux", values, (4, 6, 10), module, theirs)
+
+
+def packed(x: Tensor) -> Tensor:
+    """Patches of 2 x 2 of x (B, C, H, W) as tokens (B, N, 4 C), as pipelines of diffusers make them."""
+    B, C, H, W = x.shape
+    return x.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, -1, 4 * C)
+
+
+def unpacked(tokens: Tensor, shape: torch.Size) -> Tensor:
+    B, C, H, W = shape
+    return tokens.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(shape)
 
 
 def z_image(dtype: torch.dtype, **values: Any) -> Oracle:
@@ -109,21 +134,78 @@ def wan(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("wan", values, (4, 3, 6, 10), module, theirs)
 
 
-ORACLES = {"flux": flux, "z_image": z_image, "wan": wan}
+def qwen_image(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = QWEN_IMAGE | values
+    module = networks().QwenImageTransformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+    time = module.time_text_embed.time_proj
+    thousand, time.scale = (time.scale, 1) if dtype == torch.float32 else (1, time.scale)  # it rounds once more
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        shapes = [[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x)
+        out = module(
+            hidden_states=packed(x), encoder_hidden_states=y.tokens, encoder_hidden_states_mask=y.mask,
+            timestep=t * thousand / 1000, img_shapes=shapes, return_dict=False,
+        )[0]  # fmt: skip
+        return unpacked(out, x.shape)
+
+    return Oracle("qwen_image", values, (4, 6, 10), module, theirs)
+
+
+def flux2(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = FLUX2 | values
+    module = networks().Flux2Transformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        (h, w), tokens = x.shape[2:], y.tokens.shape[1]
+        one = torch.arange(1)
+        out = module(
+            hidden_states=x.flatten(2).transpose(1, 2), encoder_hidden_states=y.tokens, timestep=t / 1000,
+            img_ids=torch.cartesian_prod(one, torch.arange(h), torch.arange(w), one),
+            txt_ids=torch.cartesian_prod(one, one, one, torch.arange(tokens)), guidance=y.guidance, return_dict=False,
+        )[0]  # fmt: skip
+        return out.transpose(1, 2).reshape(x.shape)
+
+    return Oracle("flux2", values, (8, 3, 5), module, theirs)
+
+
+def lumina2(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = LUMINA2 | values
+    module = networks().Lumina2Transformer2DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        return -module(x, 1 - t / 1000, y.tokens, y.mask, return_dict=False)[0]
+
+    return Oracle("lumina2", values, (4, 6, 10), module, theirs)
+
+
+ORACLES = {"flux": flux, "z_image": z_image, "wan": wan, "qwen_image": qwen_image, "lumina2": lumina2, "flux2": flux2}
+# Weights of ours that no output depends on: of the last block, whose captions nothing reads.
+UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\."}
+
+
+def is_read(family: str, name: str) -> bool:
+    """Return False for a weight of a family's usual oracle that its output does not depend on."""
+    return family not in UNREAD or not re.match(UNREAD[family], name)
 
 
 def captions(
     family: str, values: Mapping[str, Any], lengths: list[int], dtype: torch.dtype, padded: int | None = None
 ) -> TextCondition:
     """Make captions of these lengths, as the family's encoders give them, padded to the longest or to ``padded``."""
-    width = {"flux": "joint_attention_dim", "z_image": "cap_feat_dim", "wan": "text_dim"}[family]
+    width = next(key for key in ("joint_attention_dim", "cap_feat_dim", "text_dim") if key in values)
     longest, count = padded or max(lengths), len(lengths)
     tokens = torch.randn(count, longest, values[width], dtype=dtype)
     mask = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    if family != "flux":
+    if family not in ("flux", "flux2"):
         tokens = tokens * mask.unsqueeze(-1)
     pooled = torch.randn(count, values.get("pooled_projection_dim", 0), dtype=dtype)
-    guided = family == "flux" and values["guidance_embeds"]
+    guided = family in ("flux", "flux2") and values["guidance_embeds"]
     guidance = torch.linspace(1.5, 4.5, count, dtype=dtype) if guided else None
     return TextCondition(tokens, mask, pooled, guidance)
 

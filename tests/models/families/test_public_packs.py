@@ -18,16 +18,28 @@ from tests.models.families.test_oracles import difference
 SIZES = {
     "flux": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
     "z_image": [(6, 10), (6, 10), (8, 16), (2, 2), (4, 12)],
+    "qwen_image": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 14)],
     "wan": [(3, 6, 10), (3, 6, 10), (1, 8, 4), (1, 8, 4), (2, 2, 2)],
+    "lumina2": [(6, 10), (6, 10), (8, 4), (2, 2), (2, 2)],
+    "flux2": [(3, 5), (3, 5), (4, 2), (1, 1), (1, 1)],
 }
-LENGTHS = {"flux": [7, 7, 3, 1, 5], "z_image": [40, 5, 64, 33, 32], "wan": [6, 2, 4, 1, 3]}
-PADDED = {"flux": 7, "z_image": 66, "wan": 8}
+LENGTHS = {
+    "flux": [7, 7, 3, 1, 5],
+    "z_image": [40, 5, 64, 33, 32],
+    "wan": [6, 2, 4, 1, 3],
+    "qwen_image": [7, 2, 3, 1, 5],
+    "lumina2": [7, 3, 6, 1, 7],
+    "flux2": [7, 7, 3, 1, 5],
+}
+PADDED = {"flux": 7, "z_image": 66, "wan": 8, "qwen_image": 9, "lumina2": 8, "flux2": 7}
 VARIANTS = {
     "flux": {},
-    "flux of double blocks": {"num_layers": 2, "num_single_layers": 0, "guidance_embeds": False},
     "z_image": {},
     "z_image without refiners": {"n_refiner_layers": 0},
     "wan": {},
+    "qwen_image": {},
+    "lumina2": {},
+    "flux2": {},
 }
 
 

@@ -2,9 +2,17 @@
 
 from opendit.config.public_models import PUBLIC, Public
 from opendit.models.families import FAMILIES
-from tests.models.families.oracles import FLUX, WAN, Z_IMAGE
+from tests.models.families.oracles import FLUX, FLUX2, LUMINA2, QWEN_IMAGE, WAN, Z_IMAGE
 
-VALUES = {"flux": FLUX, "z_image": Z_IMAGE, "wan": WAN}
+VALUES = {
+    "flux": FLUX,
+    "z_image": Z_IMAGE,
+    "wan": WAN,
+    "lumina2": LUMINA2,
+    "qwen_image": QWEN_IMAGE,
+    "flux2": FLUX2,
+    "flux2_klein": FLUX2 | {"guidance_embeds": False},
+}
 
 
 def test_flags_know_the_families_as_they_are():
@@ -12,5 +20,5 @@ def test_flags_know_the_families_as_they_are():
     for name, family in FAMILIES.items():
         patch, side = family.layout(VALUES[name]).patch, family.image_size
         shorter = side if isinstance(side, int) else min(side)
-        found[name] = Public(family.network, patch[0] if len(patch) == 2 else patch, shorter)
+        found[name] = Public(family.network, patch[0] if len(patch) == 2 else patch, shorter, *family.when.values())
     assert found == PUBLIC

@@ -1,0 +1,44 @@
+"""Autoencoders of diffusers other than ``AutoencoderKL`` in the form that codecs of pictures take: ``encode`` gives the
+mean and the logarithm of the variance (B, 2 C, h, w), ``decode`` pixels (B, 3, H, W)."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
+
+
+class OneFrame(nn.Module):
+    """A video autoencoder that encodes pictures as clips of one frame (Qwen-Image)."""
+
+    def __init__(self, vae: Any):
+        super().__init__()
+        self.vae, self.config = vae, dict(vae.config) | {"_class_name": type(vae).__name__}
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return self.vae.encode(pixels.unsqueeze(2)).latent_dist.parameters.squeeze(2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(latents.unsqueeze(2)).sample.squeeze(2)
+
+
+class Packed(nn.Module):
+    """FLUX.2's autoencoder, with the latents of 2 x 2 places as channels of one, as its batch norm has them, by whose
+    statistics they are normalised."""
+
+    def __init__(self, vae: Any):
+        super().__init__()
+        self.vae = vae
+        about = {"_class_name": type(vae).__name__, "patch_size": None}  # of the pixels, which are not packed
+        numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
+        self.config = dict(vae.config) | about | numbers
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        return pixel_unshuffle(self.vae.encode(pixels).latent_dist.parameters, 2)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return self.vae.decode(pixel_shuffle(latents, 2)).sample
+
+
+def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, list[float]]:
+    """Return the settings by which other autoencoders' latents are normalised, of a batch norm's statistics (C,)."""
+    return {"latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}
