@@ -334,8 +334,10 @@ def _public_model(
             "pipeline"
         )
     if flags.given_frames not in (None, found.given_frames):
-        known = f"{found.given_frames} alone; give that" if found.given_frames else "none; leave it out"
-        raise ValueError(f"--given_frames {flags.given_frames}: {flags.model} takes {known}")
+        asked = f"--given_frames {flags.given_frames}: {flags.model}"
+        if found.given_frames is None:
+            raise ValueError(f"{asked} takes none; leave it out")
+        raise ValueError(f"{asked} takes the first frame alone; give {found.given_frames}")
     if flags.given_frames and flags.pack_tokens is not None:
         raise ValueError(f"--pack_tokens: {flags.model} takes given frames in batches alone; leave one of them out")
     if flags.text_encoder in (None, "bytes"):

@@ -144,7 +144,7 @@ def test_a_run_begins_with_a_picture_and_is_exported(root, trained, tmp_path):
 
 
 REFUSED = {
-    "--given_frames random": "--given_frames random: wan/wan takes first alone; give that",
+    "--given_frames random": "--given_frames random: wan/wan takes the first frame alone; give first",
     "--given_frames first --pack_tokens 64": "takes given frames in batches alone; leave one of them out",
 }
 

@@ -2,6 +2,8 @@
 the two networks of Wan 2.2 A14B; drawn, trained and exported, against diffusers."""
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import opendit
-import preprocess
 import sample
 import train
+from opendit.config.command_line import parse
+from opendit.config.train import TrainConfig
 from opendit.data.clips import decode_frames
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
@@ -21,6 +24,7 @@ from opendit.diffusion.random import initial_noise
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.export.__main__ import main as export
 from opendit.sampling.sampling_engine import SamplingEngine
+from opendit.training.from_flags import _check_first_frames
 from tests.encoders.published_folders import CLIP_WIDTH, write_pipeline
 from tests.models.families.oracles import networks
 from train import EagerPasses
@@ -151,11 +155,13 @@ def test_what_does_not_work_is_refused_in_one_line(root, more, refusal, tmp_path
     assert REFUSED[more] in refusal(argv)
 
 
-def test_cached_latents_are_refused(root, refusal, tmp_path):
-    source = f"--data_path {root}/clips.csv --pretrained {root}/wan_i2v --use_video --num_frames {FRAMES}"
-    preprocess.main(["latents", *source.split(), "--image_size", "32", "--output", str(tmp_path / "cache")])
-    argv = flags_of(root, "wan_i2v", tmp_path / "out", "--data_path", str(tmp_path / "cache"))
-    assert "cached latents have no first frames, which wan/wan_i2v is given; train on the clips" in refusal(argv)
+def test_cached_latents_are_refused(root):
+    flags = parse(TrainConfig, ["--data_path", "CACHE", "--model", "wan/wan_i2v"])
+    cache: Any = SimpleNamespace(describe=lambda: SimpleNamespace(kind="latents"))
+    with pytest.raises(
+        ValueError, match="--data_path CACHE: cached latents have no first frames, which wan/wan_i2v is"
+    ):
+        _check_first_frames(flags, cache)
 
 
 def test_an_encoder_of_another_width_is_refused(root):
