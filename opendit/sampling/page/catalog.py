@@ -7,9 +7,12 @@ a part of a path. Listed files lie inside the folder of runs; symbolic links tha
 log.jsonl, the starts in config.json, and the results of evaluations.
 """
 
+import contextlib
 import json
 import math
+import os
 import re
+import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -105,11 +108,13 @@ class Catalog:
 
     def runs(self) -> list[str]:
         """Return the names of the runs, the newest first."""
-        return [path.name for path in reversed(run_folders(self.outputs)) if path.is_dir() and self.inside(path)]
+        folders = reversed(run_folders(self.outputs))
+        return [path.name for path in folders if path.is_dir() and self.inside(path) and _is_text(path.name)]
 
     def refused(self) -> list[str]:
-        """Return the names of runs that are links out of the folder."""
-        return [path.name for path in run_folders(self.outputs) if path.is_dir() and not self.inside(path)]
+        """Return the names of runs that are links out of the folder, or whose names are not UTF-8."""
+        folders = [path for path in run_folders(self.outputs) if path.is_dir()]
+        return [path.name for path in folders if not self.inside(path) or not _is_text(path.name)]
 
     def run(self, name: str) -> Path:
         """Return the folder of a run. Raises ValueError for a name that is not listed."""
@@ -233,6 +238,14 @@ class Catalog:
         return config and ModelCard.of(config, weights, objective_from_dict(info.get("objective")))
 
 
+def _is_text(name: str) -> bool:
+    """Return False for a name that is not UTF-8 on the disk, which a browser could not send back."""
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def _mark(path: Path) -> tuple[Any, ...]:
     try:
         found = path.stat()
@@ -245,6 +258,7 @@ def _mark(path: Path) -> tuple[Any, ...]:
 
 METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}
 POINTS = 400  # of a curve; longer ones are averaged over neighbours
+MOST_POINTS = 40_000  # that are kept of one
 LOG_BYTES, LINE_BYTES = 512 * MIB, MIB
 
 
@@ -254,32 +268,62 @@ def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float
     for run in runs:
         if (log := catalog.file(run, "log.jsonl")) is None:
             continue
-        known = log.stat()
-        for metric, points in _points(log, known.st_mtime_ns, known.st_size).items():
+        for metric, points in log_reader(log).points().items():
             found[metric] += [(step, value, run) for step, value in points]
     return found
 
 
+class LogReader:
+    """Reads a run's log on from where it ended at the last look."""
+
+    def __init__(self, path: Path):
+        self._path, self._lock = path, threading.Lock()
+        self._begin(None)
+
+    def _begin(self, file: tuple[int, int] | None) -> None:
+        self._file, self._place, self._last = file, 0, b""
+        self._points: dict[str, list[tuple[int, float]]] = {metric: [] for metric in METRICS}
+
+    def points(self) -> dict[str, list[tuple[int, float]]]:
+        """Return the points (step, value) of each of ``METRICS``, thinned out. Raises OSError."""
+        with self._lock, open(self._path, "rb") as log:
+            known = os.fstat(log.fileno())
+            log.seek(self._place - len(self._last))
+            same = self._file == (known.st_dev, known.st_ino) and log.read(len(self._last)) == self._last
+            if not same:  # another file, or one that was cut off and has grown since
+                self._begin((known.st_dev, known.st_ino))
+            if known.st_size - self._place > LOG_BYTES:
+                self._place, self._last = known.st_size - LOG_BYTES, b""
+            log.seek(self._place)
+            while line := log.readline(LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES:  # it is still being written
+                    break
+                self._place, self._last = self._place + len(line), line[-100:]
+                self.add(line)
+            return {metric: thinned(sorted(points)) for metric, points in self._points.items()}
+
+    def add(self, line: bytes) -> None:
+        """Add a line's values; a line without any is left out."""
+        try:
+            entry = json.loads(line)
+            step = entry["step"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return
+        if type(step) is not int or not 0 <= step < 2**53:
+            return
+        for metric, points in self._points.items():
+            value = entry.get(metric)
+            with contextlib.suppress(OverflowError):  # a whole number beyond floating point's
+                if type(value) in (int, float) and math.isfinite(float(value)):
+                    points.append((step, float(value)))
+            if len(points) > MOST_POINTS:
+                points[:] = thinned(sorted(points), MOST_POINTS // 2)
+
+
 @lru_cache(maxsize=64)
-def _points(log: Path, mtime_ns: int, size: int) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of one run. ``mtime_ns`` and ``size`` identify the state of the file, for the cache."""
-    points: dict[str, list[tuple[int, float]]] = {metric: [] for metric in METRICS}
-    with open(log, "rb") as file:
-        if size > LOG_BYTES:
-            file.seek(size - LOG_BYTES)
-        while line := file.readline(LINE_BYTES):
-            try:
-                entry = json.loads(line)
-                step = entry["step"]
-            except (ValueError, TypeError, KeyError, RecursionError):  # a line that is still being written
-                continue
-            if type(step) is not int:
-                continue
-            for metric, values in points.items():
-                value = entry.get(metric)
-                if type(value) in (int, float) and math.isfinite(value):
-                    values.append((step, float(value)))
-    return {metric: thinned(sorted(values)) for metric, values in points.items()}
+def log_reader(log: Path) -> LogReader:
+    """Return the one reader of a log."""
+    return LogReader(log)
 
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:

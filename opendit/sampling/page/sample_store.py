@@ -1,7 +1,10 @@
 """The pictures and clips that the page shows, as files with their settings inside, in a temporary folder."""
 
+import contextlib
+import fcntl
 import io
 import json
+import os
 import re
 import secrets
 import tempfile
@@ -22,6 +25,7 @@ from opendit.sampling.output_files import VideoClip, file_name
 
 KEY = "opendit"  # of the settings in a PNG; in an MP4 they are the comment
 MOST_BYTES = 512 * MIB
+PREFIX, LOCK = "opendit-page-", "in_use.lock"  # of the folder, and in it
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
@@ -43,13 +47,16 @@ class StoredSample:
 
 
 class SampleStore:
-    """Stores samples in a temporary folder, deleting the oldest ones when it is full; a context manager.
+    """Stores samples in a temporary folder, deleting the oldest ones when it is full; a context manager. It begins by
+    deleting the folders of pages that were killed.
 
     most_bytes: of all files together. The samples that were added last are always kept.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
-        self._folder, self._most = Path(tempfile.mkdtemp(prefix="opendit-page-")), most_bytes  # of mode 0700
+        delete_abandoned()
+        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # of mode 0700
+        self._in_use = _hold(self._folder / LOCK)
         self._batches: OrderedDict[str, list[StoredSample]] = OrderedDict()
         self._samples: dict[str, StoredSample] = {}
         self._lock = threading.Lock()
@@ -59,15 +66,21 @@ class SampleStore:
 
     def __exit__(self, *_: object) -> None:
         remove_tree(self._folder)
+        os.close(self._in_use)
 
     def add(self, samples: list[Any], labels: list[str], settings: dict[str, Any]) -> tuple[str, list[StoredSample]]:
         """Write samples that a ``Pipeline`` has returned; return a token for the batch, and the stored samples.
 
-        settings: written into every file, with its "label" and "number". Raises OSError.
+        settings: written into every file, with its "label" and "number". Raises OSError, and then keeps none of them.
         """
-        stored = []
-        for number, (sample, label) in enumerate(zip(samples, labels, strict=True)):
-            stored.append(self._write(sample, number, label, {**settings, "label": label, "number": number}))
+        stored: list[StoredSample] = []
+        try:
+            for number, (sample, label) in enumerate(zip(samples, labels, strict=True)):
+                stored.append(self._write(sample, number, label, {**settings, "label": label, "number": number}))
+        except BaseException:
+            for one in stored:
+                remove(self._path(one))
+            raise
         batch = secrets.token_urlsafe(16)
         with self._lock:
             self._batches[batch] = stored
@@ -114,6 +127,30 @@ class SampleStore:
             size = (picture.height, picture.width)
         name = f"{file_name(number, label)}-seed{settings['seed']}{path.suffix}"
         return StoredSample(token, name, label, settings, size, is_clip, path.stat().st_size)
+
+
+def delete_abandoned() -> None:
+    """Delete this user's folders of samples whose process has ended without doing so."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+                continue
+            file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # it has just been made, or has just gone
+            continue
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_tree(folder)
+        os.close(file)
+
+
+def _hold(path: Path) -> int:
+    """Return the descriptor of a new, locked file. The lock ends with the process, however that ends."""
+    beside = path.with_suffix(".new")
+    file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.rename(beside, path)  # nobody sees it unlocked
+    return file
 
 
 def is_token(text: str) -> bool:

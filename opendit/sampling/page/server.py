@@ -7,7 +7,9 @@ import contextlib
 import os
 import re
 import secrets
+import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +26,15 @@ from opendit.checkpoint.pretrained import find_weights, read_info  # noqa: E402
 from opendit.sampling.conditioning_frames import note_on_missing_frames  # noqa: E402
 from opendit.sampling.page import views  # noqa: E402
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice  # noqa: E402
+from opendit.sampling.page.connections import PatientProtocol  # noqa: E402
 from opendit.sampling.page.drawing_queue import DrawingQueue, Page  # noqa: E402
 from opendit.sampling.page.sample_store import SampleStore, is_token  # noqa: E402
 from opendit.sampling.page.tabs import HTML, compare_tab, runs_tab, sample_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # waiting for an answer, of all browsers; further ones are told to try again
-MOST_CONNECTIONS = 256
+MOST_REQUESTS = 256  # that are answered at a time; a browser that shows the page has one open
+BODY_S = 30  # for the body of a request
 GOODBYE_S = 2  # for running answers when the page is told to stop
 FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # none is fetched from elsewhere
 # All requests that the page makes. Gradio answers more (uploads, files, a proxy, calls of other programs); these are
@@ -69,7 +73,7 @@ class Guard:
     """
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
-        self._app, self._hosts = app, hosts
+        self._app, self._hosts, self._running = app, hosts, 0
         self._password = None if password is None else password.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +86,13 @@ class Guard:
             if refusal[0] == 401 and "authorization" in headers:
                 await asyncio.sleep(WRONG_PASSWORD_S)
             return await _answer(send, *refusal)
-        return await self._app(scope, _bounded(receive), _with_headers(send))
+        if self._running >= MOST_REQUESTS:
+            return await _answer(send, 503, "too many requests: try again in a moment")
+        self._running += 1
+        try:
+            return await self._app(scope, _bounded(receive), _with_headers(send))
+        finally:
+            self._running -= 1
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         """Return (status, text) for a request that is refused."""
@@ -90,8 +100,13 @@ class Guard:
         if self._hosts is not None and _name_of(host) not in self._hosts:
             return 403, "this page answers to its own machine's name only"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
-            return 403, "another site must not use this page"
+        if origin is not None:
+            try:
+                site = urlsplit(origin).netloc
+            except ValueError:
+                return 400, "no origin"
+            if site != host:
+                return 403, "another site must not use this page"
         if self._password is not None and not self._knows_password(headers.get("authorization", "")):
             return 401, "password needed"
         allowed = POST if method == "POST" else GET if method in ("GET", "HEAD") else None
@@ -125,13 +140,20 @@ def _name_of(host: str) -> str:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """End a body that is too long, whatever length it declared, as if the browser had disconnected."""
-    seen = 0
+    """End a body that is too long, whatever length it declared, or that takes too long to arrive, as if the browser had
+    disconnected."""
+    seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
 
-    async def limited() -> dict[str, Any]:  # must not wait by itself: Gradio polls it to see if a browser has gone
-        nonlocal seen
-        message = await receive()
+    async def limited() -> dict[str, Any]:
+        nonlocal seen, complete
+        if complete:  # must not wait by itself: Gradio polls it to see if a browser has gone
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), latest - asyncio.get_running_loop().time())
+        except asyncio.TimeoutError:
+            return {"type": "http.disconnect"}
         seen += len(message.get("body", b""))
+        complete = not message.get("more_body", False)
         return {"type": "http.disconnect"} if seen > BODY_BYTES else message
 
     return limited
@@ -286,15 +308,15 @@ def opened(options: dict[str, Any]):
 
 
 class PageServer(uvicorn.Server):
-    """Serves until SIGINT or SIGTERM, if it runs in the main thread."""
+    """Serves until SIGINT, SIGTERM or SIGHUP, if it runs in the main thread."""
 
     def __init__(self, app: Guard):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=PatientProtocol,
                 log_level="warning",
                 server_header=False,
-                limit_concurrency=MOST_CONNECTIONS,
                 timeout_graceful_shutdown=GOODBYE_S,
             )
         )
@@ -306,7 +328,14 @@ class PageServer(uvicorn.Server):
 
 
 def serve(options: dict[str, Any], listening: socket.socket, hosts: tuple[str, ...] | None) -> None:
-    """Serve until SIGINT or SIGTERM. hosts: see :class:`Guard`. Raises as :func:`opened`."""
+    """Serve until SIGINT, SIGTERM or SIGHUP, and delete the samples then. hosts: see :class:`Guard`. Raises as
+    :func:`opened`."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)  # uvicorn stops at one, and then sends it once more
+    signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with opened(options) as page:
         server = PageServer(application(page, options["password"], hosts))
         host, port = listening.getsockname()[:2]

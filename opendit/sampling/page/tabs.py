@@ -208,7 +208,11 @@ def sample_tab(page: Page, blocks: gr.Blocks) -> None:
             if isinstance(shown, str):
                 yield shown, gr.skip()
                 continue
-            batch, stored = await asyncio.to_thread(page.store.add, shown[0].samples, asked.labels, asked.settings)
+            try:
+                batch, stored = await asyncio.to_thread(page.store.add, shown[0].samples, asked.labels, asked.settings)
+            except OSError as error:
+                yield views.error(f"the samples can't be kept: {error}"), gr.skip()
+                return
             text = f"{len(stored)} of seed {asked.request.settings.seed} from {choice.name}"
             yield views.message(text, shown[0].notes), views.gallery(batch, stored)
 
@@ -261,8 +265,9 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         chosen = [name for name in chosen or [] if name in runs] or runs[:FIRST_RUNS]
         one = one if one in runs else runs[0] if runs else None
         refused = catalog.refused()
-        links = f"not shown, since they lead out of the folder of runs: {', '.join(refused)}" if refused else ""
-        return [gr.Dropdown(runs, value=chosen), gr.Dropdown(runs, value=one), views.message(links) if links else ""]
+        why = "not shown, since they lead out of the folder of runs or have names that are not UTF-8: "
+        told = views.message(why + ", ".join(refused)) if refused else ""
+        return [gr.Dropdown(runs, value=chosen), gr.Dropdown(runs, value=one), told]
 
     def draw(chosen: list[str] | None) -> list[Any]:
         runs = catalog.runs()
@@ -312,12 +317,14 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
 
 def starts_table(starts: list[dict[str, Any]]) -> str:
-    """Render the starts of a run as a table."""
+    """Render the starts of a run as a table, the newest first."""
     rows = []
     for number, start in enumerate(starts):
         before = starts[number - 1] if number else None
         changed = changed_flags(before, start) if before else ["the first start"]
-        notes = [str(note).removeprefix("resume: ") for note in start.get("changes") or [] if isinstance(note, str)]
+        changes = start.get("changes")
+        texts = [note for note in changes if isinstance(note, str)] if isinstance(changes, list) else []
+        notes = [text.removeprefix("resume: ") for text in texts]
         rows.append(
             [
                 str(start.get("time", "?")).replace("T", " ").removesuffix("+00:00"),
@@ -327,22 +334,19 @@ def starts_table(starts: list[dict[str, Any]]) -> str:
                 "; ".join(dict.fromkeys([*changed, *notes])) or "nothing",
             ]
         )
-    return views.table(rows, ["Start (UTC)", "From step", "Processes", "Versions", "Changed"])
+    return views.table(rows[::-1], ["Start (UTC)", "From step", "Processes", "Versions", "Changed"])
 
 
 def results_table(figures: list[dict[str, Any]]) -> str:
     """Render the results of evaluations as a table; empty if there are none."""
     rows = []
     for row in figures:
-        interval, value = row["interval"], row["value"]
-        between = (
-            isinstance(interval, list) and len(interval) == 2 and all(isinstance(x, int | float) for x in interval)
-        )
+        interval = row["interval"] if isinstance(row["interval"], list) else []
         rows.append(
             [
                 str(row["metric"]),
-                f"{value:.4g}" if isinstance(value, int | float) else str(value),
-                f"{interval[0]:.4g} to {interval[1]:.4g}" if between else "-",
+                _number(row["value"]),
+                " to ".join(map(_number, interval)) if len(interval) == 2 else "-",
                 f"{row['count']:,}" if isinstance(row["count"], int) else "-",
                 " ".join(f"{name} {row[name]}" for name in ("sampler", "steps", "guidance") if row[name] is not None),
                 str(row["reference"] or "-"),
@@ -352,6 +356,14 @@ def results_table(figures: list[dict[str, Any]]) -> str:
         )
     heads = ["Metric", "Value", "Interval", "Samples", "Drawn with", "Reference", "Weights", "Time"]
     return views.table(rows, heads) if rows else ""
+
+
+def _number(value: Any) -> str:
+    """Write a number with four digits, and anything else as it is."""
+    try:
+        return f"{value:.4g}" if isinstance(value, int | float) else str(value)
+    except OverflowError:  # a whole number beyond floating point's
+        return str(value)
 
 
 def _label(grids: list[str], number: int) -> str:
@@ -405,10 +417,14 @@ def compare_tab(page: Page, blocks: gr.Blocks) -> None:
                 yield shown, gr.skip()
                 continue
             drawn = [pending.samples for pending in shown]
-            stored = [
-                (await asyncio.to_thread(page.store.add, samples, one.labels, one.settings))[1]
-                for samples, one in zip(drawn, asked, strict=True)
-            ]
+            try:
+                stored = [
+                    (await asyncio.to_thread(page.store.add, samples, one.labels, one.settings))[1]
+                    for samples, one in zip(drawn, asked, strict=True)
+                ]
+            except OSError as error:
+                yield views.error(f"the samples can't be kept: {error}"), gr.skip()
+                return
             text = f"A: {choices[0].name}; B: {choices[1].name}; seed {asked[0].request.settings.seed}"
             notes = [note for pending in shown for note in pending.notes]
             yield (

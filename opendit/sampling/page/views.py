@@ -11,6 +11,7 @@ from opendit.sampling.page.sample_store import StoredSample
 
 SHOWN = 132  # pixels: smaller samples are magnified to about this side
 LONGEST_VALUE = 500
+PAGE_ROWS, MOST_PAGES = 100, 20  # of a table
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
@@ -143,9 +144,23 @@ def grid(run: str, name: str | None) -> str:
 
 
 def table(rows: list[list[str]], heads: list[str]) -> str:
+    """Render a table. Of a long one further pages are folded, and what is beyond ``MOST_PAGES`` is left out."""
+    pages = [rows[first : first + PAGE_ROWS] for first in range(0, len(rows), PAGE_ROWS)] or [[]]
+    shown = [_page(pages[0], heads)]
+    for number, page in enumerate(pages[1:MOST_PAGES], start=1):
+        first = number * PAGE_ROWS + 1
+        shown.append(
+            f"<details><summary>{first:,} to {first + len(page) - 1:,}</summary>{_page(page, heads)}</details>"
+        )
+    if (left_out := len(rows) - PAGE_ROWS * MOST_PAGES) > 0:
+        shown.append(f"<p>and {left_out:,} more</p>")
+    return f'<div class="facts">{"".join(shown)}</div>'
+
+
+def _page(rows: list[list[str]], heads: list[str]) -> str:
     head = "".join(f"<th>{escaped(text)}</th>" for text in heads)
     body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="facts"><table><tr>{head}</tr>{body}</table></div>'
+    return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def flags(values: dict[str, Any]) -> str:

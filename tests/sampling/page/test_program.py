@@ -79,8 +79,9 @@ def test_a_port_that_is_taken():
         program.listen("127.0.0.1", listening.getsockname()[1])
 
 
-def test_from_start_to_end(tmp_path):
-    """With a password, until Ctrl-C; Colossal-AI is not imported, and nothing is left behind."""
+@pytest.mark.parametrize("name, code", [("SIGINT", 0), ("SIGTERM", 143), ("SIGHUP", 143)])
+def test_from_start_to_end(tmp_path, name, code):
+    """With a password, until Ctrl-C or another signal; Colossal-AI is not imported, and nothing is left behind."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
     words = ["page", "--outputs", str(tmp_path), "--port", "0", "--password", "a long one"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
@@ -98,6 +99,6 @@ def test_from_start_to_end(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.urlopen(address, timeout=20)
     finally:
-        running.send_signal(signal.SIGINT)
+        running.send_signal(getattr(signal, name))
         out, errors = running.communicate(timeout=60)
-    assert (running.returncode, out, errors) == (0, "", "") and not list(tmp_path.glob("opendit-page-*"))
+    assert (running.returncode, out, errors) == (code, "", "") and not list(tmp_path.glob("opendit-page-*"))

@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 
 import pytest
 
-from opendit.sampling.page.catalog import POINTS, Catalog, changed_flags, curves, results, starts, thinned
+from opendit.sampling.page.catalog import POINTS, Catalog, changed_flags, curves, log_reader, results, starts, thinned
+from opendit.sampling.page.tabs import results_table, starts_table
+from opendit.sampling.page.views import MOST_PAGES, PAGE_ROWS, escaped, table
 from tests.sampling.page.runs import BROKEN, CLIPS, CUT, DIGITS, LINKED_FILE, log
 
 
@@ -67,3 +70,57 @@ def test_figures_of_evaluations(outputs, tmp_path):
     (tmp_path / "000-a" / "evaluation").mkdir(parents=True)
     (tmp_path / "000-a" / "evaluation" / "results.jsonl").write_text(json.dumps(row))
     assert [figure["value"] for figure in results(own, "000-a")] == [3.5]
+
+
+def test_a_log_is_read_on_from_where_it_ended(tmp_path):
+    catalog, run = Catalog(tmp_path), tmp_path / "000-a"
+    run.mkdir()
+    path = run / "log.jsonl"
+
+    def found() -> list[tuple[int, float]]:
+        return [(step, value) for step, value, _ in curves(catalog, ["000-a"])["loss"]]
+
+    path.write_text('{"step": 1, "loss": 1}\n{"step": 2, "lo')
+    assert found() == [(1, 1.0)]
+    with open(path, "a") as file:
+        file.write('ss": 2}\n')
+    assert found() == [(1, 1.0), (2, 2.0)]
+    read = []
+    with open(path, "a") as file:
+        file.write('{"step": 3, "loss": 3}\n')
+    reader = log_reader(path)
+    reader.add = lambda line, add=reader.add: (read.append(line), add(line))
+    assert found() == [(1, 1.0), (2, 2.0), (3, 3.0)] and read == [b'{"step": 3, "loss": 3}\n']
+    # Cut off by a resume, and longer than before when it is looked at again.
+    path.write_text('{"step": 1, "loss": 1}\n' + "".join(f'{{"step": {n}, "loss": 9}}\n' for n in range(2, 9)))
+    assert found() == [(1, 1.0), *((n, 9.0) for n in range(2, 9))]
+
+
+def test_absurd_numbers_leave_out_their_own_points_and_rows(tmp_path):
+    catalog, run, huge = Catalog(tmp_path), tmp_path / "000-a", "9" * 400
+    run.mkdir()
+    lines = [f'{{"step": 1, "loss": {huge}}}', f'{{"step": {2**63}, "loss": 1}}', '{"step": -1, "loss": 1}']
+    (run / "log.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "loss": 2}\n')
+    assert curves(catalog, ["000-a"])["loss"] == [(5, 2.0, "000-a")]
+    row = {"metric": "fid", "value": int(huge), "interval": [1, int(huge)], "count": 5, "time": "2026-01-02"}
+    (run / "results.jsonl").write_text("\n".join(map(json.dumps, [row, {**row, "value": 3.5, "interval": "x"}])))
+    table = results_table(results(catalog, "000-a"))
+    assert table.count("<tr>") == 3 and ">3.5<" in table and f">{huge}<" in table
+    strange = [{"changes": 3, "time": [1], "flags": 1}, {"changes": ["resume: a", 7], "first_step": {}}]
+    assert starts_table(strange).count("<tr>") == 3 and ">a<" in starts_table(strange)
+
+
+def test_long_tables_have_pages():
+    rows = [[str(number)] for number in range(PAGE_ROWS * MOST_PAGES + 7)]
+    shown = table(rows, ["n"])
+    assert shown.count("<details>") == MOST_PAGES - 1 and "and 7 more" in shown
+    assert shown.count("<td>") == PAGE_ROWS * MOST_PAGES and "101 to 200" in shown
+    assert "<details>" not in table(rows[:PAGE_ROWS], ["n"])
+
+
+def test_a_run_whose_name_is_not_utf_8_is_told(tmp_path):
+    for name in (b"000-a", b"001-\xff"):
+        (tmp_path / os.fsdecode(name)).mkdir()
+    catalog = Catalog(tmp_path)
+    assert catalog.runs() == ["000-a"] and catalog.refused() == [os.fsdecode(b"001-\xff")]
+    assert "001-" in escaped(catalog.refused()[0])

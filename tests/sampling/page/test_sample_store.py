@@ -1,7 +1,13 @@
 """Samples as files with their settings inside; the oldest ones go."""
 
+import errno
 import io
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 import zipfile
 
 import av
@@ -61,3 +67,42 @@ def test_the_oldest_go():
 @pytest.mark.parametrize("text", ["", "..", "a" * 21, "a" * 23, "a" * 21 + "/", "a" * 21 + ".", "a" * 21 + "\n"])
 def test_what_is_no_token(text):
     assert not is_token(text)
+
+
+def test_a_full_disk_leaves_nothing(monkeypatch):
+    """The third of three pictures finds no room."""
+    with SampleStore() as store:
+        _, (kept,) = store.add([picture(0)], ["kept"], SETTINGS)
+        folder = store.find(kept.token)[1].parent
+        before, write, calls = sorted(folder.iterdir()), Image.SAVE["PNG"], []
+
+        def save(*given, **named):
+            calls.append(given)
+            if len(calls) == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(*given, **named)
+
+        monkeypatch.setitem(Image.SAVE, "PNG", save)
+        with pytest.raises(OSError, match="No space left"):
+            store.add([picture(1), picture(2), picture(3)], ["a", "b", "c"], SETTINGS)
+        assert sorted(folder.iterdir()) == before and len(calls) == 3
+
+
+def test_a_start_deletes_what_a_killed_page_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = "from opendit.sampling.page.sample_store import SampleStore\nimport time\n"
+    code += "store = SampleStore()\ntime.sleep(60)"
+    running = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})
+    while not (locks := list(tmp_path.glob("*/in_use.lock"))):
+        assert running.poll() is None
+        time.sleep(0.01)
+    left = locks[0].parent
+    (left / "picture.png").write_bytes(b"1")
+    foreign = tmp_path / "opendit-page-other"
+    foreign.mkdir()  # without the file that a page locks
+    with SampleStore():
+        assert (left / "picture.png").exists()  # it is in use
+    running.kill()
+    running.wait()
+    with SampleStore():
+        assert not left.exists() and foreign.exists()
