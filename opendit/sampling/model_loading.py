@@ -24,6 +24,7 @@ from opendit.checkpoint.pretrained import (
 )
 from opendit.checkpoint.published import EXPERTS, is_published
 from opendit.checkpoint.run_folders import newest_run
+from opendit.checkpoint.tensor_set import is_set, open_set
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
 from opendit.diffusion.objectives import objective_from_dict
@@ -190,7 +191,7 @@ def _of_experts(
     path: str | Path, config: PublicConfig, lora: Sequence[WeightedLora], which: str
 ) -> tuple[list[WeightedLora], list[WeightedLora]]:
     """Return the LoRAs of the first and of the second network of a folder that has two. Raises ValueError for anything
-    else that holds one of them, and for LoRA files, which don't say which they are for."""
+    else that holds one of them, and for LoRA files of others, which don't say which they are for."""
     if config.expert is not None:
         raise ValueError(
             f"{path}: holds the {config.expert}-noise network alone; draw with --ckpt FOLDER, of both, and --lora; "
@@ -198,9 +199,16 @@ def _of_experts(
         )
     found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
     for each, weight in lora:
-        added = getattr(read_config(find_weights(each, which)), "expert", None)
-        if added is None:
-            raise ValueError(f"--lora {each}: does not say which of the two networks it is for; give runs of --expert")
+        file = find_weights(each, which)
+        added = getattr(read_config(file), "expert", None)
+        if added is None and is_set(file):
+            with open_set(file) as tensors:
+                added = tensors.metadata.get("expert")
+        if added not in found:
+            raise ValueError(
+                f"--lora {each}: does not say which of the two networks it is for; give runs of --expert, or files "
+                "that opendit export lora has made of them"
+            )
         found[added].append((each, weight))
     return found["high"], found["low"]
 

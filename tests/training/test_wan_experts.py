@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import opendit
 import sample
@@ -124,6 +124,11 @@ def test_lora_of_each_is_merged_and_exported(root, tmp_path):
         argv.append(run)
         export(f"lora --ckpt {run} --output {tmp_path}/{expert}.safetensors".split())
     found = drawn(opendit.load(root / "wan", lora=argv))
+    files = [tmp_path / f"{expert}.safetensors" for expert in ("low", "high")]  # which say themselves whose they are
+    assert near(drawn(opendit.load(root / "wan", lora=files)), found)
+    save_file(load_file(files[0]), tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="lora .*other.safetensors: does not say which of the two networks it is for"):
+        opendit.load(root / "wan", lora=tmp_path / "other.safetensors")
     pipeline = networks().WanPipeline.from_pretrained(root / "wan")
     for expert, inside in INSIDE.items():
         pipeline.load_lora_weights(tmp_path / f"{expert}.safetensors", load_into_transformer_2=expert == "low",
