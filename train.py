@@ -78,6 +78,8 @@ class Inputs:
         packing: makes packs of samples of unequal size (``--pack_tokens``).
         tokens_of: gives the number of tokens of latents of a size, for objectives whose times depend on it.
         given_frames: which frames of a clip the model is given (``--given_frames``).
+        in_place: it takes them in their places, without noise.
+        beside: it is always given the first frame, of an image-to-video model.
     """
 
     latents: Latents
@@ -89,6 +91,8 @@ class Inputs:
     packing: Packing | None = None
     tokens_of: Callable[[tuple[int, ...]], int] | None = None
     given_frames: str | None = None
+    in_place: bool = False
+    beside: bool = False
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device, without waiting for it."""
@@ -99,11 +103,15 @@ class Inputs:
         if isinstance(batch.x, tuple):
             assert self.packing is not None, "a run of packs has samples of unequal sizes"
             return self.packing.micro_batch(self, batch, index)
-        x0 = self.clean(enlarge(batch.x.to(self.device, non_blocking=True), batch.small), batch.step, index)
+        x = enlarge(batch.x.to(self.device, non_blocking=True), batch.small)
+        x0 = self.clean(x, batch.step, index)
         noise = self.noise(x0, batch.step, index)
         tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
         t = self.objective.times(self.seed, batch.step, index, tokens)
-        return MicroBatch(x0, t, noise, self.condition(batch, index), self.given(x0, batch.step, index))
+        condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
+        if self.beside:
+            condition, given = self.first_frames(condition, x)
+        return MicroBatch.of(x0, t, noise, condition, given, self.in_place)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the latents x0 (B, C, ...) fp32 of samples x of one shape."""
@@ -123,6 +131,14 @@ class Inputs:
 
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
+
+    def first_frames(self, y: Condition, x: Tensor) -> tuple[Condition, Tensor]:
+        """Return conditions with the tokens of the clips' first frames, if the model attends to them, and the mask and
+        the latents of clips that have nothing after those."""
+        from opendit.data.base import to_pixels
+
+        pixels = to_pixels(x)
+        return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
         """Return the mask and the latents of the frames that the model is given, (B, 1 + C, T, H, W)."""
@@ -150,7 +166,7 @@ class EagerPasses:
         prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
         inputs, conditions = batch.network_inputs(prepared.x_t, prepared.timestep)
         output = self.engine.forward(*inputs, **conditions)
-        return batch.sample_losses(self.objective.loss(output, prepared))
+        return batch.losses(self.objective, output, prepared)
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
         """Add the gradients of a micro-batch to the engine's; ``last``: the optimizer's step follows.

@@ -16,7 +16,7 @@ from opendit.checkpoint.fill import fill
 from opendit.checkpoint.foreign import infer_config, read_pickled, read_pipeline
 from opendit.checkpoint.lora import Merged, Products, of_file, of_run
 from opendit.checkpoint.matched import MatchedTensors
-from opendit.checkpoint.published import TRANSFORMER, is_published, open_published, read_published
+from opendit.checkpoint.published import TRANSFORMER, expert_of, is_published, open_published, read_published
 from opendit.checkpoint.run_folders import MANIFEST, checkpoints_in, named_checkpoint
 from opendit.checkpoint.tensor_set import TensorSet, check_shapes, check_size, compare, files_of, is_set, open_set
 from opendit.common.stages import Background
@@ -82,7 +82,8 @@ def folder_of(path: Path) -> Path | None:
     """Return the folder of the public model that a file stands for; None for other files."""
     if path.name not in (PIPELINE_INDEX, CONFIG):
         return None
-    folder = path.parent.parent if path.parent.name == TRANSFORMER else path.parent
+    alone = path.parent.name != TRANSFORMER or expert_of(path.parent) is not None
+    folder = path.parent if alone else path.parent.parent
     return folder if is_published(folder) else None
 
 

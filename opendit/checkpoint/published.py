@@ -10,9 +10,9 @@ configuration and the names are understood. Headers are read and compared; weigh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -26,17 +26,20 @@ from opendit.common.json_models import FileKind, OpenJsonObject, Word, read_file
 from opendit.common.tensor_files import open_safetensors
 from opendit.common.utils import shown
 from opendit.config.names import PARTS, WHOLE
+from opendit.diffusion import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective
 from opendit.diffusion.published_schedules import published_schedule
 from opendit.encoders.folder import CONFIG, INDEX, PIPELINE_INDEX, PRETRAINED, PretrainedConfig, one_line, weight_files
 from opendit.encoders.published_folder import check_index, names_class
+from opendit.models.configuration import DiTConfig
 from opendit.models.families import FAMILIES
-from opendit.models.families.base import Family
-from opendit.models.families.public_config import public_config
+from opendit.models.families.base import Family, Variant
+from opendit.models.families.public_config import PublicConfig, public_config
 from opendit.models.weights import Weights
 from opendit.models.zoo import Shapes, model_shapes
 
 TRANSFORMER, STEM = "transformer", "diffusion_pytorch_model"
+EXPERTS = {TRANSFORMER: "high", f"{TRANSFORMER}_2": "low"}  # of pipelines of two networks
 SCHEDULER = "scheduler_config.json"
 MOST_LAYERS, MOST_ITEMS, MOST_NUMBER = 1024, 4096, 1 << 24
 
@@ -90,6 +93,7 @@ class PublishedFolder:
         root: nothing outside of this folder is read.
         files: the weights under their published names.
         pairs: our names, published names, and the dimension along which they are joined.
+        alone: one of the two networks of ``pipeline`` was named.
     """
 
     family: Family
@@ -101,6 +105,7 @@ class PublishedFolder:
     root: Path
     files: WholeTensors
     pairs: tuple[Pair, ...]
+    alone: bool = False
 
     def shapes(self) -> Shapes:
         """Return the shapes of the parameters of our network. Raises ValueError, naming the configuration."""
@@ -145,6 +150,25 @@ class PublishedFolder:
         self.files.close()
 
 
+def expert_of(folder: Path) -> str | None:
+    """Return which of a pipeline's two networks, divided by times, a folder holds, "high" or "low"; None for others."""
+    path = folder.parent / PIPELINE_INDEX
+    if folder.name not in EXPERTS or not (folder / CONFIG).is_file() or not path.is_file():
+        return None
+    try:
+        index = read_json(path, MODEL_INDEX.most_bytes)
+    except (ValueError, OSError):
+        return None
+    return EXPERTS[folder.name] if isinstance(index, dict) and index.get("boundary_ratio") is not None else None
+
+
+def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
+    """Return the folder of the network of a configuration: ``folder``, or in a pipeline of two that of its expert."""
+    expert = config.expert if isinstance(config, PublicConfig) else None
+    inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
+    return inside if expert_of(inside) == expert else Path(folder)
+
+
 def is_published(folder: str | Path, families: Mapping[str, Family] = FAMILIES) -> bool:
     """Return True for a folder that :func:`open_published` is for, whatever may be wrong with it beside its class."""
     folder = Path(folder)
@@ -169,13 +193,15 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
         ValueError: in one line, the file that is damaged, leads out of the folder, or is another model's.
     """
     folder = Path(folder)
-    inside = folder / TRANSFORMER
+    inside, expert = folder / TRANSFORMER, expert_of(folder)
     pipeline, transformer = (folder, inside) if inside.is_dir() else (None, folder)
+    if expert is not None:
+        pipeline = folder.parent
     if not (transformer / CONFIG).is_file():
         raise FileNotFoundError(
             f"{folder}: no public model there; give a folder with {TRANSFORMER}/{CONFIG}, as diffusers writes it"
         )
-    root = _root(folder)
+    root = _root(folder if expert is None else folder.parent)
     file_id(transformer / CONFIG, root)
     config = read_file(transformer / CONFIG, NETWORK)
     family = next((family for family in families.values() if family.describes(config)), None)
@@ -197,7 +223,7 @@ def open_published(folder: str | Path, families: Mapping[str, Family]) -> Publis
         files.shapes,
         f"{files.path}: of the weights of a {family.network} as {CONFIG} has it",
     )
-    return PublishedFolder(family, spec, config, transformer, pipeline, index, root, files, pairs)
+    return PublishedFolder(family, spec, config, transformer, pipeline, index, root, files, pairs, expert is not None)
 
 
 def _root(folder: Path) -> Path:
@@ -220,8 +246,22 @@ def _read_index(pipeline: Path, family: Family, root: Path) -> dict[str, Any] | 
     others = [
         name for name, kind in index.items() if name.startswith(f"{TRANSFORMER}_") and kind not in (None, [None, None])
     ]
-    if others:
-        raise ValueError(f"{path}: it has a second network, {shown(others[0])}, which is not read")
+    variant = family.variant(index)
+    wanted = [f"{TRANSFORMER}_2"] if variant is not None and variant.experts else []
+    if others != wanted:
+        raise ValueError(
+            f"{path}: it has a second network, {shown(others[0])}, which is not read"
+            if others
+            else f"{path}: {cast(Variant, variant).setting} is of two networks, and it has one"
+        )
+    for name in others:
+        boundary = index[cast(Variant, variant).setting]
+        if not names_class(index[name], "diffusers", family.network):
+            raise ValueError(f"{path}: {name} is {shown(index[name])}, not {family.network} of diffusers")
+        if not isinstance(boundary, float) or not 0 < boundary < 1:
+            raise ValueError(
+                f"{path}: {cast(Variant, variant).setting} is {shown(boundary)}, no number between 0 and 1"
+            )
     return index
 
 
@@ -252,8 +292,7 @@ def read_published(folder: str | Path) -> Weights:
     """
     opened = open_published(folder, FAMILIES)
     family, info = opened.family, {}
-    size = None
-    root = opened.pipeline
+    root, variant = opened.pipeline, opened.family.variant(opened.index)
     if root is not None:
         if (root / "vae" / CONFIG).is_file():
             info["vae"] = str((root / "vae").resolve())
@@ -270,9 +309,17 @@ def read_published(folder: str | Path) -> Weights:
             if family.shift == "empirical" and objective.shift_tokens is not None:  # or it says another, fixed one
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
-    config = public_config(family.name, opened.config, size)
-    place = opened.pipeline or opened.transformer
+    expert = expert_of(opened.transformer) if opened.alone else None
+    index = (opened.index or {}) | ({} if expert is None else {"expert": expert})
+    config = public_config(family.name, opened.config, index=index)
+    if variant is not None:
+        info["clip_fps"] = variant.fps
+    place = opened.transformer if opened.alone else opened.pipeline or opened.transformer
     shapes, _ = model_shapes(config)
     info |= {"model": folder_name(place), "config": config.to_dict()}
-    info.setdefault("objective", FlowObjective().to_dict())
+    objective = objective_from_dict(info.get("objective", FlowObjective().to_dict()))
+    if expert is not None:
+        between = {"least": config.boundary} if expert == "high" else {"most": config.boundary}
+        objective = replace(cast(FlowObjective, objective), **between)
+    info["objective"] = objective.to_dict()
     return Weights(opened.tensors(shapes), place, info)

@@ -13,7 +13,7 @@ import math
 import types
 import typing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, Union
 
 from annotated_types import Interval, Len, MaxLen
 from pydantic import AfterValidator, Discriminator, FailFast, Field, InstanceOf, Tag, create_model, model_validator
@@ -120,6 +120,14 @@ def _tagged(kinds: dict[str, type[JsonObject]], tag: str, default: str | None) -
     ]
 
 
+class PublicIndex(JsonObject):
+    """The settings of a public model's ``model_index.json`` that matter."""
+
+    expand_timesteps: bool | None = None
+    boundary_ratio: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    expert: Literal["high", "low"] | None = None
+
+
 class PublicModel(JsonObject):
     """A public model's configuration, as ``PublicConfig.to_dict`` writes it."""
 
@@ -128,6 +136,7 @@ class PublicModel(JsonObject):
     published: dict[str, Any]
     input_size: Annotated[list[Annotated[int, Interval(ge=1, le=1 << 16)]], Len(2, 3)]
     max_tokens: Annotated[int, Interval(ge=1, le=1 << 16)]
+    index: PublicIndex | None = None
 
 
 if TYPE_CHECKING:

@@ -124,6 +124,9 @@ class StartFlags(Flags):
         common="start from these weights",
         unit="path",
     )
+    expert: str | None = flag(
+        None, "of --pretrained of two networks, one for noisier times, the one to train", choices=("high", "low")
+    )
     download: bool = flag(False, "fetch --pretrained OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     lora: int | None = flag(
         None,

@@ -55,7 +55,8 @@ def name_of_folder(path: str | Path) -> str | None:
         family = next((name for name, public in PUBLIC.items() if public.describes(config)), None)
         if family is not None:
             named = folder.resolve()
-            return f"{family}/{folder_name(named.parent if named.name == 'transformer' else named)}"
+            inside = named.name in ("transformer", "transformer_2")
+            return f"{family}/{folder_name(named.parent if inside else named)}"
     for run in (folder, *folder.resolve().parents[:2]):
         flags = _read(run / RUN_CONFIG).get("flags")
         stored = flags.get("model") if isinstance(flags, dict) else None

@@ -193,6 +193,8 @@ class TrainConfig(
             raise ValueError(f"--{own[0]}: {source} says itself how its network is built; leave the flag out")
         settings: dict[str, Any] = {"model": name, "objective": "flow"}
         folder = Path(source).expanduser()
+        if self.pretrained is not None:
+            settings["pretrained"] = self._expert_of(folder)
         if "image_size" not in self.given:
             settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
         named = set()  # by --pretrained: as good as by their own flags
@@ -203,6 +205,17 @@ class TrainConfig(
             settings["text_encoder"] = str(folder)
             named.add("text_encoder")
         return replace(self, **settings, given=self.given | named)
+
+    def _expert_of(self, folder: Path) -> str:
+        """Return the folder of the network to train: ``folder``, or one of two networks in it."""
+        inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
+        if not inside["low"].is_dir():
+            if self.expert is not None and folder.name not in ("transformer", "transformer_2"):
+                raise ValueError(f"--expert {self.expert}: {folder} has one network; leave the flag out")
+            return str(self.pretrained)
+        if self.expert is None:
+            raise ValueError(f"--expert: {folder} has two networks; say which to train, high or low")
+        return str(inside[self.expert])
 
     def evaluating(self) -> EvaluateConfig:
         """Return the configuration with which ``opendit evaluate`` measures the samples of --evaluate_every."""

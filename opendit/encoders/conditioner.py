@@ -14,6 +14,7 @@ from torch import Tensor
 
 from opendit.common.utils import DataError
 from opendit.config.flags import nearest
+from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.text import TextEncoder
 from opendit.models import Condition, TextCondition, TextConfig, encode_bytes, where
 from opendit.models.bytes_text import byte_tokens
@@ -37,6 +38,11 @@ class Conditioner(ABC):
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         """Return ``y`` with the null condition in the rows that ``dropped`` (B,) bool marks."""
         return where(dropped, self.null(), y)
+
+    def of_clips(self, y: Condition, pixels: Tensor) -> Condition:
+        """Return ``y`` with the tokens of the first frames of clips (B, 3, T, H, W) in [-1, 1], for models that attend
+        to them; as it is for others."""
+        return y
 
 
 class LabelConditioner(Conditioner):
@@ -107,7 +113,8 @@ class PublishedConditioner(CaptionConditioner):
     """Captions through the text encoders of a public model (opendit.encoders.published_text).
 
     guidance: the scale that a model of embedded guidance is told; None for other models. trim: remove the padding that
-    all captions of a batch of cached embeddings have, as the encoders do.
+    all captions of a batch of cached embeddings have, as the encoders do. pictures: encodes the first frames of clips,
+    for models that attend to them.
     """
 
     def __init__(
@@ -118,9 +125,10 @@ class PublishedConditioner(CaptionConditioner):
         guidance: float | None = None,
         empty: Sequence[Tensor] | None = None,
         trim: bool = False,
+        pictures: PictureTokens | None = None,
     ):
         super().__init__(text, device, encoder)
-        self.guidance, self.trim = guidance, trim
+        self.guidance, self.trim, self.pictures = guidance, trim, pictures
         self._null = None if empty is None else self.of_embeddings(empty)
 
     def encode(self, captions: list[str], away: bool = False) -> TextCondition:
@@ -142,6 +150,11 @@ class PublishedConditioner(CaptionConditioner):
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
         return where(dropped, *same_length(self.null(), y))
+
+    def of_clips(self, y: Condition, pixels: Tensor) -> Condition:
+        if self.pictures is None:
+            return y
+        return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
     def _told(self, y: TextCondition) -> TextCondition:
         """Return the condition with the scale of guidance."""

@@ -22,7 +22,7 @@ from opendit.checkpoint.lora import (
     with_halves_exchanged,
 )
 from opendit.checkpoint.pretrained import read_newest
-from opendit.checkpoint.published import PublishedFolder, open_published
+from opendit.checkpoint.published import PublishedFolder, expert_of, network_of, open_published
 from opendit.checkpoint.tensor_set import write_weights
 from opendit.export.published import name_of
 from opendit.models.families.base import Family
@@ -60,7 +60,7 @@ def export_lora(
     products, full = of_run(weights)
     if full:
         raise ValueError(f"{weights.path}: {min(full)} was trained as a whole, which a LoRA can't hold")
-    opened = open_published(base or lora.base, families)
+    opened = open_published(network_of(base or lora.base, weights.config), families)
     try:
         state = _named(products, opened, form)
         metadata = _metadata(lora, opened, form, output.stem)
@@ -117,6 +117,8 @@ def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dic
         "modelspec.title": title,
         "ss_base_model_version": family.architecture,
     }
+    if opened.alone:
+        found["expert"] = str(expert_of(opened.transformer))
     if form != "diffusers":
         found |= {"ss_network_dim": str(lora.rank), "ss_network_alpha": alpha}
     return found | ({"license": family.license, "modelspec.license": family.license} if family.license else {})

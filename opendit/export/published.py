@@ -15,7 +15,7 @@ from torch import Tensor
 from opendit.checkpoint.files import file_id
 from opendit.checkpoint.lora import Merged, of_run
 from opendit.checkpoint.pretrained import read_newest
-from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, open_published
+from opendit.checkpoint.published import STEM, TRANSFORMER, PublishedFolder, is_published, network_of, open_published
 from opendit.checkpoint.tensor_set import write_weights
 from opendit.common.safe_files import link_or_copy, make_folder, refuse_links, remove_tree, rename, sync_folder
 from opendit.config.names import WHOLE
@@ -58,7 +58,8 @@ def export_published(
     weights = base.published(state, source)
     new, old = (output.with_name(f".{output.name}.{os.getpid()}{end}") for end in ("", ".old"))
     remove_tree(new)
-    make_folder(new / TRANSFORMER, root=root)
+    inside = base.transformer.name if base.pipeline else TRANSFORMER  # of two networks one
+    make_folder(new / inside, root=root)
     try:
         left_out = []
         for path, place in _others(base):
@@ -67,12 +68,12 @@ def export_published(
                 continue
             file_id(path, base.root)
             link_or_copy(path, new / place, root=root, make=True)
-        link_or_copy(base.transformer / CONFIG, new / TRANSFORMER / CONFIG, root=root)
+        link_or_copy(base.transformer / CONFIG, new / inside / CONFIG, root=root)
         # What a run says of itself stays here: it has captions and paths in it.
         said = {"base": name_of(base), **({"license": base.family.license} if base.family.license else {})}
         metadata = {**said, **base.files.metadata, "format": "pt"}
-        write_weights(new / TRANSFORMER / (STEM + WHOLE), weights, metadata, most_bytes)
-        sync_folder(new / TRANSFORMER, root=root)
+        write_weights(new / inside / (STEM + WHOLE), weights, metadata, most_bytes)
+        sync_folder(new / inside, root=root)
         _take_place(new, output, old)
         sync_folder(root)
     finally:
@@ -116,7 +117,7 @@ def _others(base: PublishedFolder) -> Iterator[tuple[Path, Path]]:
                 yield path, Path(path.name)
     named = base.index if base.index is not None else base.family.components
     for name in sorted(named):
-        if name == TRANSFORMER or not isinstance(named[name], list | tuple) or not _is_plain(name):
+        if name == base.transformer.name or not isinstance(named[name], list | tuple) or not _is_plain(name):
             continue
         found = 0
         for parent, folders, names in os.walk(base.pipeline / name):
@@ -162,12 +163,13 @@ def export_run(
         ValueError, FileNotFoundError: nothing there, damaged, or another model.
         OSError: a file can't be written.
     """
-    opened, notes = open_published(base, families), []
+    notes: list[str] = []
+    if is_published(ckpt, families):
+        weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
+    else:
+        weights = read_newest(ckpt, which, notes)
+    opened = open_published(network_of(base, weights.config), families)
     try:
-        if is_published(ckpt, families):
-            weights = Weights(open_published(ckpt, families).tensors(), Path(ckpt))
-        else:
-            weights = read_newest(ckpt, which, notes)
         if "lora" in weights.info:
             check_lora(weights)
             weights = replace(weights, state=Merged(opened.tensors(), *of_run(weights)))

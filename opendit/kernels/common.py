@@ -311,10 +311,10 @@ def cut_rows(
     kernel: str, default: Launch, x: Tensor, samples: int, sample_of_row: Tensor | None, columns: int = 1
 ) -> Rows:
     """Divide the rows of x, (B, N, D) or packed (rows, D), for the named kernel."""
-    length = x.shape[-2]
     rows = x.contiguous().view(-1, x.shape[-1])
+    length = x.shape[-2] if sample_of_row is None else len(rows)
     if sample_of_row is not None:
-        sample_of_row = sample_of_row.contiguous()
+        sample_of_row = sample_of_row.reshape(-1)
     launch = choose_launch(kernel, default, rows.shape[0], length, columns)
     return Rows(rows, samples, length, sample_of_row, launch)
 
@@ -360,8 +360,8 @@ def check_inputs(
     x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], bias: Tensor | None = None,
     **vectors: Tensor,
 ) -> None:  # fmt: skip
-    """Raise ValueError unless x is (B, N, D), or (rows, D) or (1, rows, D) with sample_of_row (rows,); vectors are (B,
-    D); and bias is (D,)."""
+    """Raise ValueError unless x is (B, N, D), alone or with sample_of_row (B, N), or (rows, D) or (1, rows, D) with
+    sample_of_row (rows,); vectors are (B, D); and bias is (D,)."""
     if sample_of_row is None:
         if x.dim() != 3:
             raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")

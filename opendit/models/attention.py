@@ -47,6 +47,7 @@ class TokenGrid:
     positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the sequence over
     ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow each other; of a
     pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
+    vectors: (B, n) int64, not falling: which of the modulation vectors each token has, where a sample has several.
     """
 
     sizes: tuple[int, ...]
@@ -57,6 +58,7 @@ class TokenGrid:
     streams: tuple[int, ...] = ()
     keys: Tensor | None = None
     interleaved: Interleaved | None = None
+    vectors: Tensor | None = None
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
         """Return the tokens of every stream of x, which has all tokens in its dimension ``dim``."""
@@ -73,7 +75,10 @@ class TokenGrid:
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the last arguments of operations with shift, scale or gate: (sample_of_row,) for packs, else none."""
+    """Return the last arguments of operations with shift, scale or gate: (sample_of_row,) for packs and for samples of
+    several modulation vectors, else none."""
+    if grid is not None and grid.vectors is not None:
+        return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
 
 
@@ -427,12 +432,25 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.attend: Attend = local_attention  # to captions whose padding is attended to as well
+        self.picture_kv: nn.Linear | None = nn.Linear(dim, 2 * dim, bias=options.bias) if options.pictures else None
+        self.picture_norm = RMSNorm(width, options.qk_eps) if options.pictures else None
 
-    def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values (B, M, H, d) of tokens (B, M, D), which depend on nothing else: a caption's can be made once
-        for all steps of sampling."""
-        k, v = self.kv(tokens).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
-        return self._normalised(self.k_norm, k), v
+        for all steps of sampling. mask: of the caption's tokens, before which a picture's may lie."""
+        if self.picture_kv is None or mask is None:
+            return self._keys_values(tokens, self.kv, self.k_norm)
+        count = tokens.shape[1] - mask.shape[1]
+        pairs = (
+            self._keys_values(tokens[:, :count], self.picture_kv, self.picture_norm),
+            self._keys_values(tokens[:, count:], self.kv, self.k_norm),
+        )
+        k, v = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+        return k, v
+
+    def _keys_values(self, tokens: Tensor, kv: nn.Linear, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        k, v = kv(tokens).unflatten(-1, (2, self.num_heads, -1)).unbind(2)
+        return self._normalised(norm, k), v
 
     def _normalised(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
         """Normalise x (B, N, H, d) by head or across heads."""
@@ -447,13 +465,17 @@ class CrossAttention(nn.Module):
         pack x (1, N, D), which ``grid`` knows, they are of its S segments, (S, M, ...).
         """
         *source, mask = context
-        k, v = self.keys_values(*source) if len(source) == 1 else source
+        k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
         q = ops.linear(x, cast(Projection, self.q)) if self.in_operations else self.q(x)
         q = q.unflatten(-1, (self.num_heads, -1))
         q = self._normalised(self.q_norm, q)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if self.attends_padding and (grid is None or grid.packed is None):
-            return self.attend(q, k, v).transpose(1, 2).flatten(2)
+            count = 0 if self.picture_kv is None else k.shape[2] - mask.shape[1]
+            output = self.attend(q, k[:, :, count:], v[:, :, count:])
+            if count:  # both are attended to by themselves (Wan Team 2025, sec. 5.1)
+                output = output + self.attend(q, k[:, :, :count], v[:, :, :count])
+            return output.transpose(1, 2).flatten(2)
         if grid is not None and grid.packed is not None:
             attend = self._attend_to_all if self.attends_padding else masked_attention
             output = segment_cross_attention(q, k, v, mask, grid.packed, attend)

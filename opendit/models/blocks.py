@@ -371,7 +371,7 @@ class Block(nn.Module):
             return context
         assert len(context) == 2, "keys and values are made of tokens, once"
         tokens, mask = context
-        return *attention.keys_values(tokens), mask
+        return *attention.keys_values(tokens, mask), mask
 
 
 def _norm_of(spec: BlockSpec, branch: Branch) -> str | None:

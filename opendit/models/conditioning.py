@@ -107,6 +107,14 @@ def joined(conditions: Sequence[Condition]) -> Condition:
     return join(tuple(conditions))
 
 
+def of_same_pictures(null: Condition, y: Condition) -> Condition:
+    """Return the condition of guidance's other half, one row or B, with the pictures' tokens of y, if there are any:
+    they have the place of the pooled vector, (B, tokens, width)."""
+    if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
+        return null
+    return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)
+
+
 def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]:
     """Return two conditions whose captions have the same number of tokens, padded with zeros; labels as they are."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):

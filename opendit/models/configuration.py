@@ -196,6 +196,21 @@ class DiTConfig:
         return given_channels(self.in_channels) if self.given_frames else 0
 
     @property
+    def given_in_place(self) -> bool:
+        """True if given frames stand in their places among the noisy ones, see opendit.models.given_frames."""
+        return False
+
+    @property
+    def given_beside(self) -> bool:
+        """True if the model is always given the first frame, as latents of a clip beside the noisy ones, see there."""
+        return False
+
+    @property
+    def boundary(self) -> float | None:
+        """The time, in [0, 1], from which on the first of two networks is used; None for a single network."""
+        return None
+
+    @property
     def embedded_channels(self) -> int:
         """Channels of what patches are cut out of."""
         return self.in_channels + self.given_channels

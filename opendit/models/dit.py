@@ -240,8 +240,9 @@ class DiT(nn.Module):
         modulations, context: of :meth:`predict`; other architectures use them up to the first block."""
         return self.embed(x)
 
-    def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, ...]:
-        """Describe the places of the tokens of latents of this size, which another stage of a pipeline has embedded."""
+    def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
+        """Describe the places of the tokens of latents of this size, which another stage of a pipeline has embedded.
+        by_frame: frames have times of their own, in other architectures."""
         sizes = self.config.grid_of(size)
         shards = None if self.sequence is None else self.sequence(math.prod(sizes), sizes)
         positions = self.positions(sizes) if self.config.positions_in_blocks else None
@@ -380,7 +381,7 @@ class DiT(nn.Module):
         Raises ValueError for a model that can't take packs, or another number of patches than the pack's tokens.
         """
         config = self.config
-        if config.given_frames and x.shape[1] == config.in_channels:
+        if config.given_channels and x.shape[1] == config.in_channels:
             x = without_any(x, config.given_channels)
         self._check_pack(x, segments)
         packed = segments.place(x.device)

@@ -19,7 +19,8 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
     """Vectors (B, D) so that they broadcast against x (B, N, D): (B, 1, D); or, of a pack x (1, N, D) whose token n
-    belongs to the segment ``sample_of_row[n]``, (N, D)."""
+    belongs to the segment ``sample_of_row[n]``, (N, D). Where samples have several vectors each, ``sample_of_row`` (B,
+    N) are those of the tokens."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
@@ -358,7 +359,8 @@ class Options:
     bias: biases in linear layers. qk_norm: normalised queries and keys. adaln_lora: the rank of the modulation's
     weights; None: full. shared_modulation: these weights only correct a modulation that all blocks share.
     operations_across: the layers of cross-attention that see all tokens are given to ``BlockOps``, so that FP8 has
-    them; otherwise they are torch's.
+    them; otherwise they are torch's. pictures: cross-attention has keys and values of its own for a picture's tokens,
+    which come before the caption's.
     """
 
     bias: bool = True
@@ -369,6 +371,7 @@ class Options:
     qk_eps: float = 1e-6
     attends_padding: bool = False
     operations_across: bool = False
+    pictures: bool = False
 
 
 PLAIN = Options()

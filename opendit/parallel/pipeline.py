@@ -426,7 +426,7 @@ class StageForward:
             x = x if repeats == 1 else x.expand(-1, -1, repeats, -1, -1)
             tokens, grid = model.enter(x, modulations, context)
         else:
-            tokens, grid = x, model.places(sizes, context, len(x))[0]
+            tokens, grid = x, model.places(sizes, context, len(x), t.dim() > 1)[0]
         checkpointed = torch.is_grad_enabled() and model.grad_checkpoint
         across = context if model.config.cross_attention else None
         tokens = run_blocks(blocks, tokens, modulations, across, grid, checkpointed=checkpointed)

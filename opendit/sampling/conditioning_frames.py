@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -9,22 +10,28 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import pad
 
 from opendit.config.architectures import parse_given
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import decode_chosen, decode_frames, resize_and_crop
 from opendit.data.frame_times import ROUNDING, Timeline
 from opendit.data.picture_file import read_picture
+from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.vae import ImageCodec
 from opendit.encoders.video_vae import VideoCodec
+from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.configuration import DiTConfig
-from opendit.models.given_frames import give
+from opendit.models.given_frames import give, give_beside
 from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note for a model with conditioning frames that draws without them; empty for other models."""
-    if config.given_frames is None:
+    """Return a note for a model with conditioning frames that draws without them; empty for other models. Raises
+    ValueError for one that can't."""
+    if config.given_beside:
+        raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
+    if config.given_frames is None or config.given_in_place:
         return []
     return [f"the model was trained with --given_frames {config.given_frames}; here it draws without given frames"]
 
@@ -78,6 +85,8 @@ def encode_frames(
     if frames is not None and clip is None:
         raise ValueError("--clip_frames: does nothing without --clip; leave it out")
     if media is None:
+        if config.given_beside:
+            raise ValueError(f"--image: {path} draws clips that begin with a picture; name one")
         return None
     if image is not None and clip is not None:
         raise ValueError("--image: --clip gives frames already; leave one of them out")
@@ -88,15 +97,37 @@ def encode_frames(
     assert isinstance(codec, VideoCodec)  # as for every model of clips
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
-    side = size[1] * codec.downscale
-    read = [_frames(flag, each, pixels, interval, fps, side) for each in _as_list(media)]
+    height, width = (side * codec.downscale for side in size[1:])
+    read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
+    if config.given_beside:  # grey after the first frame
+        whole = (size[0] - 1) * codec.temporal_downscale + 1
+        read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
     for clip_pixels in read:
         mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # zero noise: the posterior's mean
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
     latents[:, :, :count] = torch.cat(encoded)
+    if config.given_beside:
+        return give_beside(latents)
     return give(latents, torch.full((len(read),), count))
+
+
+def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any = None) -> Tensor | None:
+    """Return the tokens (n, tokens, width) of n pictures, or of the last frames of clips, as of :func:`encode_frames`,
+    for a model that attends to them; None for others."""
+    if pictures is None:
+        return None
+    if image is not None:
+        return pictures.encode([Image.fromarray(_picture(each)[0]) for each in _as_list(image)])
+    return pictures.encode([Image.fromarray(_last_frames(each, 1, 1, None)[0]) for each in _as_list(clip)])
+
+
+def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
+    """Return the conditions y of the samples ``index`` (B,) with the pictures' tokens, which they use in turn."""
+    if tokens is None or not isinstance(y, TextCondition):
+        return y
+    return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
 
 
 def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
@@ -129,15 +160,15 @@ def _as_list(media: Any) -> Sequence[Any]:
     return list(media) if isinstance(media, list | tuple) else [media]
 
 
-def _frames(flag: str, media: Any, count: int, interval: int, fps: float | None, side: int) -> Tensor:
-    """Return the picture, or the last frames of the clip, (3, count, side, side) fp32 in [-1, 1]."""
+def _frames(flag: str, media: Any, count: int, interval: int, fps: float | None, size: tuple[int, int]) -> Tensor:
+    """Return the picture, or the last frames of the clip, (3, count, *size) fp32 in [-1, 1]."""
     try:
         frames = _picture(media) if flag == "--image" else _last_frames(media, count, interval, fps)
     except BadSample as bad:
         raise ValueError(f"{flag}: {bad}; give another file") from bad
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or len(frames) != count:
         raise ValueError(f"{flag}: {frames.dtype} of {frames.shape} is no picture; give uint8 of height x width x 3")
-    return resize_and_crop(torch.from_numpy(np.array(frames)), side)
+    return resize_and_crop(torch.from_numpy(np.array(frames)), size)
 
 
 def _picture(picture: Any) -> np.ndarray:

@@ -7,22 +7,31 @@ Used by sample.py and by Python's ``Pipeline``. The messages of ValueErrors name
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opendit.checkpoint.foreign import assumption
-from opendit.checkpoint.pretrained import ALONE, WeightedLora, find_weights, load_pretrained, read_info
-from opendit.checkpoint.published import is_published
+from opendit.checkpoint.pretrained import (
+    ALONE,
+    WeightedLora,
+    find_weights,
+    load_pretrained,
+    read_config,
+    read_info,
+)
+from opendit.checkpoint.published import EXPERTS, is_published
 from opendit.checkpoint.run_folders import newest_run
+from opendit.checkpoint.tensor_set import is_set, open_set
 from opendit.common.stages import Background
 from opendit.diffusion.guidance import scale_of_family
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import encoder_name
+from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.text import load_text_encoder, text_geometry
 from opendit.encoders.vae import ImageCodec, codec_geometry, load_codec
 from opendit.encoders.video_vae import VideoCodec, latent_frames, load_video_codec, video_geometry
@@ -162,10 +171,46 @@ def load_model(
     notes: list[str] = []
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
-    network, weights = load_pretrained(path, name, which, lora, num_classes, notes, loader.device, dtype, stage, mesh)
+    second: list[WeightedLora] = []
+    stored = read_config(find_weights(path, which))
+    if isinstance(stored, PublicConfig) and stored.boundary is not None:
+        lora, second = _of_experts(path, stored, lora, which)
+    rest = (num_classes, notes, loader.device, dtype, stage, mesh)
+    network, weights = load_pretrained(path, name, which, lora, *rest)
+    if isinstance(stored, PublicConfig) and stored.boundary is not None:
+        network.config = stored
+        weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
+        low = next(folder for folder, expert in EXPERTS.items() if expert == "low")
+        network.second, _ = load_pretrained(Path(path) / low, name, which, second, *rest)
     notes += assumption(weights, network.config)
     objective = objective_from_dict(weights.info.get("objective"))
     return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)
+
+
+def _of_experts(
+    path: str | Path, config: PublicConfig, lora: Sequence[WeightedLora], which: str
+) -> tuple[list[WeightedLora], list[WeightedLora]]:
+    """Return the LoRAs of the first and of the second network of a folder that has two. Raises ValueError for anything
+    else that holds one of them, and for LoRA files of others, which don't say which they are for."""
+    if config.expert is not None:
+        raise ValueError(
+            f"{path}: holds the {config.expert}-noise network alone; draw with --ckpt FOLDER, of both, and --lora; "
+            "or export it (python -m opendit.export diffusers), and draw from that folder"
+        )
+    found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
+    for each, weight in lora:
+        file = find_weights(each, which)
+        added = getattr(read_config(file), "expert", None)
+        if added is None and is_set(file):
+            with open_set(file) as tensors:
+                added = tensors.metadata.get("expert")
+        if added not in found:
+            raise ValueError(
+                f"--lora {each}: does not say which of the two networks it is for; give runs of --expert, or files "
+                "that opendit export lora has made of them"
+            )
+        found[added].append((each, weight))
+    return found["high"], found["low"]
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
@@ -237,7 +282,8 @@ def published_conditioner(
     assert config.text is not None
     how: dict[str, Any] = dict(device=device, dtype=PRECISIONS[precision], max_tokens=config.text.max_tokens)
     encoder = load_published_text(folder, family, **how)
-    return PublishedConditioner(config.text, device, encoder, embedded_guidance(config))
+    pictures = PictureTokens(folder, width, device) if (width := config.spec.text.picture) else None
+    return PublishedConditioner(config.text, device, encoder, embedded_guidance(config), pictures=pictures)
 
 
 def guidance_of(config: DiTConfig, scale: float) -> float:
@@ -272,10 +318,10 @@ def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights
     """Return the number of steps and the scale of guidance that are used by default: a family's, or those given."""
     if not isinstance(config, PublicConfig):
         return steps, scale
-    family = family_of(config.family)
+    family, variant = family_of(config.family), config.variant
     if family.distilled is not None and weights is not None and weights.info.get("distilled"):
         return family.distilled
-    return family.steps, family.guidance.scale
+    return (family.steps, family.guidance.scale) if variant is None else (variant.steps, variant.scale)
 
 
 def class_names(config: DiTConfig, weights: Weights) -> list[str]:
@@ -361,7 +407,7 @@ def frames_per_second(weights: Weights, frame_interval: int | None = None) -> fl
     """Return the frame rate of generated clips, from the rate stored with the weights or else from the interval between
     the frames of training. frame_interval: replaces that interval."""
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
-        return PUBLIC_FPS
+        return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:
         return known * weights.info.get("frame_interval", 1) / (frame_interval or weights.info.get("frame_interval", 1))
     return max(1.0, SOURCE_FPS / (frame_interval or weights.info.get("frame_interval", 1)))

@@ -34,7 +34,7 @@ from opendit.models.dit import DiT
 from opendit.models.families.public_config import embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
-from opendit.sampling.conditioning_frames import encode_frames, frames_of_samples
+from opendit.sampling.conditioning_frames import encode_frames, encode_pictures, frames_of_samples, with_pictures
 from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
@@ -299,6 +299,7 @@ class Pipeline:
             y, null, plan = self._resolve(what, settings)
             engine, index, drawn = self._engine(plan), torch.arange(len(y)), []
             given = self._conditioning_frames(plan.size, image, clip, clip_frames)
+            y = with_pictures(y, encode_pictures(getattr(self.conditioner, "pictures", None), image, clip), index)
             total = steps * math.ceil(len(y) / batch_size)
             title = engine.approximations.note.partition(": ")[0] or None
             with tqdm(total=total, unit=" steps", desc=title, disable=not progress) as bar:

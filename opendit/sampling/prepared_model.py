@@ -115,9 +115,12 @@ class PreparedModel:
         self._conditions, width = conditions, sum(self._widths)
         rows = self._evaluations * conditions
         self.capacity = self._steps_of(rows, rows * width * dtypes[0].itemsize)
-        shape = self.capacity * rows, width
+        self._at_zero = torch.arange(conditions if self.model.config.given_in_place else 0, device=c.device)
+        shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
+        if len(self._at_zero):  # of the tokens of given frames, in every step
+            self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
         """Return the modulations, one tensor for each block and one for the final layer."""
@@ -217,11 +220,15 @@ class PreparedModel:
         if self._evaluation:
             table_rows = table_rows + self._evaluation * self._conditions
         self._evaluation += 1
-        modulations = GatheredModulations(self.table, table_rows, self._widths)
         positions = self._static["positions"]
         position = positions[0] if positions else None
         for frames in self._static.get("conditioning frames", []):  # the same in both halves of guidance
-            x = with_given(x, frames[rows % self.samples])
+            given = frames[rows % self.samples]
+            x = with_given(x, given)
+            if len(self._at_zero):
+                at_zero = self._rows_in(self.rows.flatten(), rows) + len(self.table) - len(self._at_zero)
+                table_rows = torch.where(given[:, 0, :, 0, 0] > 0, at_zero[:, None], table_rows[:, None]).flatten()
+        modulations = GatheredModulations(self.table, table_rows, self._widths)
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
     def _context(self, rows: Tensor) -> Any:  # GatheredContexts stands in for the list of contexts that models take

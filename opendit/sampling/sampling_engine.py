@@ -23,6 +23,7 @@ from opendit.diffusion.samplers import SAMPLERS, Sampler
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.kernels.recording import GraphRecorder, Recorder
 from opendit.models import Condition, DiT
+from opendit.models.conditioning import of_same_pictures
 from opendit.sampling.approximate_steps import (
     FIRST,
     REST,
@@ -170,6 +171,7 @@ class SamplingEngine:
             raise ValueError(f"{len(y)} conditions for {len(index)} samples")
         if conditioning_frames is not None and self.settings.model.config.given_frames is None:
             raise ValueError("the model was trained without --given_frames; leave the given frames out")
+        null = of_same_pictures(null, y)
         if self.settings.cfg_scale != 1.0 and (len(null) not in (1, len(y)) or null.shape[1:] != y.shape[1:]):
             raise ValueError(f"null_y {tuple(null.shape)} does not expand to y {tuple(y.shape)}")
         loop = self.loop_of(len(index))
@@ -183,7 +185,9 @@ class SamplingEngine:
                 callback(i, loop.latents())
         self.evaluated, self._full_work = self.evaluated + loop.evaluated, self._full_work + loop.full_work
         latents = loop.latents()
-        return latents if frames is None else torch.where(frames[:, :1] > 0, frames[:, 1:], latents)
+        if frames is None or self.settings.model.config.given_beside:
+            return latents
+        return torch.where(frames[:, :1] > 0, frames[:, 1:], latents)
 
     @property
     def share_evaluated(self) -> float:
@@ -319,16 +323,26 @@ class SamplingLoop:
         device, guided = model.device, settings.cfg_scale != 1.0
         self.shape = (model.config.in_channels, *settings.size)
         like = torch.zeros(samples, *self.shape, device=device)
-        self.network = PreparedModel(
-            model,
-            times,
-            samples,
-            guided=guided,
-            size=settings.size,
-            memory=settings.memory,
-            shared=settings.around is not None,
-        )
-        forward = self.network if settings.around is None else settings.around(self.network)
+        second = getattr(model, "second", None)
+        self._networks = [
+            PreparedModel(
+                each,
+                times,
+                samples,
+                guided=guided,
+                size=settings.size,
+                memory=settings.memory,
+                shared=settings.around is not None,
+            )
+            for each in ([model] if second is None else [model, second])
+        ]
+        self.network = self._networks[0]
+        # Which of them has each step: of two, the first from a time on.
+        boundary = 1000 * (model.config.boundary or 0.0)
+        self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
+        forward = lambda x, t, rows: self.network(x, t, rows)  # noqa: E731
+        if settings.around is not None:
+            forward = settings.around(forward)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
         # The kinds of steps can be told without drawing noise: x stands in for it.
@@ -341,9 +355,12 @@ class SamplingLoop:
         self.step = torch.zeros(samples, dtype=torch.int64, device=device)
         self.rows = torch.arange(samples, device=device)
         models = [self.sampler.model_at(i) for i in range(self.sampler.steps)]
+        models = list(zip(models, self._which, strict=True))
         starts = [i == 0 or models[i] != models[i - 1] for i in range(len(models))]
         self.plan = plan_steps(settings.approximations, starts, trajectory.levels)
-        self.stack = self.network.stack = make_stack(settings.approximations, self.plan, device)
+        self.stack = make_stack(settings.approximations, self.plan, device)
+        for network in self._networks:
+            network.stack = self.stack
         self.fused = self._fuse()  # kernels for both ends of a step; None where torch runs them
         self.recordings: dict[tuple[Any, ...], Callable[[], object]] = {}  # kind -> replays it
         # Blocks x rows of a batch, for each kind that has run once: evaluated in a step, and without approximations.
@@ -369,7 +386,7 @@ class SamplingLoop:
         """Return the steps as a few kernels, or None if that is not possible."""
         settings, levels = self.settings, self._trajectory.levels[: self.settings.steps]
         approximations = settings.approximations
-        if settings.around is not None or approximations.guidance_every > 1:
+        if settings.around is not None or approximations.guidance_every > 1 or len(self._networks) > 1:
             return None
         if settings.model.config.rescaled_guidance and self.network.guided:
             return None
@@ -396,8 +413,9 @@ class SamplingLoop:
             seed: one for all samples, or (B,) int64 on the model's device.
             conditioning_frames: see :meth:`PreparedModel.set_conditioning_frames`.
         """
-        self.network.condition(y, null if self.network.guided else None)
-        self.network.set_conditioning_frames(conditioning_frames)
+        for network in self._networks:
+            network.condition(y, null if network.guided else None)
+            network.set_conditioning_frames(conditioning_frames)
         if self.fused is not None:
             if self.fused.capacity != self.network.capacity:
                 self.fused.reserve(self.network.capacity)
@@ -405,8 +423,9 @@ class SamplingLoop:
         elif self._inputs is None or self._inputs.capacity != self.network.capacity:
             self._inputs = StepInputs(self.sampler, self._like, self.network.capacity)
             self.recordings.clear()
-        if self._addresses != self.network.addresses:  # recordings read memory that has been freed
-            self._addresses = self.network.addresses
+        addresses = tuple(address for network in self._networks for address in network.addresses)
+        if self._addresses != addresses:  # recordings read memory that has been freed
+            self._addresses = addresses
             self.recordings.clear()
             self._work.clear()  # of other shapes, perhaps, such as longer captions: their kernels are not compiled yet
             self.stack.clear()
@@ -422,6 +441,8 @@ class SamplingLoop:
         Raises:
             NotRecordedError: the step can't be recorded, and has not been run.
         """
+        if self.network is not self._networks[self._which[i]]:
+            self.network, self._end = self._networks[self._which[i]], i  # whose tables begin here
         if i == self._end:
             count = self.network.fill(i)
             if self.fused is None:
@@ -447,19 +468,20 @@ class SamplingLoop:
             kind = mode, self.sampler.model_at(i), self._inputs.present[i]
         else:
             kind = mode, self.fused.kinds[i]
-        if recorder is None or kind not in self._work:
+        key = (self._which[i], *kind)
+        if recorder is None or key not in self._work:
             before = self.stack.evaluated, self._guidance.rows
             self._advance(*kind)
             rows = self._guidance.rows - before[1]
-            self._work[kind] = self.stack.evaluated - before[0], rows * len(self.settings.model.blocks)
+            self._work[key] = self.stack.evaluated - before[0], rows * len(self.settings.model.blocks)
         else:
-            if kind not in self.recordings:
+            if key not in self.recordings:
                 try:
-                    _, self.recordings[kind] = recorder.record(lambda: self._advance(*kind))
+                    _, self.recordings[key] = recorder.record(lambda: self._advance(*kind))
                 except RuntimeError as error:
                     raise NotRecordedError(str(error)) from error
-            self.recordings[kind]()
-        evaluated, full = self._work[kind]
+            self.recordings[key]()
+        evaluated, full = self._work[key]
         self.evaluated, self.full_work = self.evaluated + evaluated, self.full_work + full
 
     def _advance(self, mode: Mode, *kind) -> None:

@@ -33,7 +33,8 @@ from opendit.encoders.video_vae import VideoCodec
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiT, DiTConfig
 from opendit.models.conditioning import same_length
-from opendit.models.families.public_config import embedded_guidance
+from opendit.models.configuration import times
+from opendit.models.families.public_config import PublicConfig, embedded_guidance
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
@@ -41,7 +42,13 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
-from opendit.sampling.conditioning_frames import describe_frames, encode_frames, frames_of_samples
+from opendit.sampling.conditioning_frames import (
+    describe_frames,
+    encode_frames,
+    encode_pictures,
+    frames_of_samples,
+    with_pictures,
+)
 from opendit.sampling.model_loading import (
     VaeLoader,
     check_guidance,
@@ -85,6 +92,7 @@ class SamplingRun:
     conditions: Condition  # of all classes or prompts
     null: Condition  # of guidance's unconditional half, one row
     conditioning_frames: Tensor | None  # samples use the rows in turn
+    pictures: Tensor | None  # their tokens, likewise, for models that attend to them
     choices: Tensor
     names: list[str]  # of all classes or prompts
     size: tuple[int, ...]  # of the latents
@@ -123,7 +131,8 @@ class SamplingRun:
     def conditions_of(self, index: Tensor) -> tuple[Condition, Tensor | None]:
         """Return the conditions of the samples ``index`` (B,) and their conditioning frames, if there are any."""
         rows = self.choices[index].to(self.mesh.device)
-        return self.conditions[rows], frames_of_samples(self.conditioning_frames, index)
+        y = with_pictures(self.conditions[rows], self.pictures, index)
+        return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
         """With --profile, wrap the steps of a batch of ``samples``: the first two steps of a batch size, which compile
@@ -200,6 +209,11 @@ def _load(
         if getattr(flags, name) and loaded.vae == "none":
             raise ValueError(f"--{name}: {weights.path} draws pixels, no VAE decodes them; leave the flag out")
     size = latent_size(config, weights, loaded.vae, flags.num_frames, flags.image_size)
+    if is_endless(config, mesh.device) and {"num_frames", "image_size"}.isdisjoint(flags.given):
+        raise ValueError(
+            f"--num_frames: {weights.path} draws clips of {times(size)} latents by default, which takes hours without "
+            "a GPU; give --num_frames and --image_size"
+        )
     if flags.fp8:
         config.check_speed(True, "none")
     replica = make_replicas(mesh, flags.cfg_parallel)
@@ -255,6 +269,7 @@ def _load(
         conditions=conditions,
         null=null,
         conditioning_frames=frames,
+        pictures=encode_pictures(getattr(conditioner, "pictures", None), flags.image or None, flags.clip or None),
         choices=choices,
         names=names,
         size=size,
@@ -283,6 +298,12 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
     check_text_encoder(flags.text_encoder, config, weights)
     if flags.cfg_channels is not None and flags.cfg_channels > config.in_channels:
         raise ValueError(f"--cfg_channels {flags.cfg_channels}: {path} has {config.in_channels} channels; lower it")
+
+
+def is_endless(config: DiTConfig, device: torch.device) -> bool:
+    """Return True for a public model of clips on a CPU: attention among the tokens of a clip of its usual size alone
+    takes half an hour, even of a network of a few weights."""
+    return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
 
 
 def samples_at_once(flags: "SampleConfig") -> int:

@@ -448,7 +448,9 @@ def build(
             flags.label_drop,
             packing=_packing(spec),
             tokens_of=lambda size: math.prod(spec.model_config.grid_of(size)),
-            given_frames=spec.model_config.given_frames,
+            given_frames=spec.given_frames,
+            in_place=spec.model_config.given_in_place,
+            beside=spec.model_config.given_beside,
         )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation

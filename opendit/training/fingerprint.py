@@ -68,6 +68,7 @@ MADE_INTO = {
     "vae": "vae",
     "text_encoder": "text_encoder",
     "pretrained": "pretrained",
+    "expert": "pretrained",
     "random_flip": "random_flip",
     "batch_size": "global_batch split",
     "grad_accumulation": "global_batch split",

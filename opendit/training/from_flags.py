@@ -263,6 +263,14 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
         size = size if frames is None else (frames, *size)
         config, objective = _public_model(flags, source, channels, size, dataset.describe().max_tokens)
         _check_embeddings(flags, config, dataset.describe())
+        if config.given_beside:
+            _check_first_frames(flags, dataset)
+        why = "is of one network of two" if config.expert else "has no pictures to begin clips with"
+        if config.expert is not None or config.given_beside:
+            if flags.evaluate_every:
+                raise ValueError(f"--evaluate_every: a run of {flags.model} {why}; leave the flag out")
+            flags = replace(flags, sample_every=0)
+            notes.append(f"no sample grids: the run {why}")
     else:
         objective = objective_from_flags(flags)
         config = model_config(
@@ -325,8 +333,13 @@ def _public_model(
             f"--vae {flags.vae}: has {channels} channels, {flags.model} takes {found.in_channels}; name the VAE of its "
             "pipeline"
         )
-    if flags.given_frames is not None:
-        raise ValueError(f"--given_frames: {flags.model} takes none; leave it out")
+    if flags.given_frames not in (None, found.given_frames):
+        asked = f"--given_frames {flags.given_frames}: {flags.model}"
+        if found.given_frames is None:
+            raise ValueError(f"{asked} takes none; leave it out")
+        raise ValueError(f"{asked} takes the first frame alone; give {found.given_frames}")
+    if flags.given_frames and flags.pack_tokens is not None:
+        raise ValueError(f"--pack_tokens: {flags.model} takes given frames in batches alone; leave one of them out")
     if flags.text_encoder in (None, "bytes"):
         raise ValueError(f"--text_encoder: {flags.model} has none of its own; give the folder of its pipeline")
     assert found.text is not None
@@ -336,7 +349,7 @@ def _public_model(
         raise ValueError(f"--max_text_tokens {tokens}: out of range of {flags.model}; give {most} at most")
     if tokens <= beside:
         raise ValueError(f"--max_text_tokens {tokens}: {beside} of {flags.model} are other encoders'; give more")
-    config = public_config(found.family, json.loads(found.published), size, tokens)
+    config = public_config(found.family, json.loads(found.published), size, tokens, json.loads(found.index))
     config.grid_of(size)
     own = objective_from_dict(info["objective"])
     assert isinstance(own, FlowObjective), "a public model's is a flow"
@@ -347,6 +360,16 @@ def _public_model(
         changes |= {"shift": asked.shift, "shift_tokens": asked.shift_tokens, "shift_growth": None}
         changes["empirical_tokens"] = None
     return config, replace(own, **changes)
+
+
+def _check_first_frames(flags: TrainConfig, dataset: MediaDataset) -> None:
+    """Raise ValueError for what a model of image to video, which encodes the first frame of every clip, can't do."""
+    if dataset.describe().kind == "latents" and not isinstance(dataset, MockDataset):
+        raise ValueError(f"--data_path {flags.data_path}: cached latents have no first frames, which {flags.model} is "
+                         "given; train on the clips themselves")  # fmt: skip
+    for name in ("validate_path", "validate_share", "pack_tokens"):
+        if getattr(flags, name):
+            raise ValueError(f"--{name}: does not work with a model of image to video; leave it out")
 
 
 def _check_embeddings(flags: TrainConfig, config: PublicConfig, about: Description) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from opendit.data import Batch
 from opendit.data.enlarging import enlarge
 from opendit.diffusion import Objective
+from opendit.diffusion.objectives.base import Prepared
 from opendit.diffusion.random import Stream, normal
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
 from opendit.models import Condition, TextCondition
-from opendit.models.given_frames import with_given
+from opendit.models.given_frames import give_beside, times_of_frames, with_given
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
 
 
@@ -29,6 +30,7 @@ class MicroBatch(NamedTuple):
         condition: of the B samples.
         given: mask and latents (B, 1 + C, T, H, W) of the frames that a model is given; see
             opendit/models/given_frames.py.
+        in_place: the model takes them in their places, and has no loss on them.
     """
 
     x0: Tensor
@@ -36,6 +38,7 @@ class MicroBatch(NamedTuple):
     noise: Tensor
     condition: Condition
     given: Tensor | None = None
+    in_place: bool = False
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the same order for every micro-batch of a run."""
@@ -55,11 +58,19 @@ class MicroBatch(NamedTuple):
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the arguments of the network for noised rows x_t and the times (B,) that it is told of them."""
-        return (with_given(x_t, self.given), timestep), {"y": self.condition}
+        return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition}
 
-    def sample_losses(self, losses: Tensor) -> Tensor:
-        """Return the losses of the samples, (B,), of those of x0's rows."""
-        return losses
+    def told(self, timestep: Tensor) -> Tensor:
+        """Return the times that the network is told, (B,), or (B, T) for every frame, of those of the samples (B,)."""
+        return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
+
+    def losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
+        """Return the losses of the samples, (B,), of the network's output; frames given in place count for nothing."""
+        if not self.in_place or self.given is None:
+            return objective.loss(output, prepared)
+        # Their x0 and noise are equal, and so their target is 0: with an output of 0 they add nothing to the mean.
+        drawn = 1 - self.given[:, :1]
+        return objective.loss(output * drawn, prepared) / drawn.flatten(1).mean(1)
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the micro-batch's loss, 0-dim, of the losses of its samples."""
@@ -73,13 +84,21 @@ class MicroBatch(NamedTuple):
             return list(range(count))
         return _rows_of(marked.reshape(count, -1))
 
+    @classmethod
+    def of(cls, x0: Tensor, t: Tensor, noise: Tensor, condition: Condition, given: Tensor | None, in_place: bool):
+        """Make a micro-batch. Frames that are given in place get no noise."""
+        if in_place and given is not None:
+            noise = torch.where(given[:, :1] > 0, x0, noise)
+        return cls(x0, t, noise, condition, given, in_place)
+
     def clone(self) -> "MicroBatch":
         """Copy all tensors. Captions are full or, if one is padded, of any lengths."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
         given = None if self.given is None else y.pop()
         if isinstance(self.condition, Tensor):
-            return MicroBatch(x0, t, noise, y[0], given)
-        return MicroBatch(x0, t, noise, TextCondition(*y, shortest=y[0].shape[1] * self.full), given)
+            return MicroBatch(x0, t, noise, y[0], given, self.in_place)
+        condition = TextCondition(*y, shortest=y[0].shape[1] * self.full)
+        return MicroBatch(x0, t, noise, condition, given, self.in_place)
 
 
 @dataclass(frozen=True)
@@ -117,9 +136,9 @@ class PackedMicroBatch:
         inputs = with_given(x_t, self.given), timestep[self._placed.offsets[:-1]]
         return inputs, {"y": self.condition, "segments": self.segments}
 
-    def sample_losses(self, losses: Tensor) -> Tensor:
+    def losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
         """Return the loss of each segment, (S,): a sample's loss is the mean over its tokens."""
-        return segment_means(losses, self.segments)
+        return segment_means(objective.loss(output, prepared), self.segments)
 
     def mean(self, losses: Tensor) -> Tensor:
         """Return the packs' share of the step's loss, 0-dim."""
@@ -171,6 +190,15 @@ class Latents:
         moments = codec.moments(x)
         # A VAE on a CPU may answer in channels_last; the backward pass of Gemini's sharded convolution crashes on that.
         return codec.sample(moments, self._noise(moments, step, index)).contiguous()
+
+    def of_first_frames(self, pixels: Tensor) -> Tensor:
+        """Return the mask and the latents, without noise, of clips (B, 3, T, H, W) that are made grey after their first
+        frame; see :func:`give_beside`."""
+        codec, grey = self.codec, torch.zeros_like(pixels)
+        assert codec is not None, "a run on pixels has one"
+        grey[:, :, 0] = pixels[:, :, 0]
+        moments = codec.moments(grey)
+        return give_beside(codec.sample(moments, torch.zeros_like(moments.chunk(2, dim=1)[0])))
 
     def _noise(self, moments: Tensor, step: int, index: Tensor) -> Tensor:
         shape = (moments.shape[1] // 2, *moments.shape[2:])

@@ -117,12 +117,11 @@ class Passes:
         x = with_given(prepared.x_t, micro_batch.given) if tokens is None else tokens
         shape = tuple(micro_batch.x0.shape)
         with self._engine.micro_batch(last=False):
-            output = self._engine.forward(
-                x, prepared.timestep, y=micro_batch.condition, chunk=action.chunk, shape=shape
-            )
+            times = micro_batch.told(prepared.timestep)
+            output = self._engine.forward(x, times, y=micro_batch.condition, chunk=action.chunk, shape=shape)
         result, root = output, output
         if self._stages.last and action.chunk == self._stages.chunks - 1:
-            losses = self._objective.loss(output, prepared)
+            losses = micro_batch.losses(self._objective, output, prepared)
             self.losses[action.micro_batch] = losses.detach()
             result = root = losses.mean() / self._share
             self.loss += root.detach()

@@ -23,6 +23,7 @@ from opendit.data.mock import MockDataset
 from opendit.data.order.packs import PackSchedule
 from opendit.encoders.conditioner import CaptionConditioner, Conditioner, LabelConditioner, PublishedConditioner
 from opendit.encoders.folder import KNOWN
+from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec
@@ -380,7 +381,9 @@ def _conditioner(
             how: dict[str, Any] = dict(device=mesh.device, dtype=torch.bfloat16, max_tokens=config.text.max_tokens)
             published = load_published_text(folder, family, **how)
         trim = family.text.padding == "remove"
-        return PublishedConditioner(config.text, mesh.device, published, told, empty, trim)
+        width, mock = config.spec.text.picture, isinstance(dataset, MockDataset)
+        pictures = PictureTokens(Path(cast(str, text_encoder)), width, mesh.device) if width and not mock else None
+        return PublishedConditioner(config.text, mesh.device, published, told, empty, trim, pictures)
     if not config.text.inside and not isinstance(dataset, MockDataset) and needed:  # mock data have no words
         dtype = torch.float16 if mesh.device.type == "cuda" else torch.float32
         name, longest = cast(str, text_encoder), config.text.max_tokens

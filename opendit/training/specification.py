@@ -72,6 +72,12 @@ class RunSpecification:
     fingerprint: dict[str, Any] = field(default_factory=dict)  # see opendit.training.fingerprint
 
     @property
+    def given_frames(self) -> str | None:
+        """The frames of training clips that the model is given. One that takes them in place can do without."""
+        config = self.model_config
+        return self.flags.given_frames if config.given_in_place else config.given_frames
+
+    @property
     def latents(self) -> Latents:
         """Return the function that turns items of the data set into latents."""
         return self.latents_of(self.dataset, self.flags.global_seed)

@@ -269,8 +269,9 @@ class Validation:
         device = self._engine.mesh.device
         index, x0 = batch.numbers.to(device), batch.x0.to(device)
         noise = normal(SEED, 0, index, Stream.NOISE, tuple(x0.shape[1:]))
-        given = draw_conditioning_frames(self._spec.model_config.given_frames, x0, SEED, 0, index)
-        return MicroBatch(x0, self._times[batch.numbers].to(device), noise, batch.condition.to(device), given)
+        given = draw_conditioning_frames(self._spec.given_frames, x0, SEED, 0, index)
+        t, condition = self._times[batch.numbers].to(device), batch.condition.to(device)
+        return MicroBatch.of(x0, t, noise, condition, given, self._spec.model_config.given_in_place)
 
     def after(self, step: int) -> dict[str, Any]:
         """Validate after ``step``. Return fields for its line of the log: the mean, the means by noise level, the

@@ -252,6 +252,23 @@ CONVERSATION = (
     "{% set mark = 'SYSTEM_PROMPT]' if message.role == 'system' else 'INST]' %}"
     "{{ '[' + mark }}{% for part in message.content %}{{ part.text }}{% endfor %}{{ '[/' + mark }}{% endfor %}"
 )
+SECOND = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+PICTURES = {"_class_name": "WanImageToVideoPipeline"}
+VISION = {
+    "image_encoder": ["transformers", "CLIPVisionModel"],
+    "image_processor": ["transformers", "CLIPImageProcessor"],
+}
+INDEX: dict[str, dict[str, Any]] = {
+    "wan_i2v": PICTURES | VISION,
+    "wan_i2v_a14b": {"boundary_ratio": 0.9, "expand_timesteps": False, **SECOND, **PICTURES},
+    "wan_ti2v": {"boundary_ratio": None, "expand_timesteps": True},
+    "wan_a14b": {"boundary_ratio": 0.875, "expand_timesteps": False, **SECOND},
+}
+for _table in (COMPONENTS, PIPELINES, TRANSFORMERS, SCHEDULERS):
+    _table |= dict.fromkeys(INDEX, _table["wan"])  # another autoencoder, two networks, or a picture that is given
+for _name, _more in {"wan_i2v": {"image_dim": CLIP_WIDTH, "added_kv_proj_dim": 24}, "wan_i2v_a14b": {}}.items():
+    _class, _values = TRANSFORMERS["wan"]
+    TRANSFORMERS[_name] = _class, {**_values, "in_channels": 4 + 2 * LATENT_CHANNELS, **_more}
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
@@ -412,6 +429,24 @@ def write_wan_text(folder: Path) -> None:
     write_t5(folder, "tokenizer", "text_encoder", "UMT5")
 
 
+def write_vision(folder: Path) -> None:
+    """Write CLIP's vision encoder, of 4 + 1 tokens, and its processor."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    sides = dict(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    CLIPImageProcessor(**sides).save_pretrained(folder / "image_processor")
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    torch.manual_seed(0)
+    randomise(CLIPVisionModel(config), 6).save_pretrained(folder / "image_encoder")
+
+
 def write_lumina2_text(folder: Path) -> None:
     """Write Lumina 2's tokenizer, which pads on the left unless its pipeline says otherwise, and its encoder of text, a
     Gemma2 of three layers."""
@@ -449,16 +484,18 @@ WRITE_TEXT = {
     "sd3": write_sd3_text,
     "ltx": lambda folder: write_t5(folder, "tokenizer", "text_encoder"),
 }
+WRITE_TEXT |= dict.fromkeys(INDEX, write_wan_text)
 
 
 def write_vae(folder: Path, name: str) -> None:
     """Write the autoencoder of a family, of 4 channels and 8 pixels per latent value (and 4 frames; LTX-Video's of 32
-    pixels and 8 frames) below ``vae/``."""
+    pixels and 8 frames, TI2V's of 16 pixels) below ``vae/``."""
     import diffusers
 
     torch.manual_seed(0)
-    if name in ("wan", "qwen_image"):
-        kind = {"wan": diffusers.AutoencoderKLWan, "qwen_image": diffusers.AutoencoderKLQwenImage}[name]
+    if name == "qwen_image" or name.startswith("wan"):
+        kind = diffusers.AutoencoderKLQwenImage if name == "qwen_image" else diffusers.AutoencoderKLWan
+        more = dict(is_residual=True, in_channels=12, out_channels=12, patch_size=2, scale_factor_spatial=16)
         vae = kind(
             base_dim=4,
             z_dim=LATENT_CHANNELS,
@@ -467,6 +504,7 @@ def write_vae(folder: Path, name: str) -> None:
             temperal_downsample=[False, True, True],
             latents_mean=MEAN,
             latents_std=STD,
+            **(more if name == "wan_ti2v" else {}),
         )
     elif name == "ltx":
         vae = diffusers.AutoencoderKLLTXVideo(
@@ -512,7 +550,9 @@ def write_transformer(folder: Path, name: str, **options: Any) -> None:
 
     class_name, values = TRANSFORMERS[name]
     torch.manual_seed(0)
-    randomise(getattr(diffusers, class_name)(**values | options), 5).save_pretrained(folder / "transformer")
+    inside_of = ["transformer", *(each for each in SECOND if each in INDEX.get(name, {}))]
+    for seed, inside in enumerate(inside_of):
+        randomise(getattr(diffusers, class_name)(**values | options), 5 + seed).save_pretrained(folder / inside)
 
 
 def write_index(folder: Path, name: str, **changes: Any) -> None:
@@ -522,7 +562,7 @@ def write_index(folder: Path, name: str, **changes: Any) -> None:
     values |= {component: list(which) for component, which in COMPONENTS[name].items()}
     values |= {"scheduler": ["diffusers", SCHEDULERS[name]["_class_name"]]}
     values |= {"transformer": ["diffusers", TRANSFORMERS[name][0]]}
-    (folder / "model_index.json").write_text(json.dumps(values | changes, indent=2))
+    (folder / "model_index.json").write_text(json.dumps(values | INDEX.get(name, {}) | changes, indent=2))
 
 
 def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:
@@ -530,6 +570,8 @@ def write_pipeline(folder: Path | str, name: str, **options: Any) -> Path:
     folder = Path(folder)
     write_index(folder, name)
     WRITE_TEXT[name](folder)
+    if "image_encoder" in INDEX.get(name, {}):
+        write_vision(folder)
     write_vae(folder, name)
     write_transformer(folder, name, **options)
     (folder / "scheduler").mkdir(exist_ok=True)

@@ -96,6 +96,10 @@ def test_packed_equals_batched(op):
             torch.testing.assert_close(value, rows[name])
         else:
             assert torch.equal(value.flatten(), rows[name].flatten()), name
+    if op.name in ("layernorm_modulate", "gate_residual"):  # samples (B, N, D) whose tokens' vectors are (B, N)
+        with every_kernel(Launch(rows=2, tiles=4, warps=1)):
+            found = run(op, op.function, leaves, torch.arange(24).view(2, 12) // 12, weights)
+        assert all(torch.equal(value.flatten(), rows[name].flatten()) for name, value in found.items())
 
 
 @operators

@@ -16,6 +16,7 @@ from opendit.checkpoint.save import Checkpoints
 from opendit.config.parallel_sizes import ParallelDims
 from opendit.models import DiT, DiTConfig, TextCondition, build_model, empty_model, plan_of
 from opendit.models.families.public_config import public_config
+from opendit.models.given_frames import give, give_beside
 from opendit.models.lora import Lora, add_lora
 from opendit.parallel.apply import Sharding, apply_parallel
 from opendit.parallel.engines import MOMENTS, Engine, build_engine
@@ -28,7 +29,7 @@ from opendit.training.runners import build_runner
 from tests.models.families.oracles import FLUX, FLUX2, LTX, WAN, Z_IMAGE, randomise
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
-from tests.objectives import SquaredError, losses_of
+from tests.objectives import SquaredError
 from tests.parallel import test_axial, test_sequence
 from tests.parallel.tensor.models import MODELS
 from tests.ranks import run_ranks
@@ -48,10 +49,12 @@ CONFIGS: dict[str, DiTConfig] = {
     "flux": public_config("flux", FLUX, (6, 10), 7),
     "flux2": public_config("flux2", FLUX2, (3, 5), 7),
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
-    "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5),
+    "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, {"expand_timesteps": True}),
     "ltx": public_config("ltx", LTX | dict(num_attention_heads=4, cross_attention_dim=40), (3, 3, 5), 5),
 }
 CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
+PICTURES = dict(num_layers=3, in_channels=12, image_dim=6, added_kv_proj_dim=28)  # image to video
+CONFIGS["wan, LoRA"] = public_config("wan", WAN | PICTURES, (3, 6, 10), 5)
 PUBLIC = ("flux", "z_image", "wan")
 # Of layers of every rule, and a layer that is trained as a whole, which every stage of a pipeline has.
 LORA = Lora(3, 18.0, "", ("attn.*", "cross_attn.*:2", "fc1", "fc2", "adaLN_modulation.*:4"))
@@ -238,7 +241,13 @@ def samples(model: str, step: int, some: slice) -> MicroBatch:
     t, y = torch.randint(1000, (SAMPLES,), generator=generator), torch.randint(6, (SAMPLES,), generator=generator)
     if is_public(model):
         y = captions_of(model, generator)
-    return MicroBatch(x[some], t[some], noise[some], y[some])
+    given = None
+    if in_place := CONFIGS[model].given_in_place:  # the first frame of some samples, whose tokens are at another time
+        given = give(x, torch.randint(2, (SAMPLES,), generator=generator))[some]
+    elif CONFIGS[model].given_beside:
+        given = give_beside(torch.randn(x.shape, generator=generator))[some]
+        y = replace(y, pooled=torch.randn(SAMPLES, 5, 6, generator=generator))
+    return MicroBatch.of(x[some], t[some], noise[some], y[some], given, in_place)
 
 
 def captions_of(model: str, generator: torch.Generator) -> TextCondition:
@@ -264,7 +273,9 @@ def plain_run(name: str) -> tuple[list[float], list[float], dict[str, Tensor], d
     averages = {each: p.detach().clone() for each, p in trained.items()}
     for step in range(STEPS):
         batch = samples(name, step, slice(None))
-        loss = losses_of(objective, model, batch.x0, batch.t, batch.noise, y=batch.condition).mean()
+        prepared = objective.prepare(batch.x0, batch.t, batch.noise)
+        inputs, condition = batch.network_inputs(prepared.x_t, prepared.timestep)
+        loss = batch.losses(objective, model(*inputs, **condition), prepared).mean()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         assert norms[-1] > CLIP

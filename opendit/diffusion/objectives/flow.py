@@ -11,7 +11,7 @@ each other) is learned much sooner (docs/log/2026-11-21-moving-digits-objective.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -54,6 +54,17 @@ def shift_times(t: Tensor, shift: float | Tensor) -> Tensor:
     It keeps the uncertainty about a picture of n pixels the same when m pixels repeat them. 1 changes nothing.
     """
     return shift * t / (1 + (shift - 1) * t)
+
+
+def share_below(times: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+    """Return the u in [0, 1] at which ``times``, which rises or falls with u, is t, in float64, by halving."""
+    low, high = torch.zeros_like(t), torch.ones_like(t)
+    rises = times(torch.full_like(t, 0.75)) > times(torch.full_like(t, 0.25))
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = (times(middle) < t) == rises
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return (low + high) / 2
 
 
 def empirical_shift(tokens: int, steps: int) -> float:
@@ -160,6 +171,7 @@ class FlowObjective(Objective):
     shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as FLUX does.
     shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
     shifted_end: likewise. discrete_times: sampling at the times of ``discrete_times``.
+    least, most: the times of training, of a network that others stand in for elsewhere.
     empirical_tokens: shift is that of ``empirical_shift`` for this number of tokens, 0 until it is known, and for the
         steps of sampling; in training, for EMPIRICAL_STEPS.
     """
@@ -175,6 +187,8 @@ class FlowObjective(Objective):
     shift_terminal: float | None = None
     shifted_end: bool = False
     discrete_times: bool = False
+    least: float | None = None
+    most: float | None = None
     empirical_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -196,7 +210,7 @@ class FlowObjective(Objective):
             raise ValueError("--flow_shift_tokens: the samples' numbers of tokens are not known; give them")
         u = uniform(seed, step, index, Stream.TIMESTEP)
         shifts = torch.tensor([self._shift_of(m) for m in tokens], dtype=torch.float64)
-        return shift_times(TIME_SAMPLING[self.times_are](u), shifts.to(u.device))
+        return self._times(u, shifts.to(u.device))
 
     def for_tokens(self, tokens: int) -> "Objective":
         if self.empirical_tokens is not None:
@@ -219,11 +233,23 @@ class FlowObjective(Objective):
         return self.shift * math.exp(exponent)
 
     def times_at(self, u: Tensor) -> Tensor:
-        return shift_times(TIME_SAMPLING[self.times_are](u), self._shift_for(EMPIRICAL_STEPS))
+        return self._times(u, self._shift_for(EMPIRICAL_STEPS))
 
     def _shift_for(self, steps: int) -> float:
         self._check_resolved()
         return empirical_shift(self.empirical_tokens, steps) if self.empirical_tokens else self.shift
+
+    def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
+        """Return the times of u in (0, 1): those that the shares of all times below ``least`` and ``most`` leave."""
+        made = TIME_SAMPLING[self.times_are]
+        if self.least is None and self.most is None:
+            return shift_times(made(u), shift)
+        shift = torch.as_tensor(shift, dtype=torch.float64, device=u.device)
+        low, high = (
+            share_below(lambda u: shift_times(made(u), shift), torch.full_like(u, end, dtype=torch.float64) * shift**0)
+            for end in (self.least or 0.0, 1.0 if self.most is None else self.most)
+        )
+        return shift_times(made(low + u * (high - low)), shift)
 
     def _check_resolved(self) -> None:
         if self.shift_tokens is not None or self.empirical_tokens == 0:

@@ -127,6 +127,36 @@ class Guidance:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """Models of a family that differ from the others, and whose ``model_index.json`` says so.
+
+    Attributes:
+        setting: of ``model_index.json``, which is on in these.
+        image_size, frames, steps: as of :class:`Family`.
+        scale: of guidance by default.
+        downscale: pixels per latent value along a side.
+        fps: frames a second of their clips.
+        given_frames: the frames that a clip may begin with, in place ("first"), see opendit.models.given_frames.
+        experts: there are two networks, and ``setting`` is the time, as a share of 1, from which on the first is used.
+    """
+
+    setting: str
+    image_size: tuple[int, int]
+    frames: int = 81
+    steps: int = 50
+    scale: float = 5.0
+    downscale: int = 8
+    fps: float = 16.0
+    given_frames: str | None = None
+    experts: bool = False
+
+    @property
+    def latent_size(self) -> tuple[int, ...]:
+        """The usual size of latents, (frames, rows, columns)."""
+        return (self.frames - 1) // 4 + 1, *(side // self.downscale for side in self.image_size)
+
+
+@dataclass(frozen=True)
 class Family:
     """A family of public models.
 
@@ -150,6 +180,7 @@ class Family:
         comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
         architecture: what the metadata of a LoRA file calls the model.
         distilled: steps and scale of guidance, by default, of folders whose ``model_index.json`` has is_distilled.
+        variants: models of other sizes.
         when: values of ``config.json`` that tell its networks from another family's of the same class.
         shift: of the times by the number of tokens: as the folder's scheduler has it ("scheduler"), or by FLUX.2's law
             of tokens and steps ("empirical").
@@ -175,8 +206,13 @@ class Family:
     comfyui: Literal["original", "published"] = "original"
     architecture: str = ""
     distilled: tuple[int, float] | None = None
+    variants: tuple[Variant, ...] = ()
     when: Mapping[str, Any] = field(default_factory=dict)
     shift: Literal["scheduler", "empirical"] = "scheduler"
+
+    def variant(self, index: Mapping[str, Any] | None) -> Variant | None:
+        """Return the variant that a ``model_index.json`` is of; None for the usual models."""
+        return next((variant for variant in self.variants if (index or {}).get(variant.setting)), None)
 
     def describes(self, config: Mapping[str, Any]) -> bool:
         """Return True if a network with this ``config.json`` is of the family."""

@@ -19,12 +19,14 @@ from opendit.models.attention import (
     StreamShards,
     TokenGrid,
     local_attention,
+    of_rows,
 )
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, make_block, run_blocks
 from opendit.models.conditioning import Condition, TextCondition
 from opendit.models.dit import DiT
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.families.public_config import PublicConfig, family_of
+from opendit.models.given_frames import beside, in_place
 from opendit.models.initialization import Constant, Distribution, FanInUniform, Normal, initialize
 from opendit.models.interleaved import Interleaved
 from opendit.models.layers import Attend, BlockOps, RMSNorm, TimestepEmbedder
@@ -42,9 +44,9 @@ class PatchLinear(nn.Module):
         self.patch, self.channels_last = spec.patch, spec.channels_last[0]
         convolution: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(spec.patch)]
         self.proj: Any = (
-            convolution(spec.channels, width, spec.patch, stride=spec.patch)
+            convolution(spec.channels + spec.given, width, spec.patch, stride=spec.patch)
             if spec.convolution
-            else nn.Linear(spec.channels * math.prod(spec.patch), width)
+            else nn.Linear((spec.channels + spec.given) * math.prod(spec.patch), width)
         )
         # Stands in for the tokens that fill a picture.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
@@ -90,6 +92,18 @@ class TextMlp(nn.Module):
         return self.fc2(nn.functional.gelu(self.fc1(x), approximate="tanh"))
 
 
+class PictureEmbedder(nn.Module):
+    """A picture's tokens (B, I, P) to (B, I, D): LayerNorm, linear, GELU, linear, LayerNorm."""
+
+    def __init__(self, inputs: int, width: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(inputs), nn.LayerNorm(width)
+        self.fc1, self.fc2 = nn.Linear(inputs, inputs), nn.Linear(inputs, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.norm2(self.fc2(nn.functional.gelu(self.fc1(self.norm1(tokens.to(self.fc1.weight.dtype))))))
+
+
 class VectorEmbedder(nn.Module):
     """A vector (B, P) to (B, D): linear, SiLU, linear."""
 
@@ -121,6 +135,8 @@ class PublicDiT(DiT):
         if spec.text.pooled:
             self.pooled_embedder = VectorEmbedder(spec.text.pooled, condition)
         self.text_embedder = TextEmbedder(spec.text, width, eps)
+        if spec.text.picture:
+            self.picture_embedder = PictureEmbedder(spec.text.picture, width)
         if spec.media_refiner is not None:
             self.media_refiner = nn.ModuleList(self._blocks(spec.media_refiner))
         if spec.text_refiner is not None:
@@ -139,6 +155,7 @@ class PublicDiT(DiT):
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
         self.sequence: Any = None
+        self.second: PublicDiT | None = None  # in sampling, the network below ``config.boundary``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -177,6 +194,8 @@ class PublicDiT(DiT):
             if isinstance(module, Attention):
                 module.varlen = varlen
         self.ops = ops or BlockOps()
+        if self.second is not None:
+            self.second.use(ops=ops, attend=attend, varlen=varlen, sequence=sequence)
         return self
 
     def fill_tables(self, device: torch.device | None = None) -> None:
@@ -233,7 +252,10 @@ class PublicDiT(DiT):
         if spec.guidance:
             scale = y.guidance if y.guidance is not None else self._usual_guidance(len(y.pooled), y.tokens.device)
             vector = vector + self.guidance_embedder(scale * 1000)
-        return vector, self._text(y.tokens.to(dtype), y.mask, y.shortest)
+        tokens, mask = self._text(y.tokens.to(dtype), y.mask, y.shortest)
+        if spec.text.picture:
+            tokens = torch.cat([self.picture_embedder(y.pooled), tokens], dim=1)
+        return vector, (tokens, mask)
 
     def _usual_guidance(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
@@ -285,8 +307,8 @@ class PublicDiT(DiT):
         """Predict noise - data of noised latents.
 
         Args:
-            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype.
-            t: (B,) times in [0, 1000], 1000 being noise.
+            x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
+            t: (B,) times in [0, 1000], 1000 being noise. With given frames (B, T), see ``times_of_frames``.
             y: a TextCondition.
             segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments. The result is patches.
 
@@ -300,6 +322,8 @@ class PublicDiT(DiT):
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         vector, context = self.embed_condition(y)
+        if t.dim() > 1:  # (B, T): the vectors of a sample's frames follow each other
+            vector, t = vector.repeat_interleave(t.shape[1], dim=0), t.flatten()
         return self.t_embedder(t) + vector, context
 
     def predict(
@@ -321,7 +345,12 @@ class PublicDiT(DiT):
         """Return the tokens (B, N, D) of latents x (B, C, ...) and of the captions, as the first block takes them, and
         their places. Takes the refiner's modulations."""
         spec = self.config.spec
-        grid, alone = self.places(tuple(x.shape[2:]), context, len(x))
+        by_frame = x.shape[1] > spec.channels and not spec.given
+        if by_frame:
+            x = in_place(x, spec.channels)
+        elif spec.given:
+            x = beside(x, spec.channels, spec.given)
+        grid, alone = self.places(tuple(x.shape[2:]), context, len(x), by_frame)
         embed = cast(PatchLinear, self.x_embedder)
         media = embed.project(embed.patches(x))
         if (positions := self.positions(grid.sizes)) is not None:
@@ -349,15 +378,20 @@ class PublicDiT(DiT):
         checkpointed = torch.is_grad_enabled() and self.grad_checkpoint
         return run_blocks(cast(Any, self.media_refiner), media, m, None, alone, checkpointed=checkpointed)
 
-    def places(self, size: tuple[int, ...], context: Any, batch: int) -> tuple[TokenGrid, TokenGrid]:
-        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone."""
+    def places(
+        self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
+    ) -> tuple[TokenGrid, TokenGrid]:
+        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone. by_frame:
+        every frame has modulation vectors of its own."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
         rotary, order = spec.rotary, spec.order
         if text is None or keys is None:
             shards = None if self.sequence is None else self.sequence(media, sizes)
-            grid = TokenGrid(sizes, self._of_projections(self.rotations(sizes), shards), shards=shards)
+            vectors = self._vectors_of_frames(sizes, batch, shards) if by_frame else None
+            turns = self._of_projections(self.rotations(sizes), shards)
+            grid = TokenGrid(sizes, turns, shards=shards, vectors=vectors)
             return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         sides = torch.tensor(sizes[-2:])
@@ -386,12 +420,19 @@ class PublicDiT(DiT):
             TokenGrid(sizes, media_table, shards=alone),
         )
 
+    def _vectors_of_frames(self, sizes: tuple[int, ...], batch: int, shards: SequenceShards | None) -> Tensor:
+        """Number the frames of all samples, for this rank's tokens: (B, n) int64."""
+        frames = torch.arange(sizes[0], device=self.device).repeat_interleave(math.prod(sizes[1:]))
+        if shards is not None:  # whose padding, zeros, belongs to the frame before it
+            frames = shards.take(frames.view(1, -1, 1)).flatten().cummax(0).values
+        return torch.arange(batch, device=self.device)[:, None] * sizes[0] + frames
+
     def leave(self, x: Tensor, m: Modulation, grid: TokenGrid) -> Tensor:
         """Return the prediction (B, C, ...) of the last block's tokens (B, N, D)."""
         spec = self.config.spec
         if spec.order:
             x = x.split(grid.streams, dim=1)[spec.order.index("media")]
-        y = self.final_layer(x, cast(Tensor, m))
+        y = self.final_layer(x, cast(Tensor, m), of_rows(grid))
         if grid.shards is not None:
             joint = cast(StreamShards, grid.shards)
             y = joint.gather_stream(spec.order.index("media"), y) if spec.order else joint.gather(y)

@@ -50,6 +50,8 @@ class TextEmbedding:
         layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU.
         multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
         pooled: width of a vector that is embedded beside the time; 0 for none.
+        picture: width of a picture's tokens, which blocks attend to beside the caption's; 0 for none. They take the
+            place of the pooled vector in conditions, (B, tokens, picture).
         masked: in one sequence with the media, a caption's padding is not attended to.
     """
 
@@ -57,6 +59,7 @@ class TextEmbedding:
     layers: Literal["linear", "norm", "mlp"] = "linear"
     multiple: int = 1
     pooled: int = 0
+    picture: int = 0
     masked: bool = False
 
 
@@ -74,6 +77,8 @@ class NetworkSpec:
 
     Attributes:
         channels: of the latents.
+        given: channels that come behind these, of models that are given the first frame: a mask, repeated, and the
+            latents of the clip that has nothing after that frame.
         patch: (frames, rows, columns), or (rows, columns).
         channels_last: order of a patch's numbers, what comes in and what goes out: channels after the places, or
             before them.
@@ -116,6 +121,7 @@ class NetworkSpec:
     final_table: bool = False
     table: tuple[int, int] | None = None
     media_multiple: int = 1
+    given: int = 0
     bias: bool = True
 
     @property

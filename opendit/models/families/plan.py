@@ -32,6 +32,7 @@ def rules(config: PublicConfig) -> dict[str, Rule]:
         "x_embedder.filling": Replicated(),
         "text_embedder.**": Replicated(),
         "text_refiner.**": Replicated(),
+        "picture_embedder.**": Replicated(),
         **{f"{name}.mlp.*.*": Replicated() for name in ("t_embedder", "guidance_embedder", "pooled_embedder")},
         **linear("shared_modulation.1", Column(gathered=True)),
         "final_layer.linear.*": Replicated(),
@@ -51,7 +52,9 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
         found |= linear(f"{name}.{branch}.proj", Row(heads))
     found |= linear(f"{name}.attn.qkv", Heads((heads, shared, shared)))
     found |= linear(f"{name}.cross_attn.q", Heads((heads,)))
-    found |= linear(f"{name}.cross_attn.kv", Heads((heads, heads), of_context=True))
+    for keys in ("kv", "picture_kv"):
+        found |= linear(f"{name}.cross_attn.{keys}", Heads((heads, heads), of_context=True))
+    found[f"{name}.cross_attn.picture_norm.weight"] = Heads((heads,))
     found |= linear(f"{name}.mlp.fc1", Column(MLPS[spec.mlp].branches)) | linear(f"{name}.mlp.fc2", Row())
     for norm in ("attn", "cross", "mlp"):
         found |= {f"{name}.{norm}_norm.*": Replicated(), f"{name}.{norm}_norm_after.*": Replicated()}
@@ -96,7 +99,7 @@ def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
 
 def stages(spec: NetworkSpec) -> StageCuts:
     """Return where a pipeline may cut. Captions that are in the sequence are embedded on the first stage alone."""
-    captions = ("text_embedder", "text_refiner")
+    captions = ("text_embedder", "text_refiner", "picture_embedder")
     first = ("x_embedder", "media_refiner")
     every = ("t_embedder", "guidance_embedder", "pooled_embedder", "shared_modulation")
     if spec.order:
@@ -106,6 +109,8 @@ def stages(spec: NetworkSpec) -> StageCuts:
 
 # ---------------------------------------------------------------------------------------------------- memory and work
 
+PICTURE_TOKENS = 257  # of CLIP's vision encoder, ViT-H/14 at 224 pixels
+
 
 def _lengths(config: PublicConfig) -> tuple[int, int]:
     """Return the tokens of a sample's media and of its caption, with those that fill them."""
@@ -113,6 +118,11 @@ def _lengths(config: PublicConfig) -> tuple[int, int]:
     assert text is not None
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
     return media, -(-text.max_tokens // spec.text.multiple) * spec.text.multiple
+
+
+def _attended(config: PublicConfig) -> int:
+    """Return the tokens that cross-attention sees: a caption's, and a picture's before them."""
+    return _lengths(config)[1] + PICTURE_TOKENS * bool(config.spec.text.picture)
 
 
 def _streams(config: PublicConfig, block: BlockSpec) -> int:
@@ -145,7 +155,7 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
 
 def _stack_flops(config: PublicConfig) -> tuple[int, int]:
     """Return the FLOPs of all blocks of the main stack: of linear layers, and of attention."""
-    _, text = _lengths(config)
+    text = _attended(config)
     found = [_block_flops(block, _streams(config, block), text) for block in config.spec.blocks]
     linears, attentions = zip(*found, strict=True)
     return sum(linears), sum(attentions)
@@ -154,7 +164,7 @@ def _stack_flops(config: PublicConfig) -> tuple[int, int]:
 def _first(config: PublicConfig) -> int:
     """Patches' embedding and the refiners."""
     spec, (media, text) = config.spec, _lengths(config)
-    total = 2 * config.tokens * spec.channels * math.prod(spec.patch) * spec.block.width
+    total = 2 * config.tokens * (spec.channels + spec.given) * math.prod(spec.patch) * spec.block.width
     for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
         if refiner is not None:
             total += refiner.count * sum(_block_flops(refiner.block, tokens, 0))
@@ -193,7 +203,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
     streams, q, k and v of both, joined. In FP8 the inputs of linear layers take half, attention's output beside what
     its kernel keeps; and there are the weights."""
     spec, total = config.spec, Kept()
-    media, text = _lengths(config)
+    media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
     for block in spec.blocks:
         across = any(branch.sees == "caption" for branch in block.branches)
@@ -208,7 +218,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         if block.kv_heads is not None:  # k and v for every head are copies
             units += 2 * block.kv_heads / block.heads
         if across:
-            units += 5 + 2 * text / media
+            units += 5 + 2 * _attended(config) / media
         share = _streams(config, block) / config.tokens / config.depth
         weights = max(1, len(block.streams) - len(block.read)) * sum(_weights(block))
         weights = execution.fp8 * (weights + len(block.read) * 3 * block.width**2)

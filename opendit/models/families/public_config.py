@@ -10,7 +10,7 @@ from typing import Any, ClassVar, cast
 from opendit.models.blocks import BlockSpec
 from opendit.models.conditioning import TextConfig
 from opendit.models.configuration import DiTConfig
-from opendit.models.families.base import Family
+from opendit.models.families.base import Family, Variant
 from opendit.models.families.network_spec import NetworkSpec
 
 
@@ -40,7 +40,8 @@ def family_of(name: str) -> Family:
 class PublicConfig(DiTConfig):
     """The configuration of a public model: its family, and its ``config.json`` as it was published.
 
-    hidden_size, depth, num_heads and the like follow from these; make it with :func:`public_config`.
+    hidden_size, depth, num_heads and the like follow from these; make it with :func:`public_config`. ``index`` has the
+    settings of ``model_index.json`` that matter, and "expert".
     """
 
     kind: ClassVar[str] = "public"
@@ -48,6 +49,22 @@ class PublicConfig(DiTConfig):
 
     family: str = ""
     published: str = ""
+    index: str = "{}"
+
+    @property
+    def variant(self) -> Variant | None:
+        """The variant of the family, by the settings of ``model_index.json``."""
+        return family_of(self.family).variant(json.loads(self.index))
+
+    @property
+    def expert(self) -> str | None:
+        """Of a model of two networks the one that this is, "high" or "low"; None for both, and for other models."""
+        return json.loads(self.index).get("expert")
+
+    @property
+    def boundary(self) -> float | None:
+        variant = self.variant
+        return json.loads(self.index)[variant.setting] if variant is not None and variant.experts else None
 
     @property
     def spec(self) -> NetworkSpec:
@@ -91,6 +108,23 @@ class PublicConfig(DiTConfig):
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
+    def given_channels(self) -> int:
+        return 0
+
+    @property
+    def given_in_place(self) -> bool:
+        return self.given_frames is not None and not self.spec.given
+
+    @property
+    def given_beside(self) -> bool:
+        return bool(self.spec.given)
+
+    def check_packs(self) -> None:
+        if self.given_beside:
+            raise ValueError("--pack_tokens: does not work with models of image to video; leave it out")
+        super().check_packs()
+
+    @property
     def in_operations(self) -> bool:
         """True if --recompute knows every norm, projection and MLP of the blocks."""
         return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
@@ -107,12 +141,17 @@ class PublicConfig(DiTConfig):
             "published": json.loads(self.published),
             "input_size": self.input_size,
             "max_tokens": cast(TextConfig, self.text).max_tokens,
+            **({"index": json.loads(self.index)} if self.index != "{}" else {}),
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "PublicConfig":
         return public_config(
-            values["family"], values["published"], tuple(values["input_size"]), values.get("max_tokens")
+            values["family"],
+            values["published"],
+            tuple(values["input_size"]),
+            values.get("max_tokens"),
+            values.get("index"),
         )
 
     def check(self) -> None:
@@ -142,7 +181,11 @@ def _parameters(config: PublicConfig) -> tuple[int, int]:
 
 
 def public_config(
-    family: str, values: Mapping[str, Any], input_size: tuple[int, ...] | None = None, max_tokens: int | None = None
+    family: str,
+    values: Mapping[str, Any],
+    input_size: tuple[int, ...] | None = None,
+    max_tokens: int | None = None,
+    index: Mapping[str, Any] | None = None,
 ) -> PublicConfig:
     """Return the configuration of a public model.
 
@@ -150,12 +193,17 @@ def public_config(
         values: of its ``config.json``.
         input_size: of latents; None: of the family's usual pictures or clips.
         max_tokens: to which captions are cut; None: the family's.
+        index: of its ``model_index.json``, and "expert" ("high" or "low") for one of two networks.
 
     Raises:
         ValueError: values that are not those of this family.
     """
     about, text = family_of(family), published(values)
-    spec = _spec_of(family, text)
+    spec, variant = _spec_of(family, text), about.variant(index)
+    kept = () if variant is None else (variant.setting, "expert")
+    known = {key: value for key, value in (index or {}).items() if key in kept}
+    if input_size is None and variant is not None:
+        input_size = variant.latent_size
     if input_size is None:
         side = about.image_size if isinstance(about.image_size, tuple) else (about.image_size,) * 2
         input_size = tuple(n // about.latents.downscale for n in side)
@@ -180,6 +228,8 @@ def public_config(
         mlp=block.mlp,
         family=family,
         published=text,
+        given_frames="first" if spec.given else None if variant is None else variant.given_frames,
+        index=published(known),
     )
 
 

@@ -1,23 +1,28 @@
-"""Wan 2.1 (Wan Team 2025), text to video: self-attention, then attention to the caption."""
+"""Wan 2.1 (Wan Team 2025) and Wan 2.2 TI2V, text to video: self-attention, then attention to the caption.
+
+TI2V is also given the first frame: its latents stand in place, and the time of their tokens is 0. A14B has two networks
+of the same kind, one for times from a boundary on and one for those below. Image to video (I2V) is always given the
+first frame, in more channels of the input; the blocks of Wan 2.1's attend to its tokens by CLIP as well.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, BlockSpec
 from opendit.models.configuration import times
-from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, layers
+from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, Match, Text, Variant, layers
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
     """Return the specification of a WanTransformer3DModel that is conditioned on text alone."""
-    for key in ("image_dim", "added_kv_proj_dim", "pos_embed_seq_len"):
-        if values.get(key) is not None:
-            raise ValueError(f"{key}: models that are given a picture are not known")
-    channels, patch = values["in_channels"], tuple(values["patch_size"])
-    if values.get("out_channels") not in (None, channels):
-        raise ValueError("in_channels, out_channels: models that are given frames are not known")
+    if values.get("pos_embed_seq_len") is not None:
+        raise ValueError("pos_embed_seq_len: models that are given the last frame as well are not known")
+    channels, patch = values.get("out_channels") or values["in_channels"], tuple(values["patch_size"])
+    given = values["in_channels"] - channels
+    if given not in (0, 4 + channels):
+        raise ValueError(f"in_channels, out_channels: {values['in_channels']} and {channels} are not known")
     if not values.get("cross_attn_norm", True):
         raise ValueError("cross_attn_norm: models without it are not known")
     heads, size, eps = values["num_attention_heads"], values["attention_head_dim"], values.get("eps", 1e-6)
@@ -28,6 +33,9 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
     if len(patch) != 3:
         raise ValueError(f"patch_size: {times(patch)} is not one of frames, rows and columns")
     width, side = heads * size, 2 * (size // 6)
+    picture, added = values.get("image_dim") or 0, values.get("added_kv_proj_dim")
+    if added != (width if picture else None) or (picture and not given):
+        raise ValueError(f"image_dim, added_kv_proj_dim: {picture or None} and {added} are not known")
     block = BlockSpec(
         width,
         heads,
@@ -36,19 +44,27 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         eps=eps,
         caption_norm=True,
         source="table",
-        options=Options(qk_norm=True, qk_across=True, qk_eps=eps, attends_padding=True, operations_across=True),
+        options=Options(
+            qk_norm=True,
+            qk_across=True,
+            qk_eps=eps,
+            attends_padding=True,
+            operations_across=True,
+            pictures=bool(picture),
+        ),
     )
     return NetworkSpec(
         channels=channels,
         patch=patch,
         stacks=(Stack(values["num_layers"], block),),
-        text=TextEmbedding(values["text_dim"], "mlp"),
+        text=TextEmbedding(values["text_dim"], "mlp", picture=picture),
         rotary=Rotary((size - 2 * side, side, side)),
         channels_last=(False, True),
         convolution=True,
         frequencies=values["freq_dim"],
         shared=block.chunks,
         final_table=True,
+        given=given,
     )
 
 
@@ -79,11 +95,25 @@ NORMS = {
 }
 
 
+OF_PICTURES = {
+    "picture_embedder.norm1": "condition_embedder.image_embedder.norm1",
+    "picture_embedder.norm2": "condition_embedder.image_embedder.norm2",
+    "picture_embedder.fc1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "picture_embedder.fc2": "condition_embedder.image_embedder.ff.net.2",
+}
+
+
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
     """Return the names of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="blocks.*.", blocks=blocks)
+    pictures: list[Match] = []
+    if spec.text.picture:
+        added = {"cross_attn.picture_kv": ("attn2.add_k_proj", "attn2.add_v_proj")}
+        pictures = layers(OF_PICTURES) + layers(added, **where)
+        pictures += layers({"cross_attn.picture_norm": "attn2.norm_added_k"}, WEIGHT, **where)
     return (
+        *pictures,
         *layers(AROUND),
         *layers(OF_BLOCK, **where),
         *layers(NORMS, WEIGHT, **where),
@@ -106,12 +136,17 @@ ORIGINAL = {
         for name, attention in (("self", "attn1"), ("cross", "attn2"))
         for ours, theirs in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
     },
+    # Of models that attend to a picture.
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+    "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",
+    "blocks.*.cross_attn.v_img": "blocks.*.attn2.add_v_proj",
 }
 
 FAMILY = Family(
     name="wan",
     network="WanTransformer3DModel",
-    pipelines=("WanPipeline",),
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
     components={
         "tokenizer": ("transformers", "T5TokenizerFast"),
         "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -128,4 +163,8 @@ FAMILY = Family(
     license="apache-2.0",
     original=ORIGINAL,
     architecture="wan2.1",
+    variants=(
+        Variant("expand_timesteps", (704, 1280), 121, downscale=16, fps=24.0, given_frames="first"),
+        Variant("boundary_ratio", (720, 1280), steps=40, scale=4.0, experts=True),
+    ),
 )

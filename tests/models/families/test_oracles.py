@@ -1,5 +1,6 @@
 """Public models against diffusers' own networks: outputs and gradients, single wrong facts, sizes, configurations."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -19,6 +20,7 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES, network
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import PublicConfig, public_config
+from opendit.models.given_frames import give, give_beside, times_of_frames, with_given
 from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.positions import grid_coordinates, sincos_positions
 from opendit.models.zoo import config_from_dict
@@ -272,6 +274,50 @@ def test_outputs_and_gradients_are_those_of_diffusers_in_single_precision(name):
     assert not [one for one, (mine, _) in found.items() if mine.numel() and is_read(family, one) != bool(mine.any())]
 
 
+GIVEN = {
+    "in place": Case("wan", (4, 6, 1), padded=8),  # Wan 2.2 TI2V
+    "beside": Case("wan", (4, 6, 1), {"in_channels": 12}, padded=8),  # Wan 2.2 I2V
+    "beside, with a picture's tokens": Case(  # Wan 2.1 I2V, whose captions have 512 tokens
+        "wan", (512, 509), {"in_channels": 12, "image_dim": 6, "added_kv_proj_dim": 28}, padded=512
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-12), (torch.float32, TOLERANCE)])
+@pytest.mark.parametrize("how", GIVEN)
+def test_given_frames_are_those_of_diffusers(how, dtype, most):
+    """In place: latents of one or two first frames, or none, and their tokens' time is 0. Beside: in more channels."""
+    case = replace(GIVEN[how], shape=SHAPES["wan"])
+    with in_double_precision() if dtype == torch.float64 else contextlib.nullcontext():
+        oracle = case.oracle(dtype)
+        model, batch = ours(oracle, dtype), case.inputs(oracle, dtype)
+        latents = torch.randn_like(batch.x)
+        placed = how == "in place"
+        given = give(latents, torch.tensor([1, 0, 2])) if placed else give_beside(latents)
+        if "tokens" in how:
+            batch.y = replace(batch.y, pooled=torch.randn(2, 5, 6, dtype=dtype))
+
+        def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+            mask = given[:, :1]
+            if placed:
+                t = (t.view(-1, 1, 1, 1, 1) * (1 - mask))[:, 0, :, ::2, ::2].flatten(1)
+            x = mask * latents + (1 - mask) * x if placed else torch.cat([x, *[mask] * 4, latents], dim=1)
+            picture = {"encoder_hidden_states_image": y.pooled} if y.pooled.dim() == 3 else {}
+            return oracle.module(x, timestep=t, encoder_hidden_states=y.tokens, return_dict=False, **picture)[0]
+
+        def mine(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+            return model(with_given(x, given), times_of_frames(t, given) if placed else t, y)
+
+        expected, their_gradients = output_and_gradients(theirs, oracle.module, batch)
+        output, gradients = output_and_gradients(mine, model, batch)
+    inside = {name: their_gradients.pop(name) for name in ("x", "tokens", "pooled")}
+    their_gradients = inside | by_our_names(model, their_gradients)
+    assert difference(output, expected) < most and gradients["x"][0, :, :1].any() != placed
+    assert not [name for name, gradient in gradients.items() if gradient.numel() and not gradient.any()]
+    wrong = {name: error for name in gradients if (error := difference(gradients[name], their_gradients[name])) > most}
+    assert not wrong
+
+
 # ------------------------------------------------------------------------------------------------- single wrong facts
 
 # It changes our network, which has the oracle's weights already, or replaces a function or the captions.
@@ -519,7 +565,7 @@ def _(model, patch, y):
 def _(model, patch, y):
     places = model.places
 
-    def moved(size, context, batch):
+    def moved(size, context, batch, _):
         tokens, keys = context
         own = F.pad(y.mask, (0, keys.shape[1] - y.mask.shape[1]))
         (joint, alone), (padded, _) = places(size, (tokens, own), batch), places(size, context, batch)
@@ -882,6 +928,13 @@ PUBLISHED = {
     "Z-Image": ("z_image", Z_IMAGE_6B, 6_155),
     "Wan2.1-T2V-1.3B": ("wan", WAN_14B | {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 1_419),
     "Wan2.1-T2V-14B": ("wan", WAN_14B, 14_288),
+    "Wan2.2-TI2V-5B": (
+        "wan",
+        WAN_14B | dict(num_attention_heads=24, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48),
+        5_000,
+    ),
+    "Wan2.1-I2V-14B": ("wan", WAN_14B | dict(in_channels=36, image_dim=1280, added_kv_proj_dim=5120), 16_395),
+    "Wan2.2-I2V-A14B": ("wan", WAN_14B | dict(in_channels=36), 14_289),
     "Qwen-Image": ("qwen_image", QWEN_IMAGE_20B, 20_430),
     "FLUX.2-dev": ("flux2", FLUX2_DEV, 32_223),
     "FLUX.2-klein-4B": ("flux2_klein", KLEIN_4B, 3_876),

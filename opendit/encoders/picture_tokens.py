@@ -1,0 +1,59 @@
+"""Pictures to the tokens that a network of image to video attends to: CLIP's vision encoder, the last layer but one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from opendit.common.json_file import MIB
+from opendit.common.json_models import FileKind
+from opendit.common.utils import shown
+from opendit.encoders.folder import CONFIG, PretrainedConfig, loading, transformers_model
+from opendit.encoders.published_folder import read_json_of
+from opendit.encoders.text import STEM
+
+ENCODER, PROCESSOR, CLASS = "image_encoder", "image_processor", "CLIPVisionModel"
+ENCODER_CONFIG = FileKind(PretrainedConfig, MIB)
+
+
+class PictureTokens:
+    """The image encoder of a pipeline's folder, in fp32.
+
+    Args:
+        folder: of the pipeline.
+        width: of the tokens that the network takes.
+
+    Raises:
+        FileNotFoundError, ValueError: in one line, what is missing or another encoder.
+    """
+
+    def __init__(self, folder: Path, width: int, device: torch.device | str):
+        path = folder / ENCODER
+        config = read_json_of(path / CONFIG, ENCODER_CONFIG, f"it describes a {CLASS} of transformers")
+        if config.get("model_type") not in ("clip_vision_model", "clip"):
+            raise ValueError(f"{path / CONFIG}: model_type is {shown(config.get('model_type'))}, which is no {CLASS}")
+        if config.get("hidden_size") != width:
+            found = shown(config.get("hidden_size"))
+            raise ValueError(f"{path / CONFIG}: hidden_size is {found}, and the network takes {width}")
+        with loading(str(path)):
+            self._encoder: Any = transformers_model(path, CLASS, STEM).eval().requires_grad_(False).to(device)
+        with loading(str(folder / PROCESSOR)):
+            import transformers
+
+            how: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
+            self._processor: Any = transformers.CLIPImageProcessor.from_pretrained(folder / PROCESSOR, **how)
+        self.device = torch.device(device)
+
+    @torch.no_grad()
+    def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
+        """Return the tokens of pictures, (B, tokens, width) fp32 on the device."""
+        pixels = self._processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(self.device)
+        return self._encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
+
+    def of_clips(self, pixels: Tensor) -> Tensor:
+        """Return the tokens of the first frames of clips (B, 3, T, H, W) in [-1, 1]."""
+        frames = ((pixels[:, :, 0] + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+        return self.encode([Image.fromarray(frame) for frame in frames])
