@@ -222,6 +222,8 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "shift_terminal": None,
             "shifted_end": False,
             "discrete_times": False,
+            "least": None,
+            "most": None,
             "empirical_tokens": None,
         },
         "ddpm": {"prediction": "eps", "min_snr": None, "shift": 1.0},
