@@ -296,6 +296,8 @@ def read_published(folder: str | Path) -> Weights:
             info["vae"] = str((root / "vae").resolve())
         if opened.index is not None:
             info["text_encoder"] = str(root.resolve())
+            if family.distilled is not None and opened.index.get("is_distilled") is True:
+                info["distilled"] = True
         schedule = root / "scheduler" / SCHEDULER
         if schedule.is_file():
             try:

@@ -39,6 +39,6 @@ class Packed(nn.Module):
         return self.vae.decode(pixel_shuffle(latents, 2)).sample
 
 
-def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, list[float]]:
+def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, Any]:
     """Return the settings by which other autoencoders' latents are normalised, of a batch norm's statistics (C,)."""
-    return {"latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}
+    return {"scaling_factor": None, "latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}

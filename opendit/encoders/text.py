@@ -73,7 +73,7 @@ class ClipSizes(OpenJsonObject):
     intermediate_size: Width = 1
     num_hidden_layers: Layers = 1
     num_attention_heads: int = Field(1, ge=1, le=1024)
-    max_position_embeddings: int = Field(2, ge=2, le=1 << 16)
+    max_position_embeddings: int = Field(2, ge=2, le=1 << 20)
     vocab_size: int = Field(1, ge=1, le=1 << 22)
     projection_dim: Width = 1
 

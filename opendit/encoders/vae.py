@@ -426,7 +426,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
     return found, config
 
 
-def _stored_statistics(folder: Path, config: dict[str, Any]) -> dict[str, list[float]]:
+def _stored_statistics(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the settings by which latents are normalised, of the statistics among the weights of FLUX.2's VAE."""
     found: dict[str, Tensor] = {}
     for path in weight_files(folder, STEM):

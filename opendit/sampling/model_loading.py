@@ -314,11 +314,13 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
             raise ValueError(f"--{name}: {why}")
 
 
-def usual_settings(config: DiTConfig, steps: int, scale: float) -> tuple[int, float]:
+def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
     """Return the number of steps and the scale of guidance that are used by default: a family's, or those given."""
     if not isinstance(config, PublicConfig):
         return steps, scale
     family, variant = family_of(config.family), config.variant
+    if family.distilled is not None and weights is not None and weights.info.get("distilled"):
+        return family.distilled
     return (family.steps, family.guidance.scale) if variant is None else (variant.steps, variant.scale)
 
 

@@ -280,7 +280,7 @@ class Pipeline:
             ValueError: a class is unknown (the message has the most similar name), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
-        usual = usual_settings(self.config, 50, 4.0)
+        usual = usual_settings(self.config, 50, 4.0, self.weights)
         steps, guidance = usual[0] if steps is None else steps, usual[1] if guidance is None else guidance
         settings = DrawSettings(
             steps=steps,

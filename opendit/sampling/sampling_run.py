@@ -192,7 +192,7 @@ def _load(
     model, weights, objective = loaded.network, loaded.weights, loaded.objective
     config, dtype = model.config, PRECISIONS[flags.mixed_precision]
     notes += loaded.notes
-    steps, scale = usual_settings(config, flags.num_sampling_steps, flags.cfg_scale)
+    steps, scale = usual_settings(config, flags.num_sampling_steps, flags.cfg_scale, weights)
     if "num_sampling_steps" not in flags.given:
         flags = replace(flags, num_sampling_steps=steps)
     if "cfg_scale" not in flags.given:

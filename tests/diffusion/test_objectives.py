@@ -220,6 +220,7 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "shift_tokens": None,
             "shift_growth": None,
             "shift_terminal": None,
+            "empirical_tokens": None,
             "discrete_times": False,
         },
         "ddpm": {"prediction": "eps", "min_snr": None, "shift": 1.0},

@@ -184,7 +184,7 @@ QWEN_SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 131_072,
 }
 # So that Qwen-Image's template has 34 tokens before the prompt, as it has for the published tokenizer.
 DESCRIBED = (

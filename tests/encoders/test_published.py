@@ -78,7 +78,7 @@ UNPADDED = {"z_image": QWEN_WIDTH, "lumina2": GEMMA_WIDTH, "qwen_image": QWEN_WI
 # ---------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize("captions", [CAPTIONS[:3], CAPTIONS[:1], CAPTIONS * 4])
+@pytest.mark.parametrize("captions", [CAPTIONS[:3], CAPTIONS[:1], [*CAPTIONS, *CAPTIONS[:2] * 6]])
 @NAMES
 def test_encode_is_diffusers(name, captions, encoders, pipelines):
     encoder, count = encoders[name], len(captions)

@@ -4,6 +4,7 @@ steps, the same latents and pictures."""
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,16 @@ def test_sample_py_draws_from_a_folder_by_the_familys_defaults(folders, tmp_path
 
 
 SHARED = ("flux", "z_image", "wan")  # drawn on two ranks
+
+
+def test_a_distilled_folder_is_drawn_without_guidance_in_few_steps_by_default(folders, tmp_path):
+    shutil.copytree(folders["flux2_klein"], folder := tmp_path / "tiny")
+    write_index(folder, "flux2_klein", is_distilled=True)
+    found = [opendit.load(folder)("fog", size=64, seed=5, progress=False)]
+    found.append(opendit.load(folders["flux2_klein"])("fog", steps=4, guidance=1, size=64, seed=5, progress=False))
+    assert np.array_equal(*(np.asarray(picture[0]) for picture in found))
+
+
 WAYS = ("--cfg_parallel", "--tensor_parallel_size 2", "--sequence_parallel_size 2")
 REFUSED = [  # (family, flags, words of the error)
     ("flux", "--cfg_parallel", "--cfg_parallel: "),

@@ -174,6 +174,7 @@ class Family:
         comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
         architecture: what the metadata of a LoRA file calls the model.
         variants: models of other sizes.
+        distilled: steps and scale of guidance, by default, of folders whose ``model_index.json`` has is_distilled.
         when: values of ``config.json`` that tell its networks from another family's of the same class.
         shift: of the times by the number of tokens: as the folder's scheduler has it ("scheduler"), or by FLUX.2's law
             of tokens and steps ("empirical").
@@ -197,6 +198,7 @@ class Family:
     comfyui: Literal["original", "published"] = "original"
     architecture: str = ""
     variants: tuple[Variant, ...] = ()
+    distilled: tuple[int, float] | None = None
     when: Mapping[str, Any] = field(default_factory=dict)
     shift: Literal["scheduler", "empirical"] = "scheduler"
 

@@ -158,6 +158,7 @@ KLEIN = replace(
         "vae": ("diffusers", "AutoencoderKLFlux2"),
     },
     guidance=Guidance(4.0),
+    distilled=(4, 1.0),
     license="FLUX.2-klein-4B: apache-2.0; FLUX.2-klein-9B: flux-non-commercial-license",
     when={"guidance_embeds": False},
 )

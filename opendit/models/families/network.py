@@ -148,11 +148,9 @@ class PublicDiT(DiT):
         out = math.prod(spec.patch) * spec.channels
         self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
         if not spec.bias:
-            embedders = (self.x_embedder, self.t_embedder, self.text_embedder, getattr(self, "guidance_embedder", None))
-            for part in (*filter(None, embedders), self.final_layer, *filter(None, [self.shared_modulation])):
-                for layer in part.modules():
-                    if isinstance(layer, nn.Linear):
-                        layer.bias = None
+            for layer in self.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.register_parameter("bias", None)
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False

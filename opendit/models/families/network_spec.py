@@ -79,7 +79,7 @@ class NetworkSpec:
         final: values of the final layer's modulation, in their order.
         final_table: that modulation is a table plus the time's embedding.
         media_multiple: media are filled with learned tokens up to a multiple of this.
-        bias: the layers around the blocks have biases.
+        bias: linear layers have biases, those of the blocks as their options say.
     """
 
     channels: int
