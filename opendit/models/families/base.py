@@ -179,8 +179,8 @@ class Family:
         exchanged: those of ``original`` whose two halves of rows are in the other order.
         comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
         architecture: what the metadata of a LoRA file calls the model.
-        distilled: steps and scale of guidance, by default, of folders whose ``model_index.json`` has is_distilled.
         variants: models of other sizes.
+        distilled: steps and scale of guidance, by default, of folders whose ``model_index.json`` has is_distilled.
         when: values of ``config.json`` that tell its networks from another family's of the same class.
         shift: of the times by the number of tokens: as the folder's scheduler has it ("scheduler"), or by FLUX.2's law
             of tokens and steps ("empirical").
@@ -205,8 +205,8 @@ class Family:
     exchanged: frozenset[str] = frozenset()
     comfyui: Literal["original", "published"] = "original"
     architecture: str = ""
-    distilled: tuple[int, float] | None = None
     variants: tuple[Variant, ...] = ()
+    distilled: tuple[int, float] | None = None
     when: Mapping[str, Any] = field(default_factory=dict)
     shift: Literal["scheduler", "empirical"] = "scheduler"
 
