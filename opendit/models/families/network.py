@@ -136,7 +136,7 @@ class PublicDiT(DiT):
             for part in (*filter(None, embedders), self.final_layer, *filter(None, [self.shared_modulation])):
                 for layer in part.modules():
                     if isinstance(layer, nn.Linear):
-                        layer.bias = None
+                        layer.register_parameter("bias", None)
         self.learned_positions = self.text_encoder = None
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
@@ -211,8 +211,8 @@ class PublicDiT(DiT):
         """(N, d / 2, 2) fp32, of the media's tokens where nothing else is in the sequence."""
         rotary = self.config.spec.rotary
 
-        def made() -> Tensor | None:
-            return rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size)
+        def made() -> Tensor:
+            return cast(Tensor, rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size))
 
         return self._made_once(("rope", grid), made)
 
@@ -489,7 +489,7 @@ class PublicDiT(DiT):
         tokens, grid = super()._embed_pack(x, packed)
         return tokens, replace(grid, rotary=self._of_projections(grid.rotary, grid.shards))
 
-    def _segment_rotations(self, packed: PlacedSegments) -> Tensor:
+    def _segment_rotations(self, packed: PlacedSegments) -> Tensor | None:
         rotary = self.config.spec.rotary
         axes = len(rotary.channels or rotary.steps)
         return rotary.table(packed.coordinates()[:, -axes:], self.config.hidden_size)
