@@ -209,7 +209,7 @@ class Attention(nn.Module):
             if self.across:  # now, while a rank has all heads of its tokens
                 turns = grid if self._turns_all_channels(grid) else None
                 q, k, v = self.prepare(q, k, v, turns, ops)
-                attend = replace(attend, normalised=True, grid=grid if turns is None else replace(grid, rotary=None))
+                attend = replace(attend, normalised=True, grid=grid if turns is None else replace(turns, rotary=None))
             return shards.attention(q, k, v, attend)
         return attend(q, k, v).transpose(1, 2).flatten(2)
 

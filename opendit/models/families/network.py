@@ -228,8 +228,8 @@ class PublicDiT(DiT):
         """(N, d / 2, 2) fp32, of the media's tokens where nothing else is in the sequence."""
         rotary = self.config.spec.rotary
 
-        def made() -> Tensor | None:
-            return rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size)
+        def made() -> Tensor:
+            return cast(Tensor, rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size))
 
         return self._made_once(("rope", grid), made)
 
@@ -528,7 +528,7 @@ class PublicDiT(DiT):
         tokens, grid = super()._embed_pack(x, packed)
         return tokens, replace(grid, rotary=self._of_projections(grid.rotary, grid.shards))
 
-    def _segment_rotations(self, packed: PlacedSegments) -> Tensor:
+    def _segment_rotations(self, packed: PlacedSegments) -> Tensor | None:
         rotary = self.config.spec.rotary
         axes = len(rotary.channels or rotary.steps)
         return rotary.table(packed.coordinates()[:, -axes:], self.config.hidden_size)
