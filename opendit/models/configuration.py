@@ -73,8 +73,8 @@ class DiTConfig:
             self.num_heads,
             self.mlp_hidden,
             self.branches,
-            self.norm,
-            self.mlp,
+            norm=self.norm,
+            mlp=self.mlp,
             options=self.options,
         )
 
