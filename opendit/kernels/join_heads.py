@@ -17,12 +17,12 @@ from opendit.kernels import common
 from opendit.kernels.common import check_tensors, choose_launch, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.kernels.rotate_heads import (
-    _forward_rows,
-    _in_rows,
-    _of_table,
-    _strides,
     forward_launch,
+    forward_rows,
+    in_rows,
+    pointer_of_table,
     rotate_heads_reference,
+    strides_of,
 )
 
 
@@ -84,19 +84,19 @@ def _join_heads_kernel(
     program = tl.program_id(0)
     if program < q_programs:
         first = program * CHUNK
-        _forward_rows(
+        forward_rows(
             q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, out_length,
             q_batch, q_token, q_head, table_stride, eps, H, HEAD, BLOCK, Q_UNIT, ROWS, STAGES, NORM, TURN, False,
         )  # fmt: skip
     elif program < q_programs + k_programs:
         first = (program - q_programs) * CHUNK
-        _forward_rows(
+        forward_rows(
             k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, out_length,
             k_batch, k_token, k_head, table_stride, eps, K, HEAD, BLOCK, K_UNIT, ROWS, STAGES, NORM, TURN, False,
         )  # fmt: skip
     else:
         first = (program - q_programs - k_programs) * CHUNK
-        _forward_rows(
+        forward_rows(
             v_ptr, v_ptr, v_ptr, v_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, out_length,
             v_batch, v_token, v_head, 0, eps, K, HEAD, BLOCK, V_UNIT, ROWS, STAGES, False, False, False,
         )  # fmt: skip
@@ -133,9 +133,9 @@ def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tenso
 def _launch(stream: StreamHeads, outputs: list[Tensor], out_length: int, eps: float) -> None:
     """Write a stream's part of the outputs."""
     (B, n, H, d), K = stream.q.shape, stream.k.shape[2]
-    prepared = [_in_rows(x) for x in (stream.q, stream.k, stream.v)]
+    prepared = [in_rows(x) for x in (stream.q, stream.k, stream.v)]
     q, units = prepared[0][0], dict(zip(("Q_UNIT", "K_UNIT", "V_UNIT"), (unit for _, unit in prepared), strict=True))
-    table, table_stride = _of_table(stream.table, q)
+    table, table_stride = pointer_of_table(stream.table, q)
     block = max(2, next_power_of_2(d))
     launch = choose_launch("join_heads", forward_launch(block, False), B * n * H, B * n * H, 2)
     options: dict[str, Any] = {
@@ -146,6 +146,6 @@ def _launch(stream: StreamHeads, outputs: list[Tensor], out_length: int, eps: fl
     programs = -(-B * n * H // launch.chunk) + 2 * -(-B * n * K // launch.chunk)
     _join_heads_kernel[(programs,)](
         *(x for x, _ in prepared), common.or_unused(stream.q_weight, q), common.or_unused(stream.k_weight, q), table,
-        *outputs, B * n, n, out_length, *(s for x, unit in prepared for s in _strides(x, unit)), table_stride, eps,
+        *outputs, B * n, n, out_length, *(s for x, unit in prepared for s in strides_of(x, unit)), table_stride, eps,
         **units, **options,
     )  # fmt: skip

@@ -145,7 +145,7 @@ def _sums(x, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def _forward_rows(
+def forward_rows(
     x_ptr, weight_ptr, table_ptr, y_ptr, first, stop, length, out_length, batch_stride, token_stride, head_stride,
     table_stride, eps,
     H: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
@@ -202,14 +202,14 @@ def _rotate_heads_forward_kernel(
     q_programs = (q_rows + CHUNK - 1) // CHUNK
     if tl.program_id(0) < q_programs:
         first = tl.program_id(0) * CHUNK
-        _forward_rows(
+        forward_rows(
             q_ptr, q_weight_ptr, table_ptr, q_out_ptr, first, tl.minimum(first + CHUNK, q_rows), length, length,
             q_batch, q_token, q_head, table_stride, eps,
             H, HEAD, BLOCK, Q_UNIT, Q_ROWS, STAGES, NORM, TURN, ACROSS,
         )  # fmt: skip
     else:
         first = (tl.program_id(0) - q_programs) * CHUNK
-        _forward_rows(
+        forward_rows(
             k_ptr, k_weight_ptr, table_ptr, k_out_ptr, first, tl.minimum(first + CHUNK, k_rows), length, length,
             k_batch, k_token, k_head, table_stride, eps,
             K, HEAD, BLOCK, K_UNIT, K_ROWS, STAGES, NORM, TURN, ACROSS,
@@ -328,18 +328,19 @@ def fits_across(num_heads: int, head_dim: int) -> bool:
     return next_power_of_2(num_heads) * next_power_of_2(head_dim) <= LARGEST
 
 
-def _in_rows(x: Tensor) -> tuple[Tensor, int]:
+def in_rows(x: Tensor) -> tuple[Tensor, int]:
     """Return x with unit stride in a head, and the number of values that all of its strides are multiples of."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     unit = 16 // x.element_size()
     return x, 1 if any(size % unit for size in (x.shape[-1], *x.stride()[:3])) else unit
 
 
-def _strides(x: Tensor, unit: int) -> list[int]:
+def strides_of(x: Tensor, unit: int) -> list[int]:
+    """Return the strides of samples, tokens and heads, in multiples of ``unit`` values."""
     return [stride // unit for stride in x.stride()[:3]]
 
 
-def _of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
+def pointer_of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
     """Return the table's pointer, and the rows from a sample's table to the next one's."""
     if table is None:
         return other, 0
@@ -375,12 +376,12 @@ def _forward(
     across: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     outputs = _forward_fake(q, k, q_weight, k_weight, table, eps, across)
-    (q, q_unit), (k, k_unit) = _in_rows(q), _in_rows(k)
-    table_pointer, table_stride = _of_table(table, q)
+    (q, q_unit), (k, k_unit) = in_rows(q), in_rows(k)
+    table_pointer, table_stride = pointer_of_table(table, q)
     q_programs, k_programs, options = _shape("rotate_heads_forward", q, k, q_weight, table, across)
     _rotate_heads_forward_kernel[(q_programs + k_programs,)](
         q, k, common.or_unused(q_weight, q), common.or_unused(k_weight, k), table_pointer, *outputs,
-        q.shape[0] * q.shape[1], q.shape[1], *_strides(q, q_unit), *_strides(k, k_unit), table_stride, eps,
+        q.shape[0] * q.shape[1], q.shape[1], *strides_of(q, q_unit), *strides_of(k, k_unit), table_stride, eps,
         Q_UNIT=q_unit, K_UNIT=k_unit, **options,
     )  # fmt: skip
     return outputs
@@ -398,8 +399,8 @@ def _backward(
     table: Tensor | None, eps: float, across: bool, sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     q_out, k_out, q_sum, k_sum = _backward_fake(dq, dk, q, k, q_weight, k_weight, table, eps, across, sums)
-    given = [_in_rows(x) for x in (dq, dk, common.or_unused(q, dq), common.or_unused(k, dk))]
-    table_pointer, table_stride = _of_table(table, dq)
+    given = [in_rows(x) for x in (dq, dk, common.or_unused(q, dq), common.or_unused(k, dk))]
+    table_pointer, table_stride = pointer_of_table(table, dq)
     q_programs, k_programs, options = _shape("rotate_heads_backward", dq, dk, q_weight, table, across)
     totals = [dq, dk]
     if sums:
@@ -409,7 +410,7 @@ def _backward(
     _rotate_heads_backward_kernel[(q_programs + k_programs,)](
         *(x for x, _ in given), common.or_unused(q_weight, dq), common.or_unused(k_weight, dk), table_pointer, q_out,
         k_out, *totals, dq.shape[0] * dq.shape[1], dq.shape[1],
-        *(stride for x, unit in given for stride in _strides(x, unit)), table_stride, eps,
+        *(stride for x, unit in given for stride in strides_of(x, unit)), table_stride, eps,
         SUMS=sums, **units, **options,
     )  # fmt: skip
     if sums:

@@ -339,7 +339,7 @@ def test_no_more_memory_than_the_shards_and_no_more_of_the_files_than_the_rank_n
     size, above, at_first, mapped, whole = map(int, done.stdout.split())
     assert whole > 150e6
     assert abs(size / (1 if ranks == 1 else 2) - whole / ranks) < 1e5  # the rank's copies are in fp32
-    assert above < 40 << 20  # the largest shard that is made of several pieces, and its copy in fp32
+    assert above < 50 << 20  # the largest shard that is made of several pieces, and its copy in fp32
     assert at_first < 2 << 20
     # A fault maps up to 2 MiB around it, at either end of a range; there are 10 large tensors.
     assert mapped < whole / ranks + 10 * (4 << 20)

@@ -35,6 +35,8 @@ ALLOWED = {
     ("opendit/evaluation/program.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/output_files.py", "TemporaryDirectory"): "a folder of this process's",
     ("opendit/sampling/page/sample_store.py", "mkdtemp"): "a folder of this process's",
+    ("opendit/sampling/page/sample_store.py", "open"): "the lock in such a folder, which follows no link",
+    ("opendit/sampling/page/sample_store.py", "rename"): "of that lock in it",
     ("opendit/parallel/rendezvous.py", "open"): "/dev/null",
     ("opendit/parallel/supervisor.py", "open"): "the file that torchrun names, for its report",
     ("opendit/export/conversion.py", "TemporaryDirectory"): "a new folder with a random name in the output",
