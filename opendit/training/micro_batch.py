@@ -85,7 +85,9 @@ class MicroBatch(NamedTuple):
         return _rows_of(marked.reshape(count, -1))
 
     @classmethod
-    def of(cls, x0: Tensor, t: Tensor, noise: Tensor, condition: Condition, given: Tensor | None, in_place: bool):
+    def of(
+        cls, x0: Tensor, t: Tensor, noise: Tensor, condition: Condition, given: Tensor | None, in_place: bool
+    ) -> "MicroBatch":
         """Make a micro-batch. Frames that are given in place get no noise."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)

@@ -640,9 +640,9 @@ def _(model, patch, y):
 def _(model, patch, y):
     places = model.places
 
-    def moved(size, context, batch):
+    def moved(size, context, *more):
         tokens, keys = context
-        (joint, alone), (own, _) = places(size, (tokens, keys[:, :0]), batch), places(size, context, batch)
+        (joint, alone), (own, _) = places(size, (tokens, keys[:, :0]), *more), places(size, context, *more)
         return replace(joint, keys=own.keys), alone
 
     patch.setattr(model, "places", moved)
