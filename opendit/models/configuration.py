@@ -197,7 +197,7 @@ class DiTConfig:
 
     @property
     def given_in_place(self) -> bool:
-        """True if given frames stand in their places among the noisy ones, see opendit.models.given_frames."""
+        """True if given frames replace the noisy ones at their places, see opendit.models.given_frames."""
         return False
 
     @property

@@ -140,7 +140,7 @@ class Estimate:
 
     @property
     def peak(self) -> dict[str, float]:
-        """What is there besides the states at the moment of the peak, which is either end of the backward pass."""
+        """Bytes beside the states at the peak, which is at the beginning or the end of the backward pass."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
         last = {"gradients": self.gradients_at_the_end, "gathered weights": self.gathered_at_the_end}
         return max(first, last, key=lambda parts: sum(parts.values()))

@@ -171,7 +171,7 @@ class FlowObjective(Objective):
     shift_growth: samples of m tokens get shift * exp(shift_growth * (m - shift_tokens)) instead, as FLUX does.
     shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
     shifted_end: likewise. discrete_times: sampling at the times of ``discrete_times``.
-    least, most: the times of training, of a network that others stand in for elsewhere.
+    least, most: the times of training, of a network that is replaced by another at other times.
     empirical_tokens: shift is that of ``empirical_shift`` for this number of tokens, 0 until it is known, and for the
         steps of sampling; in training, for EMPIRICAL_STEPS.
     """

@@ -382,7 +382,7 @@ class PublicDiT(DiT):
         self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
     ) -> tuple[TokenGrid, TokenGrid]:
         """Describe the places of all tokens of a batch of latents of this size, and those of the media alone. by_frame:
-        every frame has modulation vectors of its own."""
+        each frame has its own modulation vectors."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)

@@ -58,7 +58,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def expert(self) -> str | None:
-        """Of a model of two networks the one that this is, "high" or "low"; None for both, and for other models."""
+        """The network of a model of two: "high" or "low"; None for both, and for models of one."""
         return json.loads(self.index).get("expert")
 
     @property

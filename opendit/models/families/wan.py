@@ -1,8 +1,8 @@
 """Wan 2.1 (Wan Team 2025) and Wan 2.2 TI2V, text to video: self-attention, then attention to the caption.
 
-TI2V is also given the first frame: its latents stand in place, and the time of their tokens is 0. A14B has two networks
-of the same kind, one for times from a boundary on and one for those below. Image to video (I2V) is always given the
-first frame, in more channels of the input; the blocks of Wan 2.1's attend to its tokens by CLIP as well.
+TI2V is also given the first frame: its latents replace the noise there, and the time of their tokens is 0. A14B has two
+networks of the same kind, one for times from a boundary on and one for those below. Image to video (I2V) is always
+given the first frame, in more channels of the input; the blocks of Wan 2.1's attend to its tokens by CLIP as well.
 """
 
 from collections.abc import Mapping
