@@ -74,6 +74,8 @@ ROWS = {
     "logit_normal": "--flow_times logit_normal",
     "mode": "--flow_times mode",
     "shift_2": "--flow_shift 2",
+    "tread": "--route 2:10:0.5",
+    "tread_modern": "--route 2:10:0.5 --norm rms --mlp swiglu --positions rope --qk_norm",
 }
 SIDE, CLASSES = 32, 10
 POINTS = 3  # moments of a run that are measured, at equal distances

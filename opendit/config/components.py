@@ -237,6 +237,17 @@ class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values()
 
 
 @dataclass(frozen=True)
+class RoutingFlags(Flags):
+    """Token routing."""
+
+    group: ClassVar[str] = "Token routing: blocks that see a part of the tokens in training"
+
+    route: str | None = flag(
+        None, "FIRST:LAST:SHARE: blocks FIRST to LAST - 1, from 0, do without this share of the tokens", unit="route"
+    )
+
+
+@dataclass(frozen=True)
 class BatchFlags(Flags):
     """Flags that set the samples of a step and the steps of a run."""
 

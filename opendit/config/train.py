@@ -52,6 +52,7 @@ from opendit.config.parallel_sizes import (
 )
 from opendit.config.public_models import PUBLIC, commit_of_run, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
+from opendit.config.token_routing import TokenRoute, parse_route
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -69,6 +70,7 @@ class TrainConfig(
     component.LoaderFlags,
     component.StartFlags,
     component.ObjectiveFlags,
+    component.RoutingFlags,
     component.BatchFlags,
     component.OptimizerFlags,
     component.TrainSpeedFlags,
@@ -153,6 +155,7 @@ class TrainConfig(
         flags, note = flags._resolve_tokens()
         notes += note
         flags._check_packs()
+        flags._check_route()
         if flags.parallel != "auto":  # which chooses the batch itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
@@ -458,6 +461,32 @@ class TrainConfig(
                 f"--pack_tokens {tokens}: {ranks} ranks can't share {tokens * self.batch_size:,} tokens evenly; take a "
                 f"multiple of {ranks}"
             )
+
+    @property
+    def token_route(self) -> TokenRoute | None:
+        """The route of --route; None if all blocks see all tokens."""
+        route = None if self.route is None else parse_route(self.route)
+        return route if route is not None and route.share > 0 else None
+
+    def _check_route(self) -> None:
+        """Raise ValueError, with the reason, for flags that can't be combined with --route."""
+        if self.route is None:
+            return
+        route, kind, sizes = parse_route(self.route), self.model.rpartition("-")[0], depth_and_heads(self.model)
+        clashes = {
+            f"--model {self.model}, whose blocks attend along the axes of a clip": kind == "ST-DiT",
+            f"--model {self.model}, whose experts choose among all tokens of a sample": kind == "EC-DiT",
+            f"--model {self.model}, whose blocks have tokens of captions as well": sizes is None,
+            "--lora, which adds to blocks that have learned to see all tokens": self.lora is not None,
+            "--pack_tokens, whose packs have samples of several lengths": self.pack_tokens is not None,
+            "--sequence_parallel_size, whose ranks each have a part of the tokens": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, whose ranks each have a part of the tokens": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages are sent all tokens": self.pipeline_parallel_size > 1,
+            "--parallel auto, which counts with all tokens": self.parallel == "auto",
+        }
+        self._reject("route", clashes)
+        if sizes is not None and route.last > sizes[0]:
+            raise ValueError(f"--route {self.route}: --model {self.model} has {sizes[0]} blocks; end at {sizes[0]}")
 
     def check_lora(self) -> None:
         """Raise ValueError if --lora can't be trained beside the other flags."""

@@ -6,11 +6,13 @@ Parameter names are those of Meta's release, so its checkpoints load strictly.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from opendit.config.token_routing import TokenRoute
 from opendit.models.attention import Attention, SequenceShards, TokenGrid, local_attention, of_rows
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, ResidualStream, run_blocks
 from opendit.models.bytes_text import BytesEncoder
@@ -29,6 +31,7 @@ from opendit.models.initialization import (
 from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, TimestepEmbedder, modulation
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segments import PlacedSegments, Segments, Varlen
+from opendit.models.token_routing import run_routed
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks
@@ -69,6 +72,7 @@ class DiT(nn.Module):
         self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
         # N tokens, in a grid of these sizes, as the ranks of a group share them.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
+        self.route: TokenRoute | None = None  # of calls that give ``kept``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -161,7 +165,9 @@ class DiT(nn.Module):
             setattr(self.get_submodule(owner), attribute, table)
         return self
 
-    def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None, kept: Tensor | None = None
+    ) -> Tensor:
         """Predicts noise (and, with learned sigma, the variance fraction) of noised latents.
 
         A picture is a clip with T = 1. Where the patch holds more frames, the frame, with its noise, is repeated to
@@ -174,6 +180,7 @@ class DiT(nn.Module):
             y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
                 TextCondition, or with the bytes encoder the ids (B, L) int64.
             segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments.
+            kept: (B, n) int64, the tokens that the blocks of ``route`` see; None: all blocks see all tokens.
 
         Returns:
             (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; of a pack (N, out_channels,
@@ -185,7 +192,11 @@ class DiT(nn.Module):
         c, context = self.condition(t, y)
         if segments is not None:
             return self._predict_pack(x, self.modulations(c), context, segments)
-        return self.predict(x, self.modulations(c), context)
+        if kept is None:
+            return self.predict(x, self.modulations(c), context)
+        assert self.route is not None, "some tokens are kept for the blocks of a route"
+        run = partial(run_routed, route=self.route, kept=kept)
+        return self.predict(x, self.modulations(c), context, run=run)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
         """Embed a condition, the same for every time: the vector (B, D) that is added to the time's, and the context

@@ -31,6 +31,7 @@ class MicroBatch(NamedTuple):
         given: mask and latents (B, 1 + C, T, H, W) of the frames that a model is given; see
             opendit/models/given_frames.py.
         in_place: the model takes them in their places, and has no loss on them.
+        kept: (B, n) int64, the tokens that routed blocks see (opendit/models/token_routing.py); None: all.
     """
 
     x0: Tensor
@@ -39,12 +40,13 @@ class MicroBatch(NamedTuple):
     condition: Condition
     given: Tensor | None = None
     in_place: bool = False
+    kept: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the same order for every micro-batch of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
-        return parts if self.given is None else [*parts, self.given]
+        return [*parts, *(tensor for tensor in (self.given, self.kept) if tensor is not None)]
 
     @property
     def full(self) -> bool:
@@ -58,7 +60,8 @@ class MicroBatch(NamedTuple):
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the arguments of the network for noised rows x_t and the times (B,) that it is told of them."""
-        return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition}
+        more = {} if self.kept is None else {"kept": self.kept}
+        return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
         """Return the times that the network is told, (B,), or (B, T) for every frame, of those of the samples (B,)."""
@@ -86,21 +89,29 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls, x0: Tensor, t: Tensor, noise: Tensor, condition: Condition, given: Tensor | None, in_place: bool
+        cls,
+        x0: Tensor,
+        t: Tensor,
+        noise: Tensor,
+        condition: Condition,
+        given: Tensor | None,
+        in_place: bool,
+        kept: Tensor | None = None,
     ) -> "MicroBatch":
         """Make a micro-batch. Frames that are given in place get no noise."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
-        return cls(x0, t, noise, condition, given, in_place)
+        return cls(x0, t, noise, condition, given, in_place, kept)
 
     def clone(self) -> "MicroBatch":
         """Copy all tensors. Captions are full or, if one is padded, of any lengths."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
+        kept = None if self.kept is None else y.pop()
         given = None if self.given is None else y.pop()
         if isinstance(self.condition, Tensor):
-            return MicroBatch(x0, t, noise, y[0], given, self.in_place)
+            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept)
         condition = TextCondition(*y, shortest=y[0].shape[1] * self.full)
-        return MicroBatch(x0, t, noise, condition, given, self.in_place)
+        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept)
 
 
 @dataclass(frozen=True)
