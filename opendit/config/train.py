@@ -190,6 +190,8 @@ class TrainConfig(
             raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
         if "objective" in self.given and self.objective != "flow":
             raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
+        if given := self.given & {"flow_prediction", "flow_noise_scale"}:
+            raise ValueError(f"--{min(given)}: {source} has learned to predict velocities; leave the flag out")
         changed = self.architecture | {"cross_attention": self.cross_attention or None}
         own = [flag for flag, value in changed.items() if flag in self.given and value is not None]
         if own:

@@ -194,3 +194,73 @@ def test_the_objective_samples_at_its_shifted_times(shift, sampler):
     times = [1000 * shift * t / (1 + (shift - 1) * t) for t in (1, 0.75, 0.5, 0.25, 0)]
     expected = times[:-1] if sampler == "euler" else [t for pair in itertools.pairwise(times) for t in pair]
     assert told == pytest.approx(expected, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------ predictions of the sample
+
+
+def gaussian_mean(x: Tensor, timestep: Tensor, scale: float = 1.0) -> Tensor:
+    """E[x_0 | x_t] for x_0 ~ N(MU, S^2) and noise of ``scale``."""
+    t = (timestep.double() / 1000).view(-1, *(1,) * (x.dim() - 1))
+    gain = (1 - t) * S**2 / ((1 - t) ** 2 * S**2 + (scale * t) ** 2)
+    return MU + gain * (x.double() - (1 - t) * MU)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
+def test_both_predictions_of_gaussian_data_have_the_same_field_and_draw_the_same(sampler):
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64).view(3, 1, 3)
+    v, of_x = FlowObjective().trajectory(7), FlowObjective(prediction="x").trajectory(7)
+    for k, point in enumerate(v.points(x)[:-1]):
+        slope = of_x.slope(gaussian_mean, x, point)
+        torch.testing.assert_close(slope, v.slope(gaussian_velocity, x, point), rtol=1e-5, atol=1e-5)  # times are fp32
+        weights = of_x.slope_weights(k)
+        torch.testing.assert_close(
+            weights.x * x + weights.output * gaussian_mean(x, point), slope, rtol=1e-5, atol=1e-5
+        )
+    assert not of_x.has_slope(7) and v.has_slope(7)
+    if sampler == "euler":
+        drawn = [sample(sampler, *pair) for pair in ((gaussian_velocity, x, v), (gaussian_mean, x, of_x))]
+        torch.testing.assert_close(*drawn, rtol=1e-5, atol=1e-5)
+    fine = sample(sampler, gaussian_mean, x, FlowObjective(prediction="x").trajectory(2000))
+    torch.testing.assert_close(fine, exact_end(x), atol=2e-3, rtol=0)
+
+
+def test_the_loss_of_a_predicted_sample_is_that_of_its_velocity():
+    torch.manual_seed(0)
+    x0, noise = torch.randn(2, 6, 2, 3, 3, dtype=torch.float64)
+    t = torch.tensor([1.0, 0.7, 0.3, 0.051, 0.05, 0.01], dtype=torch.float64)
+    output = torch.randn_like(x0)
+    for scale in (1.0, 2.5):
+        objective = FlowObjective(prediction="x", noise_scale=scale)
+        prepared = objective.prepare(x0, t, noise)
+        at = t.view(-1, 1, 1, 1)
+        torch.testing.assert_close(prepared.x_t, (1 - at) * x0 + at * scale * noise)
+        velocity = (prepared.x_t - output) / at
+        wanted = (velocity - (scale * noise - x0)).square().flatten(1).mean(1)
+        wanted[-1] *= (0.01 / 0.05) ** 2  # the clipped denominator
+        torch.testing.assert_close(objective.loss(output, prepared), wanted)
+        torch.testing.assert_close(objective.noise_level(prepared.timestep[1:]).double(), scale * t[1:] / (1 - t[1:]))
+
+
+def test_scaled_noise_leads_to_the_same_data():
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64).view(3, 1, 3)
+    path = FlowObjective(prediction="x", noise_scale=2.0).trajectory(3000)
+    assert torch.equal(path.start(x), 2 * x) and path.levels[1] == 2 * path.times[1] / (1 - path.times[1])
+    drawn = sample("heun", lambda x, t: gaussian_mean(x, t, 2.0), path.start(x), path)
+    torch.testing.assert_close(drawn, exact_end(x), atol=2e-3, rtol=0)
+
+
+def test_logit_normal_times_have_their_mean_and_deviation():
+    t = FlowObjective(times_are="logit_normal", mean=0.8, std=0.6).times(1, 2, torch.arange(20_000))
+    logits = (t / (1 - t)).log()
+    assert abs(logits.mean() - 0.8) < 0.02 and abs(logits.std() - 0.6) < 0.02
+    with pytest.raises(ValueError, match="--flow_mean, --flow_std: .*logit_normal"):
+        FlowObjective(mean=0.5)
+
+
+def test_what_a_sample_predicting_network_learns_is_stored():
+    made = FlowObjective(prediction="x", noise_scale=2.0)
+    assert objective_from_dict(made.to_dict()) == made and FlowObjective().predicts == {"objective": "flow"}
+    assert made.predicts == {"objective": "flow", "flow_prediction": "x", "flow_noise_scale": 2.0}
+    with pytest.raises(ValueError, match="--flow_prediction eps: not known"):
+        FlowObjective(prediction="eps")

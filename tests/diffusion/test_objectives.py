@@ -39,6 +39,7 @@ EVERY = [
     DDPMObjective("v", shift=6.0),
     FlowObjective(),
     FlowObjective(6.0, "mode"),
+    FlowObjective(times_are="logit_normal", mean=0.8, std=0.8, prediction="x", noise_scale=2.0),
     EDMObjective(),
     EDMObjective(-0.4, 1.0, 0.75),
 ]
@@ -218,6 +219,10 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "shift": 1.0,
             "times_are": "uniform",
             "shift_tokens": None,
+            "mean": 0.0,
+            "std": 1.0,
+            "prediction": "v",
+            "noise_scale": 1.0,
             "shift_growth": None,
             "shift_terminal": None,
             "shifted_end": False,
