@@ -77,6 +77,15 @@ ROWS = {
     "tread": "--route 2:10:0.5",
     "tread_modern": "--route 2:10:0.5 --norm rms --mlp swiglu --positions rope --qk_norm",
 }
+PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values a token, which is 384 wide; enlarged, measured at 32
+ROWS |= {
+    "x_prediction": "--flow_prediction x",
+    "jit": "--flow_prediction x --flow_times logit_normal --flow_mean 0.8 --flow_std 0.8",
+    "64_v": PIXELS_64,
+    "64_x": f"{PIXELS_64} --flow_prediction x",
+    "64_x_bottleneck": f"{PIXELS_64} --flow_prediction x --patch_bottleneck 128",
+    "64_noise": f"{PIXELS_64} --objective ddpm",
+}
 SIDE, CLASSES = 32, 10
 POINTS = 3  # moments of a run that are measured, at equal distances
 BATCH = 1000  # pictures that are drawn or measured at once
@@ -114,10 +123,13 @@ def read_pictures(folder: Path, split: str) -> Pictures:
 
 
 class InMemory(MediaDataset):
-    """Pictures in memory, which a loader process hands out as bytes."""
+    """Pictures in memory, enlarged to ``side``, which a loader process hands out as bytes."""
 
-    def __init__(self, pictures: Pictures, seed: int):
+    def __init__(self, pictures: Pictures, seed: int, side: int = SIDE):
         self.pixels = torch.from_numpy(pictures.pixels).movedim(-1, 1).contiguous()
+        if side != SIDE:
+            parts = [F.interpolate(part.float(), (side, side), mode="bicubic") for part in self.pixels.split(BATCH)]
+            self.pixels = torch.cat([part.round().clamp(0, 255).to(torch.uint8) for part in parts])
         self.labels, self.classes, self.seed = pictures.labels.tolist(), pictures.classes, seed
 
     def __len__(self) -> int:
@@ -137,7 +149,7 @@ class InMemory(MediaDataset):
         return Description(
             text=f"{len(self):,} pictures in memory, randomly mirrored",
             class_names=self.classes,
-            sample_shape=(3, SIDE, SIDE),
+            sample_shape=tuple(self.pixels.shape[1:]),
             random_flip=True,
             seed=self.seed,
         )
@@ -357,7 +369,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
     watch = threading.Thread(target=stop_after, args=(args.seconds, outputs, batch, ended), daemon=True)
     watch.start()
     try:
-        folder = opendit.train(config, InMemory(train, seed))
+        folder = opendit.train(config, InMemory(train, seed, config.image_size))
     finally:
         ended.set()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -393,10 +405,12 @@ def chosen(checkpoints: Path, count: int) -> list[Path]:
 
 
 def draw(checkpoint: Path, labels: np.ndarray, steps: int, guidance: float, batch: int) -> np.ndarray:
-    """Return samples of the averaged weights, uint8 (N, 32, 32, 3)."""
+    """Return samples of the averaged weights, uint8 (N, 32, 32, 3); larger ones are made smaller."""
     pipe = opendit.load(checkpoint)
     drawn = pipe(labels.tolist(), steps=steps, guidance=guidance, seed=0, batch_size=batch, progress=False)
-    return np.stack([np.asarray(picture.convert("RGB")) for picture in drawn])
+    return np.stack(
+        [np.asarray(picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)) for picture in drawn]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- all rows

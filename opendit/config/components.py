@@ -83,10 +83,18 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
         None, "of a block; the other one's width keeps its weights (default: gelu; MovieGen: swiglu)", choices=MLP_KINDS
     )
 
+    patch_bottleneck: int | None = flag(
+        None,
+        "project patches to so many numbers first, as 128 for patches of 16 x 16 pixels (JiT)",
+        at_least=1,
+        at_most=16_384,
+        unit="channels",
+    )
+
     @property
     def architecture(self) -> dict[str, Any]:
         """Flags that change how a model of its kind and size is built; None keeps the default of the kind."""
-        names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp"]
+        names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp", "patch_bottleneck"]
         return {name: getattr(self, name) for name in (*names, *(s.flag for k in KINDS.values() for s in k.settings))}
 
 

@@ -55,6 +55,7 @@ class DiTConfig:
     given_frames: str | None = None  # first, prefix:K (of latent frames) or random: see opendit.models.given_frames
     norm: str = "layer"  # layer or rms: before every branch of a block
     mlp: str = "gelu"  # gelu or swiglu
+    patch_bottleneck: int | None = None  # numbers that a patch is projected to before its token; None: none
 
     @property
     def options(self) -> Options:
@@ -216,9 +217,11 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as JSON has them; ``norm`` and ``mlp`` only if they are not the kind's own, so
-        that earlier versions read what they know."""
+        """Return the fields and the kind as JSON has them; ``norm``, ``mlp`` and ``patch_bottleneck`` only if they are
+        not the kind's own, so that earlier versions read what they know."""
         values = {"kind": self.kind, **asdict(self)}
+        if self.patch_bottleneck is None:
+            del values["patch_bottleneck"]
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
 
     @property
@@ -251,6 +254,12 @@ class DiTConfig:
             raise ValueError(
                 f"--adaln_lora {self.adaln_lora}: out of range; give a rank from 1 to below the width, "
                 f"{self.hidden_size}"
+            )
+        values = math.prod(self.patch) * self.embedded_channels
+        if self.patch_bottleneck is not None and not 0 < self.patch_bottleneck < min(values, self.hidden_size):
+            raise ValueError(
+                f"--patch_bottleneck {self.patch_bottleneck}: out of range; give fewer numbers than a patch has, "
+                f"{values}, and than the width, {self.hidden_size}"
             )
         if self.given_frames is not None:
             count = parse_given(self.given_frames)
@@ -310,7 +319,9 @@ class DiTConfig:
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
-        embed = (patch * self.embedded_channels + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
+        narrow = self.patch_bottleneck
+        embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
+        embed += 0 if narrow is None else (narrow + 1) * d
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
             embed += sum(self.grid) * d

@@ -49,7 +49,9 @@ class DiT(nn.Module):
         config.check()
         self.config = config
         dim, text = config.hidden_size, config.text
-        self.x_embedder: PatchEmbed = PatchEmbed(config.patch, config.in_channels, dim, config.given_channels)
+        self.x_embedder: PatchEmbed = PatchEmbed(
+            config.patch, config.in_channels, dim, config.given_channels, config.patch_bottleneck
+        )
         self.t_embedder: TimestepEmbedder = TimestepEmbedder(dim)
         self.text_encoder: BytesEncoder | None = BytesEncoder(text) if text and text.inside else None
         classes = cast(int, config.num_classes), dim, config.null_class  # (given of a model without a text)
@@ -103,7 +105,7 @@ class DiT(nn.Module):
                 blocks |= initial_attention(f"blocks.*.{branch.name}", xavier if branch.modulated else zero)
         return {
             "**.bias": zero,
-            "x_embedder.proj.weight": xavier,
+            "x_embedder.*.weight": xavier,
             "t_embedder.mlp.*.weight": embedder,
             "y_embedder.embedding_table.weight": embedder,
             "y_embedder.mlp.*.weight": xavier,
