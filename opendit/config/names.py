@@ -111,6 +111,12 @@ DESCRIPTIONS = {
             "noise_scale": Setting(
                 "flow_noise_scale", 1.0, "of flow's noise, as 2 for pixels at 512 (JiT)", bounds=SHIFT
             ),
+            "contrast": Setting(
+                "flow_contrast",
+                0.0,
+                "away from the velocity of another sample by so much, as 0.05 (contrastive flow matching)",
+                bounds={"at_least": 0, "at_most": 0.9, "unit": "weight"},
+            ),
         },
     ),
 }

@@ -159,6 +159,7 @@ class TrainConfig(
         if flags.parallel != "auto":  # which chooses the batch itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
+        flags._check_contrast()
         notes += crossing(
             flags.node_size(world_size), world_size, flags.tensor_parallel_size, flags.sequence_parallel_size
         )
@@ -190,8 +191,10 @@ class TrainConfig(
             raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
         if "objective" in self.given and self.objective != "flow":
             raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
-        if given := self.given & {"flow_prediction", "flow_noise_scale"}:
-            raise ValueError(f"--{min(given)}: {source} has learned to predict velocities; leave the flag out")
+        if given := self.given & {"flow_prediction", "flow_noise_scale", "flow_contrast"}:
+            raise ValueError(
+                f"--{min(given)}: {source} has learned velocities by a loss of its own; leave the flag out"
+            )
         changed = self.architecture | {"cross_attention": self.cross_attention or None}
         own = [flag for flag, value in changed.items() if flag in self.given and value is not None]
         if own:
@@ -462,6 +465,19 @@ class TrainConfig(
             raise ValueError(
                 f"--pack_tokens {tokens}: {ranks} ranks can't share {tokens * self.batch_size:,} tokens evenly; take a "
                 f"multiple of {ranks}"
+            )
+
+    def _check_contrast(self) -> None:
+        """Raise ValueError for micro-batches in which not every sample has a neighbour to be compared with."""
+        if not (weight := vars(self)["flow_contrast"]):
+            return
+        asked = f"--flow_contrast {weight:g}"
+        if self.tokens is not None:
+            name = "bucket_tokens" if self.pack_tokens is None else "pack_tokens"
+            raise ValueError(f"{asked}: compares samples of one size, which --{name} has not; leave one of them out")
+        if self.batch_size % 2:
+            raise ValueError(
+                f"{asked}: compares samples in pairs, and --batch_size {self.batch_size} is odd; take an even one"
             )
 
     @property

@@ -10,7 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
+from opendit.config.command_line import parse
 from opendit.config.names import ALL_SAMPLERS
+from opendit.config.train import TrainConfig
 from opendit.diffusion import FlowTrajectory, sample
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective, flow, objective_from_dict
 from tests.objectives import losses_of
@@ -264,3 +266,36 @@ def test_what_a_sample_predicting_network_learns_is_stored():
     assert made.predicts == {"objective": "flow", "flow_prediction": "x", "flow_noise_scale": 2.0}
     with pytest.raises(ValueError, match="--flow_prediction eps: not known"):
         FlowObjective(prediction="eps")
+
+
+@pytest.mark.parametrize("prediction", ["v", "x"])
+def test_contrast_drives_away_from_the_velocity_of_the_neighbour(prediction):
+    torch.manual_seed(0)
+    x0, noise, output = torch.randn(3, 5, 2, 3, 3, dtype=torch.float64)
+    t = torch.tensor([0.2, 0.4, 0.6, 0.8, 0.9], dtype=torch.float64)
+    objective = FlowObjective(prediction=prediction, contrast=0.05)
+    prepared = objective.prepare(x0, t, noise)
+    velocity = output if prediction == "v" else (prepared.x_t - output) / t.view(-1, 1, 1, 1)
+    true = noise - x0
+    wanted = [
+        (velocity[row] - true[row]).square().mean() - 0.05 * (velocity[row] - true[other]).square().mean()
+        for row, other in ((0, 1), (1, 0), (2, 3), (3, 2), (4, 4))
+    ]
+    torch.testing.assert_close(objective.loss(output, prepared), torch.stack(wanted))
+    pair = objective.prepare(x0[2:4], t[2:4], noise[2:4])  # another rank's micro-batch
+    torch.testing.assert_close(objective.loss(output[2:4], pair), torch.stack(wanted[2:4]))
+    torch.testing.assert_close(
+        FlowObjective(prediction=prediction).loss(output, FlowObjective(prediction=prediction).prepare(x0, t, noise)),
+        FlowObjective(prediction=prediction, contrast=0.0).loss(
+            output, prepared._replace(context=prepared.context[:2])
+        ),
+    )
+
+
+def test_contrast_is_refused_where_samples_have_no_neighbours():
+    for flags, said in (
+        (["--batch_size", "5"], "--batch_size 5 is odd"),
+        (["--bucket_tokens", "64"], "--bucket_tokens"),
+    ):
+        with pytest.raises(ValueError, match=f"--flow_contrast 0.05: .*{said}"):
+            parse(TrainConfig, ["--objective", "flow", "--flow_contrast", "0.05", *flags]).resolve(1, has_gpu=True)

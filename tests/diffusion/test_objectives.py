@@ -39,7 +39,7 @@ EVERY = [
     DDPMObjective("v", shift=6.0),
     FlowObjective(),
     FlowObjective(6.0, "mode"),
-    FlowObjective(times_are="logit_normal", mean=0.8, std=0.8, prediction="x", noise_scale=2.0),
+    FlowObjective(times_are="logit_normal", mean=0.8, std=0.8, prediction="x", noise_scale=2.0, contrast=0.05),
     EDMObjective(),
     EDMObjective(-0.4, 1.0, 0.75),
 ]
@@ -223,6 +223,7 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "std": 1.0,
             "prediction": "v",
             "noise_scale": 1.0,
+            "contrast": 0.0,
             "shift_growth": None,
             "shift_terminal": None,
             "shifted_end": False,

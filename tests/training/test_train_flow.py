@@ -83,6 +83,14 @@ def test_a_network_that_predicts_the_sample_is_trained_and_draws(tmp_path, no_ra
     assert "repeat its --objective flow --flow_prediction x --flow_noise_scale 1.5" in capsys.readouterr().err
 
 
+def test_contrast_pairs_the_same_samples_on_any_number_of_ranks(tmp_path, no_ranks):
+    flags = [*TINY, *"--objective flow --flow_contrast 0.2 --max_steps 3 --lr 3e-3 --sample_every 0 --no_save".split()]
+    run_ranks(2, start, [*flags, "--batch_size", "4", "--grad_accumulation", "2", "--outputs", str(tmp_path / "two")])
+    train.main([*flags, "--batch_size", "16", "--outputs", str(tmp_path / "one")])
+    two, one = ([line["loss"] for line in log_of(tmp_path / name / "000-DiT-Ti-2")] for name in ("two", "one"))
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=0)
+
+
 def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):
     """All these have networks of one shape; a weight of the loss may change, the meaning of the output may not."""
     outputs = ["--outputs", str(tmp_path), "--load", "latest"]

@@ -2,6 +2,7 @@
 
     [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
     [E] Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (SD3), 2024
+    [C] Stoica et al., "Contrastive Flow Matching", 2025
     [J] Li, He, "Back to Basics: Let Denoising Generative Models Denoise" (JiT), 2025
 
 x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the network predicts the velocity dx_t/dt = noise -
@@ -103,6 +104,22 @@ class FlowContext(NamedTuple):
     weight: Tensor
 
 
+class ContrastContext(NamedTuple):
+    """The same, and what the network would return for the velocity of another sample, (B, C, ...)."""
+
+    target: Tensor
+    weight: Tensor
+    other: Tensor
+
+
+def of_neighbours(x: Tensor) -> Tensor:
+    """Return x (B, ...) with the samples of each pair, 0 and 1, 2 and 3, ..., exchanged; an odd one at the end stays.
+
+    Micro-batches are even and consecutive, so that any number of ranks pairs the same samples of the global batch.
+    """
+    return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
+
+
 def network_times(t: Tensor) -> Tensor:
     """Return the network's time for t: float32 in [0, 1000]."""
     return (t * TIME_SCALE).to(torch.float32)
@@ -194,7 +211,7 @@ class FlowObjective(Objective):
     """Rectified flow. times_are: uniform, logit_normal or mode. shift: of times in training and sampling.
 
     mean, std: of logit_normal times. prediction: what the network predicts, v or x. noise_scale: x_t is (1 - t) x_0 + t
-    noise_scale noise.
+    noise_scale noise. contrast: weight of [C] eq. 6's term, which drives the velocity away from that of another sample.
 
     shift_tokens: the number of tokens that ``shift`` is for; samples of m tokens get shift * sqrt(m / shift_tokens)
     ([E] eq. 23), so that a clip gets more noise than a picture in the same pack or of the same model. None: one shift
@@ -221,6 +238,7 @@ class FlowObjective(Objective):
     std: float = SETTINGS["std"].default
     prediction: str = SETTINGS["prediction"].default
     noise_scale: float = SETTINGS["noise_scale"].default
+    contrast: float = SETTINGS["contrast"].default
     shift_growth: float | None = None
     shift_terminal: float | None = None
     shifted_end: bool = False
@@ -234,6 +252,8 @@ class FlowObjective(Objective):
         one_of("--flow_prediction", self.prediction, PREDICTED)
         above_0("--flow_std", self.std)
         above_0("--flow_noise_scale", self.noise_scale)
+        if not 0 <= self.contrast < 1:
+            raise ValueError(f"--flow_contrast {self.contrast}: out of range; give a number from 0 to below 1")
         if (self.mean, self.std) != (0, 1) and self.times_are != "logit_normal":
             raise ValueError(
                 f"--flow_mean, --flow_std: of times that are not {self.times_are}; give --flow_times logit_normal"
@@ -311,17 +331,26 @@ class FlowObjective(Objective):
         x0, noise = at_least_float32(x0), at_least_float32(noise)
         noise = noise if self.noise_scale == 1 else noise * self.noise_scale
         x_t, weight = interpolate(x0, noise, t), torch.ones_like(t, dtype=x0.dtype)
-        if self.prediction == "v":
-            return Prepared(x_t, network_times(t), FlowContext(noise - x0, weight))
-        return Prepared(x_t, network_times(t), FlowContext(x0, t.to(x0.dtype).clamp_min(LEAST_TIME) ** -2))
+        velocity = noise - x0
+        if self.prediction == "x":
+            weight = t.to(x0.dtype).clamp_min(LEAST_TIME) ** -2
+        context = FlowContext(velocity if self.prediction == "v" else x0, weight)
+        if self.contrast:
+            other = of_neighbours(velocity)
+            context = ContrastContext(*context, other if self.prediction == "v" else x_t - _rows(t, x_t) * other)
+        return Prepared(x_t, network_times(t), context)
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Mean squared error of the velocity that is, or follows from, ``output`` (B, C, ...)."""
-        target, weight = prepared.context
+        """Mean squared error of the velocity that is, or follows from, ``output`` (B, C, ...), less ``contrast`` times
+        that from another sample's velocity."""
+        target, weight, *others = prepared.context
         if output.shape != target.shape:
             shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
             raise ValueError(f"a velocity has the shape of x0 {shapes}")
-        error = (at_least_float32(output) - target).square().flatten(1).mean(1)
+        output = at_least_float32(output)
+        error = (output - target).square().flatten(1).mean(1)
+        for other in others:
+            error = error - self.contrast * (output - other).square().flatten(1).mean(1)
         return error if self.prediction == "v" else weight * error
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
@@ -342,7 +371,7 @@ class FlowObjective(Objective):
 
     def to_dict(self) -> dict[str, Any]:
         """Leave out settings that change nothing, as in checkpoints that are older than the settings."""
-        defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0}
+        defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
         kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
         return {name: value for name, value in kept.items() if value != defaults.get(name)}
 
