@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # torch, and all that needs it, is imported once the flags ha
     from opendit.data import Batch
     from opendit.diffusion import Objective
     from opendit.encoders.conditioner import Conditioner
+    from opendit.encoders.vision import VisionTeacher
     from opendit.models import Condition
     from opendit.parallel.engines import Engine
     from opendit.training.build import Run
@@ -82,6 +83,7 @@ class Inputs:
         in_place: it takes them in their places, without noise.
         beside: it is always given the first frame, of an image-to-video model.
         route: the blocks that see a part of the tokens (``--route``).
+        teacher: the encoder that tokens are aligned with (``--repa``).
     """
 
     latents: Latents
@@ -96,9 +98,11 @@ class Inputs:
     in_place: bool = False
     beside: bool = False
     route: TokenRoute | None = None
+    teacher: VisionTeacher | None = None
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device, without waiting for it."""
+        from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
         from opendit.training.micro_batch import MicroBatch
 
@@ -114,7 +118,9 @@ class Inputs:
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
             condition, given = self.first_frames(condition, x)
-        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, self.kept(x0, batch.step, index))
+        kept = self.kept(x0, batch.step, index)
+        alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
+        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept, alignment)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the latents x0 (B, C, ...) fp32 of samples x of one shape."""

@@ -256,6 +256,26 @@ class RoutingFlags(Flags):
 
 
 @dataclass(frozen=True)
+class AlignmentFlags(Flags):
+    """Representation alignment."""
+
+    group: ClassVar[str] = "Alignment: a block's tokens with a vision encoder's features (REPA)"
+
+    repa: str | None = flag(
+        None, "folder of a frozen vision transformer of transformers, such as DINOv2", unit="folder"
+    )
+    repa_block: int | None = flag(
+        None, "tokens after this many blocks (default: two sevenths)", at_least=1, at_most=1024, unit="blocks"
+    )
+    repa_weight: float = flag(0.5, "of its term in the loss", above=0, at_most=1000, unit="weight")
+    repa_projector: str = flag(
+        "mlp",
+        "of the tokens: three layers (REPA), or conv, with features normalised over places (iREPA)",
+        choices=("mlp", "conv"),
+    )
+
+
+@dataclass(frozen=True)
 class BatchFlags(Flags):
     """Flags that set the samples of a step and the steps of a run."""
 

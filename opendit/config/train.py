@@ -71,6 +71,7 @@ class TrainConfig(
     component.StartFlags,
     component.ObjectiveFlags,
     component.RoutingFlags,
+    component.AlignmentFlags,
     component.BatchFlags,
     component.OptimizerFlags,
     component.TrainSpeedFlags,
@@ -156,6 +157,7 @@ class TrainConfig(
         notes += note
         flags._check_packs()
         flags._check_route()
+        flags._check_alignment()
         if flags.parallel != "auto":  # which chooses the batch itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
@@ -343,6 +345,8 @@ class TrainConfig(
             if self.dry_run is None:
                 check_weights(self.load, "--load", pipeline=True)
         check_vae(self.vae)
+        if self.repa is not None:
+            check_exists(self.repa, "--repa", "the folder of a vision transformer")
         if self.dry_run is None:
             check_loggers(self.loggers)
             read_prompts(self.sample_prompts, "--sample_prompts")
@@ -359,6 +363,9 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
+        if self.repa is None:
+            of_it = ("repa_block", "repa_weight", "repa_projector")
+            unused |= dict.fromkeys(of_it, "does nothing without --repa")
         if self.pretrained is None:
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
@@ -505,6 +512,38 @@ class TrainConfig(
         self._reject("route", clashes)
         if sizes is not None and route.last > sizes[0]:
             raise ValueError(f"--route {self.route}: --model {self.model} has {sizes[0]} blocks; end at {sizes[0]}")
+
+    @property
+    def aligned_block(self) -> int:
+        """The number of blocks after which tokens are aligned (--repa)."""
+        depth = (depth_and_heads(self.model) or (0, 0))[0]
+        return self.repa_block or max(1, round(depth * 2 / 7))  # 8 of 28, as in REPA's paper
+
+    def _check_alignment(self) -> None:
+        """Raise ValueError, with the reason, for flags that can't be combined with --repa."""
+        if self.repa is None:
+            return
+        sizes, at, route = depth_and_heads(self.model), self.aligned_block, self.token_route
+        clashes = {
+            f"--model {self.model}, whose blocks have tokens of captions as well": sizes is None,
+            "--use_video, for the features are of pictures": self.use_video,
+            "--lora, which trains additions to blocks alone": self.lora is not None,
+            "--pack_tokens, whose packs have samples of several sizes": self.pack_tokens is not None,
+            "--bucket_tokens, whose samples have several sizes": self.bucket_tokens is not None,
+            "--sequence_parallel_size, whose ranks each have a part of the tokens": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, whose ranks each have a part of the tokens": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages each have some of the blocks": self.pipeline_parallel_size > 1,
+            "--parallel auto, which counts without the encoder": self.parallel == "auto",
+            "--data_path mock, whose samples are no pictures": self.data_path == "mock",
+        }
+        self._reject("repa", clashes)
+        if sizes is not None and at > sizes[0]:
+            raise ValueError(f"--repa_block {at}: --model {self.model} has {sizes[0]} blocks; give {sizes[0]} or less")
+        if route is not None and route.first < at < route.last:
+            raise ValueError(
+                f"--repa_block {at}: --route {self.route} has a part of the tokens there; give {route.first} or less, "
+                f"or {route.last} or more"
+            )
 
     def check_lora(self) -> None:
         """Raise ValueError if --lora can't be trained beside the other flags."""

@@ -454,6 +454,7 @@ def build(
             in_place=spec.model_config.given_in_place,
             beside=spec.model_config.given_beside,
             route=flags.token_route,
+            teacher=spec.teacher,
         )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation
