@@ -15,6 +15,9 @@ without guidance, against the test pictures.
     accuracy   share of samples in which the classifier sees the class that was asked for
     copies     share of samples nearer to a training picture than 1 % of the test pictures are
 
+A row of --repa is aligned with a vision transformer that this program trains without labels (SimCLR; Chen et al. 2020),
+once, when the first such row is asked for; how well its nearest neighbours name the test pictures is in real.json.
+
 OUTPUTS gets classifier.safetensors, a JSON for each row, results.json of all of them and recipes.png: the distance
 against pictures seen and against GPU seconds. ``--tiny`` tries it all on a CPU in a minute; its figures mean nothing.
 """
@@ -87,10 +90,18 @@ ROWS |= {
     "64_x_bottleneck": f"{PIXELS_64} --flow_prediction x --patch_bottleneck 128",
     "64_noise": f"{PIXELS_64} --objective ddpm",
 }
+TEACHER = "teacher"  # folder of the encoder below --outputs, which rows name so
+ROWS |= {
+    "repa": f"--repa {TEACHER} --repa_block 4",
+    "irepa": f"--repa {TEACHER} --repa_block 4 --repa_projector conv",
+    "tread_repa": f"--route 4:10:0.5 --repa {TEACHER} --repa_block 4",
+    "tread_repa_modern": f"--route 4:10:0.5 --repa {TEACHER} --repa_block 4 {ROWS['modern']}",
+}
 SIDE, CLASSES = 32, 10
 POINTS = 3  # moments of a run that are measured, at equal distances
 BATCH = 1000  # pictures that are drawn or measured at once
 CLASSIFIER_BATCH, RATE, DECAY, CUTOUT = 512, 0.4, 5e-4, 8
+TEACHER_BATCH, TEACHER_RATE, TEMPERATURE, NEIGHBOURS = 1024, 1e-3, 0.2, 20
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
@@ -121,6 +132,13 @@ def read_pictures(folder: Path, split: str) -> Pictures:
         raise FileNotFoundError(f"--data {folder}: neither {split}.jpegs nor a folder {split} of class folders there")
     pixels = np.stack([np.asarray(Image.open(io.BytesIO(part)).convert("RGB")) for part in parts])
     return Pictures(pixels, labels.astype(np.int64), names)
+
+
+def cached(outputs: Path) -> list[Pictures]:
+    """Return both splits from the file that the first call has made."""
+    found = np.load(outputs / "pictures.npz")
+    names = found["classes"].tolist()
+    return [Pictures(found[f"{split}_pixels"], found[f"{split}_labels"], names) for split in ("train", "test")]
 
 
 class InMemory(MediaDataset):
@@ -261,6 +279,79 @@ def share_named(model: Classifier, pictures: Pictures) -> float:
     return float((named.cpu() == torch.from_numpy(pictures.labels)).double().mean())
 
 
+# ------------------------------------------------------------------------------------------------------------- teacher
+
+
+def views(pixels: Tensor) -> Tensor:
+    """Return random views of pictures (B, 3, 32, 32) in [-1, 1]: parts of them, mirrored, in other colours or none."""
+    count, device = len(pixels), pixels.device
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(count, *shape, device=device) * (high - low) + low
+
+    scale = uniform(0.2, 1.0).sqrt()
+    turned = scale * torch.where(uniform(0, 1) < 0.5, -1, 1)
+    place = (1 - scale)[:, None] * uniform(-1, 1, 2)
+    zero = torch.zeros_like(scale)
+    matrix = torch.stack([turned, zero, place[:, 0], zero, scale, place[:, 1]], dim=1).view(-1, 2, 3)
+    grid = F.affine_grid(matrix, list(pixels.shape), align_corners=False)
+    x = F.grid_sample(pixels, grid, padding_mode="reflection", align_corners=False)
+    x = x * uniform(0.6, 1.4, 3, 1, 1) + uniform(-0.4, 0.4, 1, 1, 1)
+    return torch.where(uniform(0, 1, 1, 1, 1) < 0.2, x.mean(dim=1, keepdim=True), x).clamp(-1, 1)
+
+
+def train_teacher(pictures: Pictures, folder: Path, epochs: int, tiny: bool) -> None:
+    """Train a small vision transformer without labels, and store it as transformers does."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    width, depth = (24, 1) if tiny else (192, 6)
+    shape = {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 3}
+    model = Dinov2Model(Dinov2Config(**shape, image_size=SIDE, patch_size=8 if tiny else 2)).to(device).train()
+    head = nn.Sequential(nn.Linear(width, 512), nn.ReLU(), nn.Linear(512, 128)).to(device)
+    pixels = torch.from_numpy(pictures.pixels).to(device)
+    batch, parameters = min(TEACHER_BATCH, len(pixels)), [*model.parameters(), *head.parameters()]
+    steps = max(2, epochs * (len(pixels) // batch))
+    optimizer = torch.optim.AdamW(parameters, TEACHER_RATE, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, TEACHER_RATE, total_steps=steps, pct_start=0.15)
+    same = torch.arange(2 * batch, device=device).roll(batch)  # every picture's other view
+    for _ in range(epochs):
+        for rows in torch.randperm(len(pixels), device=device)[: len(pixels) // batch * batch].view(-1, batch):
+            clean = scaled(pixels[rows])
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                tokens = model(torch.cat([views(clean), views(clean)])).last_hidden_state[:, 1:]
+                found = F.normalize(head(tokens.mean(dim=1)).float(), dim=1)
+            likeness = (found @ found.T / TEMPERATURE).fill_diagonal_(-torch.inf)
+            optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(likeness, same).backward()
+            optimizer.step()
+            schedule.step()
+    model.eval().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+
+
+@torch.inference_mode()
+def share_of_neighbours(folder: Path, train: Pictures, test: Pictures) -> float:
+    """Return the share of test pictures whose class most of their nearest training pictures have, in the mean of the
+    encoder's tokens."""
+    from transformers import Dinov2Model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = Dinov2Model.from_pretrained(folder).eval().to(device)
+
+    def features(pixels: np.ndarray) -> Tensor:
+        parts = torch.from_numpy(pixels).split(BATCH)
+        return torch.cat(
+            [F.normalize(model(scaled(part.to(device))).last_hidden_state[:, 1:].mean(dim=1), dim=1) for part in parts]
+        )
+
+    known, labels = features(train.pixels), torch.from_numpy(train.labels).to(device)
+    near = torch.cat([(part @ known.T).topk(NEIGHBOURS).indices for part in features(test.pixels).split(BATCH)])
+    named = F.one_hot(labels[near], CLASSES).sum(dim=1).argmax(dim=1)
+    return float((named.cpu() == torch.from_numpy(test.labels)).double().mean())
+
+
 # -------------------------------------------------------------------------------------------------------------- metric
 
 
@@ -349,6 +440,7 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
     """Return the flags of train.py for a row."""
     speed = TINY if args.tiny else ON_GPU if torch.cuda.is_available() else "--mixed_precision fp32 --num_workers 0"
     words, last = shlex.split(f"{BASE} {speed} {args.more} {own} --ckpt_every {args.every} --global_seed {seed}"), {}
+    words = [str(args.outputs / TEACHER) if word == TEACHER else word for word in words]
     for word in words:  # the last of several counts, without train.py's remark that it does
         if word.startswith("--"):
             values = last[word] = []
@@ -359,11 +451,7 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
 
 def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
     """Train a row, measure it, and write its JSON."""
-    cached = np.load(args.outputs / "pictures.npz")
-    train, test = (
-        Pictures(cached[f"{split}_pixels"], cached[f"{split}_labels"], cached["classes"].tolist())
-        for split in ("train", "test")
-    )
+    train, test = cached(args.outputs)
     outputs = args.outputs / "runs" / f"{name}-{seed}"
     config = parse(TrainConfig, [*flags_of(args, own, seed), "--outputs", str(outputs)])
     batch, ended = config.global_batch_size or config.batch_size * config.grad_accumulation, threading.Event()
@@ -515,10 +603,24 @@ def plot(rows: Sequence[dict[str, Any]], lowest: float, file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Read the pictures, train the classifier, and measure the real pictures; each only if it is not there."""
+def prepare_teacher(args: argparse.Namespace, stored: Path) -> None:
+    """Train the encoder of rows with --repa, and add how good it is to the facts that are ``stored``."""
+    train, test = cached(args.outputs)
+    began = time.perf_counter()
+    train_teacher(train, args.outputs / TEACHER, args.teacher_epochs, args.tiny)
+    share, seconds = share_of_neighbours(args.outputs / TEACHER, train, test), time.perf_counter() - began
+    print(f"teacher: its neighbours name {share:.2%} of the test split right, {seconds:.0f} s", flush=True)
+    facts = json.loads(stored.read_text()) | {"teacher": {"neighbours": share, "seconds": seconds}}
+    stored.write_text(json.dumps(facts) + "\n")
+
+
+def prepare(args: argparse.Namespace, needs_teacher: bool) -> None:
+    """Read the pictures, train classifier and teacher, and measure the real pictures; each only if it is not there."""
     args.outputs.mkdir(parents=True, exist_ok=True)
-    if (args.outputs / "real.json").exists():
+    stored, teacher = args.outputs / "real.json", args.outputs / TEACHER
+    if stored.exists():
+        if needs_teacher and not teacher.exists():
+            prepare_teacher(args, stored)
         return
     if args.data is None:
         raise ValueError(f"--data: {args.outputs} has no classifier yet; name the folder with CIFAR-10")
@@ -541,7 +643,9 @@ def prepare(args: argparse.Namespace) -> None:
         "floor": floor(classifier, train, test),
         "pictures": {"train": len(train.labels), "test": len(test.labels)},
     }
-    (args.outputs / "real.json").write_text(json.dumps(facts) + "\n")
+    stored.write_text(json.dumps(facts) + "\n")
+    if needs_teacher:
+        prepare_teacher(args, stored)
 
 
 def main(argv: list[str]) -> int:
@@ -558,6 +662,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--more", default="", metavar="'--FLAG VALUE'", help="flags of train.py for all rows")
     parser.add_argument("--classifier", type=Path, help="one that this program has stored, instead of a new one")
     parser.add_argument("--epochs", type=int, default=40, help="of the classifier's training")
+    parser.add_argument("--teacher_epochs", type=int, default=40, help="of the training of --repa's encoder")
     parser.add_argument("--outputs", type=Path, default=Path("outputs/bench_cifar10"))
     parser.add_argument("--tiny", action="store_true", help="a small model of 16 tokens, to try the program on a CPU")
     parser.add_argument("--list", action="store_true", help="print the rows and stop")
@@ -574,10 +679,11 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         rows = named_rows(args.rows)
+        needs_teacher = any(TEACHER in own.split() for own in rows.values())
         for own in rows.values():  # a wrong flag fails now, not after the classifier
             parse(TrainConfig, flags_of(args, own, args.seeds[0]))
         if not args.plot:
-            prepare(args)
+            prepare(args, needs_teacher)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     good = args.plot or run_rows(args, argv, rows)

@@ -126,8 +126,9 @@ def test_checkpoints_nearest_to_equal_parts_are_measured(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_is_a_run_that_can_be(name: str):
-    args = type("Args", (), {"tiny": False, "more": "", "every": 200})
+def test_every_row_is_a_run_that_can_be(name: str, tmp_path: Path):
+    (tmp_path / bench_cifar10.TEACHER).mkdir()
+    args = type("Args", (), {"tiny": False, "more": "", "every": 200, "outputs": tmp_path})
     flags = parse(TrainConfig, flags_of(args, ROWS[name], 1))
     flags.resolve(1, has_gpu=True)
     assert flags.model.startswith("DiT-S/") and flags.vae == "none"
@@ -151,13 +152,15 @@ def test_a_row_stands_beside_the_base_of_its_seed():
 def test_two_tiny_rows_are_trained_and_measured(tmp_path: Path):
     write_jpegs(tmp_path, "train", pictures(60, 1))
     write_jpegs(tmp_path, "test", pictures(40, 2))
-    flags = "--tiny --rows base mine=--lr=1e-3 --seconds 2 --samples 20 --steps 2 --every 2 --epochs 1"
+    flags = (
+        "--tiny --rows irepa mine=--lr=1e-3 --teacher_epochs 1 --seconds 2 --samples 20 --steps 2 --every 2 --epochs 1"
+    )
     command = [sys.executable, bench_cifar10.__file__, *flags.split(), "--data", str(tmp_path)]
     outputs = tmp_path / "out"
     subprocess.run([*command, "--outputs", str(outputs), "--results", str(tmp_path / "results.csv")], check=True)
     found = json.loads((outputs / "results.json").read_text())
-    assert [row["name"] for row in found["rows"]] == ["base", "mine"] and found["floor"]["halves of test"] > 0
+    assert [row["name"] for row in found["rows"]] == ["irepa", "mine"] and found["floor"]["halves of test"] > 0
     for row in found["rows"]:
         assert row["points"][-1]["step"] > 0 and np.isfinite(row["points"][-1]["frechet"])
-    assert (outputs / "recipes.png").exists() and (outputs / "base-1.png").exists()
+    assert (outputs / "recipes.png").exists() and (outputs / "irepa-1.png").exists()
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 3
