@@ -27,6 +27,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -258,7 +259,9 @@ def train_classifier(
 
 
 def load_classifier(file: Path, device: torch.device) -> Classifier:
-    """Return the stored classifier in fp32."""
+    """Return the stored classifier in fp32, and compute fp32 in fp32 from here on: TF32 would blur near distances."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     with safe_open(file, "pt") as stored:
         model = Classifier(int(stored.metadata()["width"]))
         model.load_state_dict({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118 (no dict)
@@ -474,6 +477,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
             | {"evaluation_s": time.perf_counter() - began}
         )
         print(f"{name} (seed {seed}): {points[-1]}", flush=True)
+    shutil.rmtree(folder / "checkpoints")  # half a GiB each
     image = Image.fromarray(pixels[:100].reshape(-1, 10, SIDE, SIDE, 3).swapaxes(1, 2).reshape(-1, 10 * SIDE, 3))
     image.save(args.outputs / f"{name}-{seed}.png")
     rate = statistics.median(line["samples_per_s"] for line in lines[1:] or lines)
@@ -556,7 +560,7 @@ def collect(outputs: Path) -> list[dict[str, Any]]:
     for row in rows:
         for at in row["points"]:
             text = f"{row['name']:18s} {row['seed']:4d} {row['pictures_per_s']:7.0f} {row['memory_gib']:5.1f} "
-            text += f"{at['seconds']:7.0f} {at['pictures']:10,d} {at['frechet']:8.3f} "
+            text += f"{at['seconds']:7.0f} {at['pictures']:10,d} {at['frechet']:8.4f} "
             print(f"{text}{at['accuracy']:8.1%} {at['copies']:6.1%}")
     if rows:
         plot(rows, facts["floor"]["halves of test"], outputs / "recipes.png")

@@ -4,7 +4,7 @@ model's tokens are aligned with (``--repa``)."""
 import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class VisionTeacher:
 
         config = vision_config(folder)
         with loading(f"--repa {folder}: the vision encoder", NEEDS):
-            name = transformers.MODEL_MAPPING[type(config)].__name__
+            name = cast(Any, transformers.MODEL_MAPPING)[type(config)].__name__
             self._model = transformers_model(Path(folder), name, "model", dtype)
         self._model.eval().requires_grad_(False).to(device)
         self._grid, self._weight, self._spatial, self._dtype = grid, weight, spatial, dtype
