@@ -83,6 +83,7 @@ ROWS = {
 }
 PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values a token, which is 384 wide; enlarged, measured at 32
 ROWS |= {
+    "min_snr": "--flow_min_snr 5",
     "contrast": "--flow_contrast 0.05",
     "x_prediction": "--flow_prediction x",
     "jit": "--flow_prediction x --flow_times logit_normal --flow_mean 0.8 --flow_std 0.8",

@@ -111,6 +111,13 @@ DESCRIPTIONS = {
             "noise_scale": Setting(
                 "flow_noise_scale", 1.0, "of flow's noise, as 2 for pixels at 512 (JiT)", bounds=SHIFT
             ),
+            "min_snr": Setting(
+                "flow_min_snr",
+                None,
+                "of flow: gamma of min-SNR loss weights, as --min_snr",
+                "float",
+                {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
+            ),
             "contrast": Setting(
                 "flow_contrast",
                 0.0,

@@ -299,3 +299,20 @@ def test_contrast_is_refused_where_samples_have_no_neighbours():
     ):
         with pytest.raises(ValueError, match=f"--flow_contrast 0.05: .*{said}"):
             parse(TrainConfig, ["--objective", "flow", "--flow_contrast", "0.05", *flags]).resolve(1, has_gpu=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_min_snr_weighs_errors_of_the_sample_whatever_is_predicted(scale):
+    torch.manual_seed(0)
+    x0, noise, output = torch.randn(3, 4, 2, 3, 3, dtype=torch.float64)
+    t = torch.tensor([0.01, 0.2, 0.5, 0.9], dtype=torch.float64)
+    at = t.view(-1, 1, 1, 1)
+    for prediction in ("v", "x"):
+        objective = FlowObjective(prediction=prediction, noise_scale=scale, min_snr=5.0)
+        prepared = objective.prepare(x0, t, noise)
+        predicted = prepared.x_t - at * output if prediction == "v" else output
+        snr = ((1 - t) / (scale * t)) ** 2
+        wanted = snr.clamp(max=5.0) * (predicted - x0).square().flatten(1).mean(1)
+        torch.testing.assert_close(objective.loss(output, prepared), wanted)
+    with pytest.raises(ValueError, match="--flow_min_snr 0"):
+        FlowObjective(min_snr=0.0)

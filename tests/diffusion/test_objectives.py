@@ -223,6 +223,7 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "std": 1.0,
             "prediction": "v",
             "noise_scale": 1.0,
+            "min_snr": None,
             "contrast": 0.0,
             "shift_growth": None,
             "shift_terminal": None,

@@ -1,5 +1,6 @@
 """Rectified flow: straight lines from data to noise, and a network that predicts their direction.
 
+    [H] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
     [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
     [E] Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (SD3), 2024
     [C] Stoica et al., "Contrastive Flow Matching", 2025
@@ -211,7 +212,9 @@ class FlowObjective(Objective):
     """Rectified flow. times_are: uniform, logit_normal or mode. shift: of times in training and sampling.
 
     mean, std: of logit_normal times. prediction: what the network predicts, v or x. noise_scale: x_t is (1 - t) x_0 + t
-    noise_scale noise. contrast: weight of [C] eq. 6's term, which drives the velocity away from that of another sample.
+    noise_scale noise. min_snr: gamma of [H]'s weights: errors of x_0 count by the signal-to-noise ratio, or by gamma if
+    that is less, and not by 1 / t^2. contrast: weight of [C] eq. 6's term, which drives the velocity away from that of
+    another sample.
 
     shift_tokens: the number of tokens that ``shift`` is for; samples of m tokens get shift * sqrt(m / shift_tokens)
     ([E] eq. 23), so that a clip gets more noise than a picture in the same pack or of the same model. None: one shift
@@ -238,6 +241,7 @@ class FlowObjective(Objective):
     std: float = SETTINGS["std"].default
     prediction: str = SETTINGS["prediction"].default
     noise_scale: float = SETTINGS["noise_scale"].default
+    min_snr: float | None = SETTINGS["min_snr"].default
     contrast: float = SETTINGS["contrast"].default
     shift_growth: float | None = None
     shift_terminal: float | None = None
@@ -252,6 +256,8 @@ class FlowObjective(Objective):
         one_of("--flow_prediction", self.prediction, PREDICTED)
         above_0("--flow_std", self.std)
         above_0("--flow_noise_scale", self.noise_scale)
+        if self.min_snr is not None:
+            above_0("--flow_min_snr", self.min_snr)
         if not 0 <= self.contrast < 1:
             raise ValueError(f"--flow_contrast {self.contrast}: out of range; give a number from 0 to below 1")
         if (self.mean, self.std) != (0, 1) and self.times_are != "logit_normal":
@@ -330,15 +336,20 @@ class FlowObjective(Objective):
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
         x0, noise = at_least_float32(x0), at_least_float32(noise)
         noise = noise if self.noise_scale == 1 else noise * self.noise_scale
-        x_t, weight = interpolate(x0, noise, t), torch.ones_like(t, dtype=x0.dtype)
-        velocity = noise - x0
-        if self.prediction == "x":
-            weight = t.to(x0.dtype).clamp_min(LEAST_TIME) ** -2
+        x_t, velocity, weight = interpolate(x0, noise, t), noise - x0, self._weights(t.to(x0.dtype))
         context = FlowContext(velocity if self.prediction == "v" else x0, weight)
         if self.contrast:
             other = of_neighbours(velocity)
             context = ContrastContext(*context, other if self.prediction == "v" else x_t - _rows(t, x_t) * other)
         return Prepared(x_t, network_times(t), context)
+
+    def _weights(self, t: Tensor) -> Tensor:
+        """Return the weights (B,) of squared errors of what the network predicts."""
+        if self.min_snr is None:
+            return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
+        snr = ((1 - t) / (self.noise_scale * t)) ** 2
+        of_x = snr.clamp(max=self.min_snr)
+        return of_x if self.prediction == "x" else t**2 * of_x  # an error of x_0 is t times the velocity's
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         """Mean squared error of the velocity that is, or follows from, ``output`` (B, C, ...), less ``contrast`` times
@@ -351,7 +362,7 @@ class FlowObjective(Objective):
         error = (output - target).square().flatten(1).mean(1)
         for other in others:
             error = error - self.contrast * (output - other).square().flatten(1).mean(1)
-        return error if self.prediction == "v" else weight * error
+        return error if self.prediction == "v" and self.min_snr is None else weight * error
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         shift = self._shift_for(steps)
