@@ -516,6 +516,7 @@ class Pair:
         self.noise = initial_noise(SEED, torch.arange(1, device=device), (self.config.in_channels, *subject.size))
         self.time = torch.full((1,), TIME, device=device)
         self.compiled = False
+        self.recorded_work: list[Callable[[], Any]] = []
 
     def select(self, inference: bool, switches: KernelSwitches | None = None) -> Any:
         config, bench = self.config, self.bench
@@ -581,11 +582,11 @@ class Pair:
 
     def always(self, work: Callable[[], Any]) -> Network:
         """Record work that needs no inputs, where there is a GPU."""
-        if self.bench.device.type == "cuda":
-            out, work = GraphRecorder().record(work)
-        else:
-            out = work()
-        return lambda x, t: work() if out is None else (work(), out)[1]
+        if self.bench.device.type != "cuda":
+            return lambda x, t: work()
+        out, replay = GraphRecorder().record(work)
+        self.recorded_work.append(work)  # it holds the memory that the recording reads
+        return lambda x, t: (replay(), out)[1]
 
     def ways(self) -> dict[str, Callable[[], Network]]:
         found: dict[str, Callable[[], Network]] = {FLOOR: self.floor, OURS: lambda: self.ours}

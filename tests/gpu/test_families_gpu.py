@@ -4,10 +4,12 @@ gradient of every weight."""
 import pytest
 import torch
 
+from opendit.config.components import SpeedFlags
+from opendit.kernels.select import select_kernels
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from tests.models.families.oracles import is_read, randomise
-from tests.sampling.public import SIZES, VALUES, batch, placed
+from tests.sampling.public import SIZES, VALUES, batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda"
@@ -38,6 +40,9 @@ def gradients(model: PublicDiT, family: str, device: str, dtype: torch.dtype) ->
 def test_the_output_and_every_gradient(family, dtype):
     torch.set_float32_matmul_precision("highest")
     wanted = gradients(model_of(family), family, "cpu", torch.float32)
-    found = gradients(placed(model_of(family), torch.device(DEVICE), dtype), family, DEVICE, dtype)
+    model, device = model_of(family), torch.device(DEVICE)
+    kernels = select_kernels(SpeedFlags(True, True, True), device, dtype, model.config.head_dim, model.config.tokens)
+    model.place(device, dtype).use(ops=kernels.ops, attend=kernels.attend)
+    found = gradients(model, family, DEVICE, dtype)
     off = {name: ((found[name] - want).norm() / want.norm()).item() for name, want in wanted.items()}
     assert not {name: value for name, value in off.items() if not value < BOUNDS[dtype]}
