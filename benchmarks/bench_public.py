@@ -141,7 +141,7 @@ SUBJECTS = {
         "FLUX.2 klein 4B", "flux2",
         dict(in_channels=128, num_layers=5, num_single_layers=20, attention_head_dim=128, num_attention_heads=24,
              joint_attention_dim=7680, axes_dims_rope=(32, 32, 32, 32), guidance_embeds=False),
-        (64, 64), 512, EULER, 4, pixels=16,
+        (64, 64), 512, EULER, 4, rounds_times=True, pixels=16,
     ),
     "ti2v-5b": Subject(
         "Wan-TI2V-5B", "wan",
