@@ -42,7 +42,7 @@ class Projector(nn.Module):
 
     def __init__(self, dim: int, config: AlignmentConfig):
         super().__init__()
-        self.conv = config.projector == "conv"
+        self.conv: bool = config.projector == "conv"
         layers: list[nn.Module] = [nn.Conv2d(dim, config.width, 3, padding=1)]
         if not self.conv:
             first, second = nn.Linear(dim, PROJECTED), nn.Linear(PROJECTED, PROJECTED)
