@@ -117,7 +117,6 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
     )
     if not cut:
         allocate(model, mesh.device)
-    model.route = flags.token_route
     engine = build_engine(
         model.train(),
         mesh,
@@ -434,6 +433,7 @@ def build(
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
+        engine.module.route = flags.token_route
         ema = EMA(engine, flags.ema_decays, spec.ema_warmup)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
