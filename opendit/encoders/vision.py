@@ -15,17 +15,17 @@ from opendit.encoders.folder import loading, transformers_model
 from opendit.models.alignment import Alignment, without_mean
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours, unless the folder says otherwise
-NEEDS = "; give the folder of a vision transformer of transformers, such as DINOv2's"
+NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2's"
 
 
 def vision_config(folder: str) -> Any:
     """Return transformers' configuration of a vision encoder. Raises ValueError for a folder of anything else."""
     import transformers
 
-    with loading(f"--repa {folder}: the vision encoder", NEEDS):
+    with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not all(isinstance(getattr(config, name, None), int) for name in ("hidden_size", "patch_size")):
-        raise ValueError(f"--repa {folder}: a {config.model_type} has no patches of a width{NEEDS}")
+        raise ValueError(f"--repa {folder}: a {config.model_type} has no patches of a width; {NEEDS}")
     return config
 
 
@@ -51,7 +51,7 @@ class VisionTeacher:
         import transformers
 
         config = vision_config(folder)
-        with loading(f"--repa {folder}: the vision encoder", NEEDS):
+        with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
             name = cast(Any, transformers.MODEL_MAPPING)[type(config)].__name__
             self._model = transformers_model(Path(folder), name, "model", dtype)
         self._model.eval().requires_grad_(False).to(device)
