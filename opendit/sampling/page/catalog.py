@@ -159,7 +159,10 @@ class Catalog:
 
     def sources(self) -> list[str]:
         """Return the names of what can be drawn from: runs with checkpoints, and checkpoints named at the start."""
-        return [name for name in self.runs() if self._checkpoints(name)] + list(self.extra)
+        return [name for name in self.runs() if self.has_checkpoint(name)] + list(self.extra)
+
+    def has_checkpoint(self, run: str) -> bool:
+        return bool(self._checkpoints(run))
 
     def checkpoints(self, source: str) -> list[str]:
         """Return ``NEWEST`` and the names of a run's checkpoints; ``NEWEST`` alone for one named at the start."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from opendit.sampling.page import views
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.sample_store import SampleStore
+from opendit.sampling.page.training_queue import TrainingQueue
 from opendit.sampling.pipeline import DrawSettings, Pipeline
 
 MOST_WAITING = 16  # requests
@@ -238,6 +239,7 @@ class Page:
         cards: by name, of checkpoints without metadata.
         most_samples: of one request.
         evaluations: the folder of ``opendit evaluate``'s results.jsonl.
+        training: runs that are started from the page; None if it must not start any.
     """
 
     catalog: Catalog
@@ -246,6 +248,7 @@ class Page:
     cards: dict[str, ModelCard] = field(default_factory=dict)
     most_samples: int = 64
     evaluations: Path | None = None
+    training: TrainingQueue | None = None
     _pending: dict[str, set[PendingDrawing]] = field(default_factory=lambda: defaultdict(set))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -37,7 +37,7 @@ class SettingsForm:
 
     def choice(self, catalog: Catalog) -> WeightsChoice:
         """Return the chosen weights. Raises ValueError for names that are not listed."""
-        return catalog.weights(_text(self.source), _text(self.checkpoint), _text(self.average))
+        return catalog.weights(text_of(self.source), text_of(self.checkpoint), text_of(self.average))
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,15 @@ def read_forms(
     what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int
 ) -> LabelledRequest:
     """Return the request that two forms make. Raises ValueError, with a line for the user, if a field is invalid."""
-    count = _number("count", what.count, 1, most_samples, whole=True)
-    seed = _number("seed", what.seed, 0, MOST_SEED, whole=True)
-    steps = _number("steps", how.steps, 1, MOST_STEPS, whole=True)
-    guidance = _number("guidance", how.guidance, 0, MOST_GUIDANCE)
+    count = number_in("count", what.count, 1, most_samples, whole=True)
+    seed = number_in("seed", what.seed, 0, MOST_SEED, whole=True)
+    steps = number_in("steps", how.steps, 1, MOST_STEPS, whole=True)
+    guidance = number_in("guidance", how.guidance, 0, MOST_GUIDANCE)
     if how.sampler not in card.samplers:
         raise ValueError(f"this model's samplers are {', '.join(card.samplers)}: choose one of them")
     interval = _interval(how.interval)
     negative = _caption(what.negative or "") or None
-    every = _number("guide every so many steps", how.guidance_every, 1, MOST_STEPS, whole=True)
+    every = number_in("guide every so many steps", how.guidance_every, 1, MOST_STEPS, whole=True)
     if how.cache not in ("exact", *CACHES):
         raise ValueError(f"blocks left out: choose exact or one of {', '.join(CACHES)}")
     cache = None if how.cache == "exact" else how.cache
@@ -130,7 +130,7 @@ def _classes(chosen: Any, card: ModelCard) -> list[int]:
 
 
 def _captions(text: Any) -> list[str]:
-    text = _text(text)
+    text = text_of(text)
     if len(text) > MOST_TEXT:
         raise ValueError(f"captions of {len(text):,} characters: at most {MOST_TEXT:,}, one caption a line")
     return [caption for line in text.splitlines() if (caption := _caption(line))]
@@ -138,13 +138,13 @@ def _captions(text: Any) -> list[str]:
 
 def _caption(line: Any) -> str:
     """Return a caption without lone surrogates and control characters."""
-    line = _text(line)
+    line = text_of(line)
     if len(line) > MOST_CAPTION:
         raise ValueError(f"a caption of {len(line):,} characters: at most {MOST_CAPTION:,}")
     return one_line(line)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("text was expected")
     return value
@@ -152,7 +152,7 @@ def _text(value: Any) -> str:
 
 def _interval(written: Any) -> tuple[float, float] | None:
     """Parse two noise levels, such as "0.3 5" or "0.3 inf"; None for an empty text."""
-    words = _text(written).replace(",", " ").split()
+    words = text_of(written).replace(",", " ").split()
     if not words:
         return None
     try:
@@ -165,7 +165,7 @@ def _interval(written: Any) -> tuple[float, float] | None:
     return low, high
 
 
-def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> Any:
+def number_in(name: str, value: Any, low: float, high: float, whole: bool = False) -> Any:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     if not fits or (whole and value != int(value)):
         raise ValueError(f"{name}: {'a whole number' if whole else 'a number'} from {low:,} to {high:,}")

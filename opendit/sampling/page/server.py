@@ -30,6 +30,8 @@ from opendit.sampling.page.connections import PatientProtocol  # noqa: E402
 from opendit.sampling.page.drawing_queue import DrawingQueue, Page  # noqa: E402
 from opendit.sampling.page.sample_store import SampleStore, is_token  # noqa: E402
 from opendit.sampling.page.tabs import HTML, compare_tab, runs_tab, sample_tab  # noqa: E402
+from opendit.sampling.page.training_queue import TrainingQueue  # noqa: E402
+from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # waiting for an answer, of all browsers; further ones are told to try again
@@ -182,16 +184,19 @@ async def _answer(send: Send, status: int, text: str) -> None:
 
 
 def build(page: Page) -> gr.Blocks:
-    """Create the page with its three tabs."""
+    """Create the page with its tabs."""
     with gr.Blocks(title="OpenDiT", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
         folder = views.escaped(page.catalog.outputs)
         gr.HTML(f'<div id="title"><h1>OpenDiT</h1><p>{folder}</p></div>', **HTML)
-        with gr.Tab("Sample"):
-            sample_tab(page, blocks)
+        with gr.Tab("Sample") as tab:
+            sample_tab(page, blocks, tab)
         with gr.Tab("Runs"):
             runs_tab(page, blocks)
         with gr.Tab("Compare"):
             compare_tab(page, blocks)
+        if page.training is not None:
+            with gr.Tab("Train") as tab:
+                train_tab(page, blocks, tab)
 
         def leave(request: gr.Request) -> None:
             page.cancel(str(request.session_hash))
@@ -302,9 +307,11 @@ def opened(options: dict[str, Any]):
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
-    with SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
+    root = options["allow_train"]
+    training = TrainingQueue(Path(root).expanduser(), catalog) if root else contextlib.nullcontext()
+    with training, SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
         evaluations = Path(options["evaluation"]).expanduser()
-        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations)
+        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations, training if root else None)
 
 
 class PageServer(uvicorn.Server):

@@ -176,8 +176,9 @@ def _class_label(number: int, name: str) -> str:
     return name if name == str(number) else f"{number} {name}"
 
 
-def sample_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Sample: draw pictures or clips from one checkpoint."""
+def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
+    """Create the tab Sample: draw pictures or clips from one checkpoint. tab: where it is; when a user comes back to
+    it, it lists the runs again."""
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             weights = WeightsPicker(page)
@@ -223,8 +224,9 @@ def sample_tab(page: Page, blocks: gr.Blocks) -> None:
     inputs = [*weights.chosen, what.classes]
     for chosen in weights.chosen:
         chosen.input(follow, inputs, followed, **PRIVATE)
-    loaded = blocks.load(weights.refresh_sources, weights.source, weights.source, **PRIVATE)
-    loaded.then(follow, inputs, followed, **PRIVATE)
+    for event in (blocks.load, tab.select):
+        listed = event(weights.refresh_sources, weights.source, weights.source, **PRIVATE)
+        listed.then(follow, inputs, followed, **PRIVATE)
     fields, outputs = [*weights.fields, *what.fields], [status, gallery]
     draw.click(start, fields, outputs, concurrency_limit=None, **PRIVATE)
     again.click(another_seed, None, what.seed, **PRIVATE).then(

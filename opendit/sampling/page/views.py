@@ -1,5 +1,6 @@
 """Render the page's HTML. All text from a browser, a checkpoint or a folder goes through :func:`escaped`."""
 
+import base64
 import html
 import math
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from opendit.sampling.page.sample_store import StoredSample
 SHOWN = 132  # pixels: smaller samples are magnified to about this side
 LONGEST_VALUE = 500
 PAGE_ROWS, MOST_PAGES = 100, 20  # of a table
+LOG_LINES = 40
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
@@ -51,6 +53,11 @@ CSS = """
 .flags span { color: var(--muted); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; padding: 0 4px; }
 .legend i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
+.log { display: flex; flex-direction: column-reverse; max-height: 330px; overflow: auto; padding: 8px;
+  border: 1px solid var(--border-color-primary); border-radius: 6px; } /* reversed: it shows its end */
+.log pre { font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+#details td:first-child { white-space: nowrap; }
+.sheet img { max-width: 100%; border-radius: 6px; }
 .grid img { max-width: 100%; max-height: 620px; border-radius: 6px; image-rendering: pixelated; }
 """
 
@@ -141,6 +148,18 @@ def grid(run: str, name: str | None) -> str:
         return '<div class="card">no sample grids yet</div>'
     source = f"/grid/{quote(run, safe='')}/{quote(name)}"
     return f'<div class="grid"><img src="{source}" alt="samples at step {int(name[:-4])}"></div>'
+
+
+def log(text: str, lines: int = LOG_LINES) -> str:
+    """Render the end of what a program has printed; of a line that it has written over, the last state."""
+    shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
+    text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
+    return f'<div class="log"><pre>{text}</pre></div>' if text else ""
+
+
+def sheet(jpeg: bytes) -> str:
+    source = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+    return f'<div class="sheet"><img alt="pictures of the data" src="{source}"></div>'
 
 
 def table(rows: list[list[str]], heads: list[str]) -> str:
