@@ -13,6 +13,7 @@ from opendit.config.train import TrainConfig
 from opendit.parallel.hardware import CARDS
 from opendit.sampling.page.catalog import Catalog, starts
 from opendit.sampling.page.forms import number_in, text_of
+from opendit.sampling.page.training_queue import trains_lora
 
 NOTHING, DIGITS = "nothing: from the start", "digits: the embedded pictures"
 NO_RECIPE, ANY_CARD = "none", "this machine's"
@@ -89,7 +90,7 @@ def read_training_form(form: TrainingForm, catalog: Catalog, root: Path) -> tupl
         flags["global_batch_size"] = flags["batch_size"]
     if "num_frames" in flags:
         flags["use_video"] = True
-    if "--lora" in words or "lora" in flags:
+    if trains_lora(flags):
         flags["card"] = "auto" if card == ANY_CARD else card
     flags["outputs"] = str(catalog.outputs.resolve())
     title = f"{recipe if recipe != NO_RECIPE else flags.get('model', 'model')} on {data.split(':')[0]}"

@@ -25,6 +25,7 @@ from opendit.common.json_file import MIB, read_bounded, read_json
 from opendit.common.json_models import Count, FileKind, JsonObject, Word, read_file
 from opendit.common.safe_files import make_folder, open_to_append, remove, remove_tree, write_whole
 from opendit.common.yaml_file import read_yaml
+from opendit.config.recipes import RECIPES
 from opendit.sampling.page.catalog import Catalog
 
 FOLDER = "page_runs"
@@ -138,6 +139,8 @@ class TrainingQueue:
             config.pop("load", None)
             if (run := self.run_of(name)) is not None and self._catalog.has_checkpoint(run):
                 config["load"] = str(self._catalog.run(run).resolve())
+                if not trains_lora(config):  # whose base is not in the run
+                    config.pop("pretrained", None)
             self._write_config(name, config)
             self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))
 
@@ -304,6 +307,12 @@ def send(job: Job, number: int) -> bool:
         return False
     finally:
         os.close(process)
+
+
+def trains_lora(config: dict[str, Any]) -> bool:
+    """Return True if flags of train.py, or their recipe, train a LoRA."""
+    recipe = RECIPES.get(str(config.get("recipe")))
+    return "lora" in config or recipe is not None and "--lora" in recipe.flags
 
 
 def find_gpus() -> Sequence[str | None]:

@@ -113,15 +113,14 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
         except ERRORS:  # a run was deleted while it was read
             points, grids = [], []
         colors = dict(zip(drawn, itertools.cycle(COLORS), strict=False))
+        # An empty table has columns of no type, which the plot would take for words from then on.
+        frame = pandas.DataFrame(points, columns=["step", "value", "run"]) if points else None
         return [
             jobs_table(queue, catalog, names),
             choices,
             gr.Dropdown([run for run in runs if run != own], value=compared),
             "" if chosen is None else state_of(queue, catalog, chosen),
-            # An empty table has columns of no type, which the plot would take for words from then on.
-            gr.LinePlot(
-                pandas.DataFrame(points, columns=["step", "value", "run"]) if points else None, color_map=colors
-            ),
+            gr.LinePlot(frame, color_map=colors),
             views.legend(colors),
             views.grid(own, grids[-1]) if own and grids else "",
             "" if chosen is None else views.log(queue.output(chosen)),
