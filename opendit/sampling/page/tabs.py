@@ -1,7 +1,6 @@
 """The page's three tabs in Gradio, and the fields by which two of them choose weights and what to draw."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import pandas
 
 from opendit.sampling.output_files import VideoClip
 from opendit.sampling.page import views
-from opendit.sampling.page.catalog import METRICS, NEWEST, ModelCard, changed_flags, curves
+from opendit.sampling.page.catalog import METRICS, NEWEST, Catalog, ModelCard, changed_flags, curves
 from opendit.sampling.page.catalog import results as read_results
 from opendit.sampling.page.catalog import starts as read_starts
 from opendit.sampling.page.drawing_queue import Page
@@ -35,6 +34,8 @@ FIRST_CLASSES = 10  # preselected when a model is chosen
 FIRST_RUNS = 8  # the newest runs, whose curves are shown before any is chosen
 REFRESH_S = 10
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
+# Of the lines of a plot, by their number: a browser keeps the colours that a plot was made with.
+LINE_COLORS = {str(number): COLORS[number % len(COLORS)] for number in range(100)}
 
 
 @dataclass
@@ -246,7 +247,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         plots = [
             gr.LinePlot(
                 None, x="step", y="value", color="run", title=title, y_title=title, x_title="step", height=250,
-                min_width=280, colors_in_legend=[], elem_id=f"plot-{metric}",
+                min_width=280, colors_in_legend=[], color_map=LINE_COLORS, elem_id=f"plot-{metric}",
             )
             for metric, title in METRICS.items()
         ]  # fmt: skip
@@ -273,14 +274,8 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
     def draw(chosen: list[str] | None) -> list[Any]:
         runs = catalog.runs()
-        drawn = [name for name in chosen or [] if name in runs]
-        try:
-            found = curves(catalog, drawn)
-        except (ValueError, OSError):  # a run was deleted while it was read
-            found = curves(catalog, [])
-        colors = dict(zip(drawn, itertools.cycle(COLORS), strict=False))
-        frames = [pandas.DataFrame(points, columns=["step", "value", "run"]) for points in found.values()]
-        return [*(gr.LinePlot(frame, color_map=colors) for frame in frames), views.legend(colors)]
+        frames, legend = lines(catalog, [name for name in chosen or [] if name in runs])
+        return [*frames.values(), legend]
 
     def tell(name: str | None) -> list[Any]:
         nothing = [gr.Slider(visible=False), views.grid("", None), "", "", ""]
@@ -316,6 +311,24 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
     run.input(tell, run, details, **PRIVATE)
     slider.input(slide, [run, slider], [slider, picture], trigger_mode="always_last", **PRIVATE)
     live.input(lambda on: gr.Timer(REFRESH_S, active=bool(on)), live, timer, **PRIVATE)
+
+
+def lines(catalog: Catalog, runs: list[str]) -> tuple[dict[str, pandas.DataFrame | None], str]:
+    """Return, for each of ``METRICS``, a table of the runs' curves for a plot that was made with ``LINE_COLORS``, and
+    their legend."""
+    slots = dict(zip(runs, LINE_COLORS, strict=False))
+    try:
+        found = curves(catalog, list(slots))
+    except (ValueError, OSError):  # a run was deleted while it was read
+        found = curves(catalog, [])
+    frames = {
+        # An empty table has columns of no type, which a plot takes for words from then on.
+        metric: pandas.DataFrame([(*at, slots[run]) for *at, run in points], columns=["step", "value", "run"])
+        if points
+        else None
+        for metric, points in found.items()
+    }
+    return frames, views.legend({run: LINE_COLORS[slot] for run, slot in slots.items()})
 
 
 def starts_table(starts: list[dict[str, Any]]) -> str:

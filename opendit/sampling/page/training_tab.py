@@ -1,7 +1,6 @@
 """The tab Train: says what is trained on what, plans it, starts it, and shows what runs."""
 
 import io
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -9,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import pandas
 from PIL import Image
 
 from opendit.checkpoint.schema import RUN_CONFIG
 from opendit.common.json_models import read_file
 from opendit.sampling.page import views
-from opendit.sampling.page.catalog import Catalog, curves
+from opendit.sampling.page.catalog import Catalog
 from opendit.sampling.page.drawing_queue import Page
 from opendit.sampling.page.forms import text_of
-from opendit.sampling.page.tabs import COLORS, HTML, PRIVATE
+from opendit.sampling.page.tabs import HTML, LINE_COLORS, PRIVATE, lines
 from opendit.sampling.page.training_form import (
     AS_RECIPE,
     CARD_NAMES,
@@ -89,7 +87,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
             others = gr.Dropdown([], multiselect=True, label="Compare its curve with", interactive=True)
             plot = gr.LinePlot(
                 None, x="step", y="value", color="run", title="loss", y_title="loss", x_title="step", height=230,
-                colors_in_legend=[], elem_id="plot-train",
+                colors_in_legend=[], color_map=LINE_COLORS, elem_id="plot-train",
             )  # fmt: skip
             legend = gr.HTML("", **HTML)
             grid = gr.HTML("", **HTML, elem_id="train-grid")
@@ -108,20 +106,17 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
         own = None if chosen is None else queue.run_of(chosen)
         drawn = list(dict.fromkeys([*([own] if own else []), *compared]))
         try:
-            points = curves(catalog, drawn)["loss"]
             grids = catalog.grids(own) if own else []
         except ERRORS:  # a run was deleted while it was read
-            points, grids = [], []
-        colors = dict(zip(drawn, itertools.cycle(COLORS), strict=False))
-        # An empty table has columns of no type, which the plot would take for words from then on.
-        frame = pandas.DataFrame(points, columns=["step", "value", "run"]) if points else None
+            grids = []
+        frames, named = lines(catalog, drawn)
         return [
             jobs_table(queue, catalog, names),
             choices,
             gr.Dropdown([run for run in runs if run != own], value=compared),
             "" if chosen is None else state_of(queue, catalog, chosen),
-            gr.LinePlot(frame, color_map=colors),
-            views.legend(colors),
+            frames["loss"],
+            named,
             views.grid(own, grids[-1]) if own and grids else "",
             "" if chosen is None else views.log(queue.output(chosen)),
         ]
