@@ -1,13 +1,13 @@
 """The page's three tabs in Gradio, and the fields by which two of them choose weights and what to draw."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 import numpy as np
-import pandas
 
 from opendit.sampling.output_files import VideoClip
 from opendit.sampling.page import views
@@ -34,8 +34,6 @@ FIRST_CLASSES = 10  # preselected when a model is chosen
 FIRST_RUNS = 8  # the newest runs, whose curves are shown before any is chosen
 REFRESH_S = 10
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
-# Of the lines of a plot, by their number: a browser keeps the colours that a plot was made with.
-LINE_COLORS = {str(number): COLORS[number % len(COLORS)] for number in range(100)}
 
 
 @dataclass
@@ -244,13 +242,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         live = gr.Checkbox(False, label=f"Refresh every {REFRESH_S} s", scale=0, min_width=190)
         refresh = gr.Button("Refresh", elem_id="refresh", scale=0, size="sm", min_width=90)
     with gr.Row():
-        plots = [
-            gr.LinePlot(
-                None, x="step", y="value", color="run", title=title, y_title=title, x_title="step", height=250,
-                min_width=280, colors_in_legend=[], color_map=LINE_COLORS, elem_id=f"plot-{metric}",
-            )
-            for metric, title in METRICS.items()
-        ]  # fmt: skip
+        drawn = [gr.HTML("", **HTML, elem_id=f"plot-{metric}", min_width=280) for metric in METRICS]
     legend = gr.HTML("", **HTML)
     run = gr.Dropdown([], label="Run", interactive=True, elem_id="run")
     problem = gr.HTML("", **HTML)
@@ -274,8 +266,8 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
     def draw(chosen: list[str] | None) -> list[Any]:
         runs = catalog.runs()
-        frames, legend = lines(catalog, [name for name in chosen or [] if name in runs])
-        return [*frames.values(), legend]
+        shown, legend = plots(catalog, [name for name in chosen or [] if name in runs])
+        return [*shown, legend]
 
     def tell(name: str | None) -> list[Any]:
         nothing = [gr.Slider(visible=False), views.grid("", None), "", "", ""]
@@ -301,7 +293,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         number = min(max(int(position), 0), len(grids) - 1)
         return [gr.Slider(label=_label(grids, number)), views.grid(name or "", grids[number] if grids else None)]
 
-    plotted = [*plots, legend]
+    plotted = [*drawn, legend]
     every, details = [shown, run, problem], [slider, picture, results, starts, flags]
     for event in (blocks.load, refresh.click, timer.tick):
         event(look, [shown, run], every, **PRIVATE).then(draw, shown, plotted, **PRIVATE).then(
@@ -313,22 +305,14 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
     live.input(lambda on: gr.Timer(REFRESH_S, active=bool(on)), live, timer, **PRIVATE)
 
 
-def lines(catalog: Catalog, runs: list[str]) -> tuple[dict[str, pandas.DataFrame | None], str]:
-    """Return, for each of ``METRICS``, a table of the runs' curves for a plot that was made with ``LINE_COLORS``, and
-    their legend."""
-    slots = dict(zip(runs, LINE_COLORS, strict=False))
+def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
+    """Return a plot of these runs' curves for each of ``METRICS``, and their legend."""
+    colors = dict(zip(runs, itertools.cycle(COLORS), strict=False))
     try:
-        found = curves(catalog, list(slots))
+        found = curves(catalog, runs)
     except (ValueError, OSError):  # a run was deleted while it was read
         found = curves(catalog, [])
-    frames = {
-        # An empty table has columns of no type, which a plot takes for words from then on.
-        metric: pandas.DataFrame([(*at, slots[run]) for *at, run in points], columns=["step", "value", "run"])
-        if points
-        else None
-        for metric, points in found.items()
-    }
-    return frames, views.legend({run: LINE_COLORS[slot] for run, slot in slots.items()})
+    return [views.plot(title, found[metric], colors) for metric, title in METRICS.items()], views.legend(colors)
 
 
 def starts_table(starts: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from opendit.sampling.page import views
 from opendit.sampling.page.catalog import Catalog
 from opendit.sampling.page.drawing_queue import Page
 from opendit.sampling.page.forms import text_of
-from opendit.sampling.page.tabs import HTML, LINE_COLORS, PRIVATE, lines
+from opendit.sampling.page.tabs import HTML, PRIVATE, plots
 from opendit.sampling.page.training_form import (
     AS_RECIPE,
     CARD_NAMES,
@@ -85,10 +85,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
                 go_on = gr.Button("Go on", size="md", elem_id="go-on", scale=1, min_width=80)
             state = gr.HTML("", **HTML, elem_id="state")
             others = gr.Dropdown([], multiselect=True, label="Compare its curve with", interactive=True)
-            plot = gr.LinePlot(
-                None, x="step", y="value", color="run", title="loss", y_title="loss", x_title="step", height=230,
-                colors_in_legend=[], color_map=LINE_COLORS, elem_id="plot-train",
-            )  # fmt: skip
+            plot = gr.HTML("", **HTML, elem_id="plot-train")
             legend = gr.HTML("", **HTML)
             grid = gr.HTML("", **HTML, elem_id="train-grid")
             output = gr.HTML("", **HTML, elem_id="output")
@@ -109,13 +106,13 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
             grids = catalog.grids(own) if own else []
         except ERRORS:  # a run was deleted while it was read
             grids = []
-        frames, named = lines(catalog, drawn)
+        curves, named = plots(catalog, drawn)
         return [
             jobs_table(queue, catalog, names),
             choices,
             gr.Dropdown([run for run in runs if run != own], value=compared),
             "" if chosen is None else state_of(queue, catalog, chosen),
-            frames["loss"],
+            curves[0],
             named,
             views.grid(own, grids[-1]) if own and grids else "",
             "" if chosen is None else views.log(queue.output(chosen)),

@@ -4,6 +4,7 @@ import base64
 import html
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -14,6 +15,7 @@ SHOWN = 132  # pixels: smaller samples are magnified to about this side
 LONGEST_VALUE = 500
 PAGE_ROWS, MOST_PAGES = 100, 20  # of a table
 LOG_LINES = 40
+LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # of a plot, in its own units, and how many numbers an axis has
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
@@ -51,6 +53,12 @@ CSS = """
 .flags { columns: 3 260px; column-gap: 28px; font-size: 12.5px; }
 .flags div { break-inside: avoid; padding: 1px 0; overflow-wrap: anywhere; }
 .flags span { color: var(--muted); }
+.plot h4 { margin: 2px 0; text-align: center; font-weight: 500; } .plot p { color: var(--muted); text-align: center; }
+.plot { border: 1px solid var(--border-color-primary); border-radius: 6px; padding: 4px; }
+.plot svg { display: block; width: 100%; max-height: 300px; } .plot polyline { fill: none; stroke-width: 1.6; }
+.plot path { stroke: var(--border-color-primary); } .plot text { font-size: 13px; text-anchor: end;
+  fill: var(--muted); } .plot .step { text-anchor: middle; }
+#plot-train svg { max-height: 230px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; padding: 0 4px; }
 .legend i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
 .log { display: flex; flex-direction: column-reverse; max-height: 330px; overflow: auto; padding: 8px;
@@ -135,6 +143,57 @@ def pairs(first: list[StoredSample], second: list[StoredSample], differences: li
         for a, b, text in zip(first, second, differences, strict=True)
     ]
     return f'<div class="samples" data-count="{len(shown)}">{"".join(shown)}</div>'
+
+
+def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str]) -> str:
+    """Render curves as a picture. points: (step, value, run). colors: of the runs."""
+    if not points:
+        return f'<div class="plot"><h4>{escaped(title)}</h4><p>no values yet</p></div>'
+    steps, values = [point[0] for point in points], [point[1] for point in points]
+    across, up = _axis(min(steps), max(steps)), _axis(min(values), max(values))
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return LEFT + WIDTH * across.share(step), TOP + HEIGHT * (1 - up.share(value))
+
+    shown = []
+    for tick in up.ticks:
+        y = place(across.low, tick)[1]
+        shown.append(f'<path d="M{LEFT} {y:.1f}h{WIDTH}"/><text x="{LEFT - 6}" y="{y + 4:.1f}">{tick:.4g}</text>')
+    for tick in across.ticks:
+        x = place(tick, up.low)[0]
+        shown.append(f'<text class="step" x="{x:.1f}" y="{TOP + HEIGHT + 18}">{tick:,.6g}</text>')
+    for run, color in colors.items():
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, value) for step, value, of in points if of == run))
+        x, y = line.rpartition(" ")[2].split(",") if line else ("", "")
+        named = f"<title>{escaped(run)}</title>"
+        dot = f'<circle cx="{x}" cy="{y}" r="2.5" fill="{escaped(color)}"/>' if line else ""
+        shown.append(f'<polyline points="{line}" stroke="{escaped(color)}">{named}</polyline>{dot}')
+    box = f"0 0 {LEFT + WIDTH + 16} {TOP + HEIGHT + 26}"
+    return f'<div class="plot"><h4>{escaped(title)}</h4><svg viewBox="{box}">{"".join(shown)}</svg></div>'
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale between two numbers, and round ones on it."""
+
+    low: float
+    high: float
+    ticks: list[float]
+
+    def share(self, value: float) -> float:
+        return (value - self.low) / (self.high - self.low)
+
+
+def _axis(low: float, high: float) -> Axis:
+    """Return an axis on which both numbers are."""
+    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # one value: it is in the middle
+        low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
+    rough = (high / TICKS - low / TICKS) or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    by = next((power * times for times in (1, 2, 5) if power * times >= rough), 10 * power)
+    first = math.ceil(low / by)
+    ticks = [by * (first + i) for i in range(2 * TICKS) if by * (first + i) <= high]
+    return Axis(low, high, ticks)
 
 
 def legend(colors: dict[str, str]) -> str:
