@@ -88,6 +88,8 @@ def read_training_form(form: TrainingForm, catalog: Catalog, root: Path) -> tupl
             flags[name] = number_in(name.replace("_", " "), _number(value), low, high, whole)
     if "batch_size" in flags and "--global_batch_size" in words:
         flags["global_batch_size"] = flags["batch_size"]
+    if "max_steps" in flags:
+        flags["epochs"] = 10**6  # the steps say when it ends
     if "num_frames" in flags:
         flags["use_video"] = True
     if trains_lora(flags):
