@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,8 @@ class TrainingQueue:
         if not self._program_lock.acquire(blocking=False):
             raise Busy("another plan is being made: try again in a moment")
         try:
-            with open(self._open_output("plan.txt", empty=True), "wb") as output:
-                self._program = _start(words, output.fileno())
+            with self._appending("plan.txt", empty=True) as output:
+                self._program = _start(words, output)
             try:
                 code = self._program.wait(PROGRAM_S)
             except subprocess.TimeoutExpired:
@@ -164,7 +164,7 @@ class TrainingQueue:
             self._program_lock.release()
 
     @contextlib.contextmanager
-    def scratch(self):
+    def scratch(self) -> Iterator[Path]:
         """Yield a path below the folder for a program's files, and delete it on exit."""
         folder = self._folder / f"look-{os.getpid()}-{threading.get_ident()}"
         try:
@@ -250,10 +250,16 @@ class TrainingQueue:
     def _write_config(self, name: str, config: dict[str, Any]) -> None:
         write_whole(self._folder / name / CONFIG, _yaml(config), root=self.root, make=True)
 
-    def _open_output(self, name: str, empty: bool = False) -> int:
+    @contextlib.contextmanager
+    def _appending(self, name: str, empty: bool = False) -> Iterator[int]:
+        """Yield the descriptor of a file for what a program prints."""
         if empty:
             remove(self._folder / name, root=self.root)
-        return open_to_append(self._folder / name, root=self.root, make=True)
+        file = open_to_append(self._folder / name, root=self.root, make=True)
+        try:
+            yield file
+        finally:
+            os.close(file)
 
     # ------------------------------------------------------------------------------------------ the queue
 
@@ -274,8 +280,8 @@ class TrainingQueue:
                 self._keep(name, job)  # first: a page that ends in these lines must not start it twice
                 folder = self._folder / name
                 more = {RUN_FOLDER_FILE: str(folder / RUN)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-                with open(self._open_output(f"{name}/{OUTPUT}"), "wb") as output:
-                    child = _start(["train", "--config", str(folder / CONFIG)], output.fileno(), **more)
+                with self._appending(f"{name}/{OUTPUT}") as output:
+                    child = _start(["train", "--config", str(folder / CONFIG)], output, **more)
                 self._children.append(child)
                 # It has not been waited for, so its number is still its own.
                 of_process = {"pid": child.pid, "started": start_time(child.pid) or 0, "boot": boot()}

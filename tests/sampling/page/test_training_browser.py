@@ -112,15 +112,15 @@ def test_three_hundred_requests_keep_the_memory_flat(root):
     try:
         asking = Asking(re.match(r"http://127\.0\.0\.1:\d+", running.stdout.readline())[0])
         memory, run = [], {"Run or checkpoint": DIGITS}
+        drawn = {**run, "Count": 1, "Steps": 1, "Sampler": "ddpm", "Classes": [0]}
+        asking.event("refresh", "click", {})
         asking.event("Run or checkpoint", "input", run)  # a session knows its choices from then on
         for number in range(300):
             if number % 3 == 0:
-                shown = asking.event(
-                    "draw", "click", {**run, "Count": 1, "Steps": 1, "Sampler": "euler", "Classes": [0]}
-                )
+                shown = asking.event("draw", "click", drawn)
                 assert "1 of seed 0" in str(shown)
             elif number % 3 == 1:
-                assert "polyline" in str(asking.event("refresh", "click", {}))
+                assert "polyline" in str(asking.event("Curves of", "input", {"Curves of": [DIGITS]}))
             else:
                 assert "nothing has been trained" in str(asking.event("job", "input", {}))
             memory.append(resident(running.pid))
