@@ -35,6 +35,7 @@ def build_parser() -> CommandLine:
         "./evaluation",
     )
     parser.option("--ckpt", Value(unit="path"), "further checkpoints to draw from, as sample.py takes them", nargs="+")
+    parser.option("--lora", Value(unit="path"), "LoRA files, or runs elsewhere, to draw with", nargs="+")
     parser.option("--model", Value(unit="name"), "of those that do not say (Meta's .pt)")
     parser.option("--vae", Value(unit="name"), "ema, mse, PATH or none; from the checkpoint when left out")
     parser.option("--text_encoder", Value(unit="name"), "clip, t5 or a folder; from the checkpoint when left out")
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> None:
 
 def check(options: dict[str, Any]) -> None:
     """Check the flags, and set a password if one is needed. Raises ValueError, naming the flag and the fix."""
-    options["ckpt"] = options["ckpt"] or []
+    options["ckpt"], options["lora"] = options["ckpt"] or [], options["lora"] or []
     root = options["allow_train"]
     if root is not None:
         check_training(options)
@@ -93,6 +94,8 @@ def check(options: dict[str, Any]) -> None:
         )
     for path in options["ckpt"]:
         check_weights(path, "--ckpt", pipeline=True)
+    for path in options["lora"]:
+        check_weights(path, "--lora")
     if options["vae"] is not None:
         check_vae(options["vae"])
     if options["password"] is None:

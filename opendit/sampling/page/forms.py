@@ -1,10 +1,16 @@
 """Turn the fields that a browser sends into a request to draw, checked here or by the ``Pipeline``."""
 
+import base64
 import math
 import random
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
+from opendit.config.checks import check_lora_weight
+from opendit.data.base import BadSample
+from opendit.data.picture_file import read_picture
 from opendit.encoders.pictures import one_line
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingRequest, LabelledRequest
@@ -12,6 +18,8 @@ from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, Draw
 
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000
+MOST_LORAS = 8
+MOST_PICTURE, PICTURE_S = 800_000, 5.0  # characters of a picture, which the browser makes smaller; seconds to decode it
 CACHES = (
     "taylor:2",
     "taylor:3",
@@ -34,21 +42,26 @@ class SettingsForm:
     interval: Any
     cache: Any = "exact"
     guidance_every: Any = 1
+    loras: Any = None
+    lora_weights: Any = ""
 
     def choice(self, catalog: Catalog) -> WeightsChoice:
         """Return the chosen weights. Raises ValueError for names that are not listed."""
-        return catalog.weights(text_of(self.source), text_of(self.checkpoint), text_of(self.average))
+        choice = catalog.weights(text_of(self.source), text_of(self.checkpoint), text_of(self.average))
+        return catalog.with_loras(choice, _loras(self.loras, self.lora_weights))
 
 
 @dataclass(frozen=True)
 class WhatForm:
-    """Fields that choose what to draw: class numbers, or captions one a line; the count and the seed."""
+    """Fields that choose what to draw: class numbers, or captions one a line; the count and the seed; the picture that
+    clips begin with, as a data URL."""
 
     classes: Any
     captions: Any
     negative: Any
     count: Any
     seed: Any
+    picture: Any = ""
 
 
 def read_forms(
@@ -89,7 +102,8 @@ def read_forms(
         guidance_every=every,
         cache=cache,
     )
-    request = DrawingRequest(choice, wanted, drawn)
+    picture = _picture(what.picture) if card.begins else None
+    request = DrawingRequest(choice, wanted, drawn, picture)
     settings = {
         "weights": choice.name,
         "model": card.model,
@@ -103,6 +117,8 @@ def read_forms(
         "cache": cache,
         "seed": seed,
         "count": count,
+        "lora": [f"{path.name}:{weight:g}" for path, weight in choice.lora],
+        "begins with": None if picture is None else "a picture",
     }
     return LabelledRequest(request, labels, settings)
 
@@ -119,6 +135,34 @@ def same_conditions(first: ModelCard, second: ModelCard, what: WhatForm) -> None
 
 def another_seed() -> int:
     return random.SystemRandom().randrange(2**31)
+
+
+def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
+    """Return the LoRAs' names and weights, which are 1 if none is written."""
+    names = names if isinstance(names, list) else []
+    words = text_of(weights).replace(",", " ").split()
+    if len(names) > MOST_LORAS or (words and len(words) != len(names)):
+        raise ValueError(f"LoRAs: at most {MOST_LORAS}, and as many weights as LoRAs, or none")
+    try:
+        found = [(text_of(name), float(word)) for name, word in zip(names, words or ["1"] * len(names), strict=True)]
+        for name, weight in found:
+            check_lora_weight(name, weight)
+    except ValueError:
+        raise ValueError("weights of LoRAs: numbers such as 0.8 0.5, in the order of the LoRAs") from None
+    return found
+
+
+def _picture(url: Any) -> Image.Image | None:
+    """Return the picture that a browser sends as a data URL; None for none."""
+    kind, _, content = (text_of(url) if url is not None else "").partition(";base64,")
+    if not kind:
+        return None
+    if kind not in ("data:image/png", "data:image/jpeg") or len(content) > MOST_PICTURE:
+        raise ValueError("the picture can't be read: choose a PNG or JPEG file")
+    try:
+        return read_picture("the picture", PICTURE_S, base64.b64decode(content, validate=True))
+    except (ValueError, BadSample):
+        raise ValueError("the picture can't be read: choose another file") from None
 
 
 def _classes(chosen: Any, card: ModelCard) -> list[int]:

@@ -23,7 +23,6 @@ from fastapi import FastAPI, HTTPException  # noqa: E402
 from fastapi.responses import FileResponse, Response  # noqa: E402
 
 from opendit.checkpoint.pretrained import find_weights, read_info  # noqa: E402
-from opendit.sampling.conditioning_frames import note_on_missing_frames  # noqa: E402
 from opendit.sampling.page import views  # noqa: E402
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice  # noqa: E402
 from opendit.sampling.page.connections import PatientProtocol  # noqa: E402
@@ -46,7 +45,7 @@ GET = re.compile(
     r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
 )
 POST = re.compile(r"/gradio_api/(queue/join|cancel|reset)/?")
-BODY_BYTES = 256 * 1024  # of a request: the longest prompts take a tenth of it
+BODY_BYTES = 1024 * 1024  # of a request: the largest picture takes four fifths of it
 WRONG_PASSWORD_S = 1.0  # delay of the answer
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
@@ -278,27 +277,26 @@ class Loader:
             arguments["text_encoder"] = options["text_encoder"]
         if options["model"] is not None and not info:
             arguments["model"] = options["model"]
-        pipe = load(
+        return load(
             choice.path,
             weights=choice.which,
+            lora=list(choice.lora),
             precision=options["mixed_precision"],
             vae_tiling=options["vae_tiling"],
             fp8=options["fp8"],
             **arguments,
         )
-        pipe.notes += note_on_missing_frames(pipe.config)
-        return pipe
 
 
 @contextlib.contextmanager
 def opened(options: dict[str, Any]):
     """Yield the :class:`Page` of these flags, and close it on exit. Raises ValueError or OSError for a ``--ckpt`` that
     can't be read."""
-    extra = {}
-    for name in options["ckpt"]:
-        path = Path(name).expanduser()
-        extra[path.name if path.name not in extra else str(path)] = path
-    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra), Loader(options)
+    extra, lora = ({}, {})
+    for paths, found in ((options["ckpt"], extra), (options["lora"], lora)):
+        for path in (Path(name).expanduser() for name in paths):
+            found[path.name if path.name not in found else str(path)] = path
+    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), Loader(options)
     cards = {}
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")

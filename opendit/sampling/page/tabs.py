@@ -33,6 +33,34 @@ HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 FIRST_CLASSES = 10  # preselected when a model is chosen
 FIRST_RUNS = 8  # the newest runs, whose curves are shown before any is chosen
 REFRESH_S = 10
+EXACT = (
+    "<b>exact</b> evaluates the whole network, and guidance, at every step: the samples that sample.py draws. "
+    "What leaves blocks or guidance out is faster, and draws other samples: Compare shows by how much."
+)
+# A picture is read and made smaller by the browser; nothing is uploaded as a file.
+PICTURE_HTML = (
+    '<label class="card">Clips begin with a picture: <input type="file" accept="image/*"></label>'
+    '${value ? `<img class="begins" alt="the first frame" src="${value}">` : ""}'
+)
+PICTURE_SCRIPT = """
+element.addEventListener("change", async (event) => {
+  const file = event.target.files[0];
+  if (!file) { props.value = ""; return; }
+  let url = "data:image/png;base64,";  // of what is no picture: the page says so
+  try {
+    const picture = await createImageBitmap(file);
+    const scale = Math.min(1, 1280 / Math.max(picture.width, picture.height));
+    const canvas = document.createElement("canvas");
+    canvas.width = Math.max(1, Math.round(picture.width * scale));
+    canvas.height = Math.max(1, Math.round(picture.height * scale));
+    canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+    url = canvas.toDataURL("image/png");
+    for (let quality = 0.95; url.length > 700000 && quality > 0.2; quality -= 0.15)
+      url = canvas.toDataURL("image/jpeg", quality);
+  } catch (error) {}
+  props.value = url;
+});
+"""
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 
 
@@ -52,6 +80,13 @@ class WeightsPicker:
             with gr.Row():
                 self.checkpoint = gr.Dropdown([NEWEST], value=NEWEST, label="Step", interactive=True, min_width=110)
                 self.average = gr.Dropdown(["ema"], value="ema", label="Weights", interactive=True, min_width=110)
+            with gr.Row(visible=bool(self.page.catalog.loras())):
+                self.loras = gr.Dropdown(
+                    self.page.catalog.loras(), multiselect=True, label="LoRA", interactive=True, min_width=150
+                )
+                self.lora_weights = gr.Textbox(
+                    "", label="Their weights", placeholder="1 each; or 0.8 0.5", max_length=100, min_width=110
+                )
         self.card = gr.HTML("", **HTML)
 
     def settings(self) -> None:
@@ -73,6 +108,7 @@ class WeightsPicker:
                 self.every = gr.Number(
                     1, label="Guide every ... steps", precision=0, minimum=1, maximum=MOST_STEPS, min_width=110
                 )
+            gr.HTML(f'<div class="card">{EXACT}</div>', **HTML)
 
     @property
     def fields(self) -> list[Any]:
@@ -80,6 +116,7 @@ class WeightsPicker:
         return [
             *(self.source, self.checkpoint, self.average),
             *(self.sampler, self.step_count, self.scale, self.interval, self.cache, self.every),
+            *(self.loras, self.lora_weights),
         ]
 
     @property
@@ -141,6 +178,10 @@ class WhatPicker:
             self.negative = gr.Textbox(
                 label="Guide away from", max_length=MOST_CAPTION, visible=False, placeholder="nothing"
             )
+            self.picture = gr.HTML(
+                "", html_template=PICTURE_HTML, js_on_load=PICTURE_SCRIPT, apply_default_css=False, visible=False,
+                elem_id=f"picture-{self.count}",
+            )  # fmt: skip
             with gr.Row():
                 self.number = gr.Number(
                     min(self.count, most), label="Count", precision=0, minimum=1, maximum=most, min_width=90
@@ -150,24 +191,25 @@ class WhatPicker:
     @property
     def fields(self) -> list[Any]:
         """All fields, in the order of :class:`WhatForm`."""
-        return [self.classes, self.captions, self.negative, self.number, self.seed]
+        return [self.classes, self.captions, self.negative, self.number, self.seed, self.picture]
 
     @property
     def followed(self) -> list[Any]:
-        return [self.classes, self.captions, self.negative]
+        return [self.classes, self.captions, self.negative, self.picture]
 
     def follow(self, card: ModelCard | None, chosen: Any) -> list[Any]:
         """Return updates of the fields ``followed`` for another model."""
         if card is None:
-            return [gr.skip()] * 3
+            return [gr.skip()] * 4
         choices = [(_class_label(number, name), number) for number, name in enumerate(card.classes)]
         kept = [n for n in chosen or [] if type(n) is int and n < len(choices)] or list(
             range(min(FIRST_CLASSES, len(choices)))
         )
         return [
             gr.Dropdown(choices, value=[] if card.captions else kept, visible=not card.captions),
+            gr.Textbox(visible=card.captions, placeholder="\n".join(card.examples) or "a seven moving left"),
             gr.Textbox(visible=card.captions),
-            gr.Textbox(visible=card.captions),
+            gr.HTML(visible=card.begins),
         ]
 
 

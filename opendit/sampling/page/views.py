@@ -66,6 +66,7 @@ CSS = """
 .log pre { font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
 #details td:first-child { white-space: nowrap; }
 .sheet img { max-width: 100%; border-radius: 6px; }
+.begins { max-width: 160px; max-height: 120px; border-radius: 4px; margin: 4px; }
 .grid img { max-width: 100%; max-height: 620px; border-radius: 6px; image-rendering: pixelated; }
 """
 
