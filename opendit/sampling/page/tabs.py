@@ -39,7 +39,7 @@ EXACT = (
 )
 # A picture is read and made smaller by the browser; nothing is uploaded as a file.
 PICTURE_HTML = (
-    '<label class="card">Clips begin with a picture: <input type="file" accept="image/*"></label>'
+    '<label>Clips begin with a picture <input type="file" accept="image/*"></label>'
     '${value ? `<img class="begins" alt="the first frame" src="${value}">` : ""}'
 )
 PICTURE_SCRIPT = """
@@ -108,7 +108,7 @@ class WeightsPicker:
                 self.every = gr.Number(
                     1, label="Guide every ... steps", precision=0, minimum=1, maximum=MOST_STEPS, min_width=110
                 )
-            gr.HTML(f'<div class="card">{EXACT}</div>', **HTML)
+            gr.HTML(EXACT, elem_classes="in-group", **HTML)
 
     @property
     def fields(self) -> list[Any]:
@@ -180,6 +180,7 @@ class WhatPicker:
             )
             self.picture = gr.HTML(
                 "", html_template=PICTURE_HTML, js_on_load=PICTURE_SCRIPT, apply_default_css=False, visible=False,
+                elem_classes="in-group",
                 elem_id=f"picture-{self.count}",
             )  # fmt: skip
             with gr.Row():

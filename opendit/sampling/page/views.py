@@ -66,6 +66,9 @@ CSS = """
 .log pre { font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
 #details td:first-child { white-space: nowrap; }
 .sheet img { max-width: 100%; border-radius: 6px; }
+.block.in-group { background: var(--block-background-fill); padding: 7px 12px !important; font-size: 13px; }
+.in-group { color: var(--muted); }
+.in-group input { display: block; margin-top: 4px; } .in-group b { color: var(--body-text-color); }
 .begins { max-width: 160px; max-height: 120px; border-radius: 4px; margin: 4px; }
 .grid img { max-width: 100%; max-height: 620px; border-radius: 6px; image-rendering: pixelated; }
 """

@@ -7,13 +7,13 @@ from PIL import Image
 import opendit
 from opendit.checkpoint.pretrained import read_config
 from opendit.diffusion import FlowObjective
+from opendit.models.lora import Lora
 from opendit.sampling.page.__main__ import build_parser
 from opendit.sampling.page.catalog import NEWEST, Catalog, ModelCard
 from opendit.sampling.page.drawing_queue import DrawingQueue, DrawingRequest
 from opendit.sampling.pipeline import DrawSettings
-from tests.checkpoint.test_lora_files import write_run
 from tests.sampling.page.conftest import serving
-from tests.sampling.small import BYTES, write
+from tests.sampling.small import BYTES, write, write_lora
 
 BASE, STYLE, CLIPS = "000-DiT-Ti-2", "001-DiT-Ti-2", "002-vDiT-Ti-222"
 
@@ -24,9 +24,9 @@ def catalog(tmp_path):
     outputs = tmp_path / "outputs"
     place = "checkpoints/step_0000001/ema.safetensors"
     base = write(outputs / BASE / place, seed=1)
-    (outputs / STYLE / place).parent.mkdir(parents=True)
-    write_run(outputs / STYLE / place, base, read_config(base), "DiT-Ti/2", 2)
-    write_run(tmp_path / "style.safetensors", base, read_config(base), "DiT-Ti/2", 3)
+    lora, config = Lora(2, 4.0, str(base)), read_config(base)
+    write_lora(outputs / STYLE / place, lora, config, "DiT-Ti/2", 2)
+    write_lora(tmp_path / "style.safetensors", lora, config, "DiT-Ti/2", 3)
     info = {"objective": FlowObjective().to_dict(), "captions": ["a\nseven", "up", "left", "down"]}
     write(outputs / CLIPS / place, "vDiT-Ti/222", info=info, frames=4, input_size=(8, 8), text=BYTES,
           learn_sigma=False, in_channels=3, given_frames="first")  # fmt: skip
@@ -94,7 +94,7 @@ def test_a_browser_sends_loras_and_a_picture(catalog, tmp_path, visit):
         page.locator(".card", has_text="draws clips of captions").locator("visible=true").wait_for()
         captions = page.get_by_label("Captions, one a line").locator("visible=true")
         assert captions.get_attribute("placeholder") == "a seven\nup\nleft"
-        assert "Compare shows by how much" in page.locator(".card", has_text="exact").first.inner_text()
+        assert "Compare shows by how much" in page.locator(".in-group", has_text="exact").first.inner_text()
         captions.fill("up")
         for label, value in (("Count", 1), ("Steps", 2)):
             one.fill(label, value)
