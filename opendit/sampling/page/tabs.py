@@ -132,7 +132,8 @@ class WeightsPicker:
         """Return updates of the fields ``followed`` for the chosen weights, and the model's card."""
         catalog = self.page.catalog
         if source is None:
-            text = f"no run with a checkpoint in {catalog.outputs} yet"
+            train = "" if self.page.training is None else "; the tab Train makes one"
+            text = f"no run with a checkpoint in {catalog.outputs} yet{train}"
             return [gr.skip(), gr.skip(), gr.skip(), views.message(text), gr.skip()], None
         try:
             steps = catalog.checkpoints(source)

@@ -16,7 +16,7 @@ from opendit.sampling.page.forms import number_in, text_of
 from opendit.sampling.page.training_queue import trains_lora
 
 NOTHING, DIGITS = "nothing: from the start", "digits: the embedded pictures"
-NO_RECIPE, ANY_CARD = "none", "this machine's"
+NO_RECIPE, ANY_CARD = "none", "this one"
 CARD_NAMES = (ANY_CARD, *CARDS)
 AS_RECIPE = "as recipe"
 VAES = (AS_RECIPE, "none", "ema", "mse")

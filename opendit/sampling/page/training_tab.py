@@ -46,7 +46,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
     assert queue is not None, "the page was started without --allow_train"
     root, skipped = queue.root, (FOLDER, catalog.outputs.name)
     with gr.Row():
-        with gr.Column(scale=2, min_width=340):
+        with gr.Column(scale=3, min_width=380):
             with gr.Group():
                 base = _path(base_choices(root, skipped, catalog), NOTHING, "Base: a run, or a model's folder")
                 data = _path(data_choices(root, skipped), DIGITS, "Data: a folder or a table")
@@ -60,7 +60,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
                 with gr.Row():
                     steps = _number("Steps")
                     batch = _number("Batch size")
-                    lr = _number("Learning rate")
+                    lr = _number("Learning rate", 120)
             with gr.Accordion("More", open=False):
                 with gr.Row():
                     model = _choice(PICTURE_MODELS, "Model")
@@ -70,14 +70,14 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
                     frames = _number("Frames of clips")
                 with gr.Row():
                     lora = _number("LoRA rank")
-                    every = _number("Save and draw every")
+                    every = _number("Save every")
             with gr.Row():
-                look = gr.Button("Look at data", size="md", elem_id="look", min_width=110)
+                look = gr.Button("Look", size="md", elem_id="look", min_width=110)
                 plan = gr.Button("Plan", size="md", elem_id="plan", min_width=80)
                 start = gr.Button("Start", variant="primary", size="md", elem_id="start", min_width=80)
             told = gr.HTML(views.message(f"folders are below {root}"), **HTML, elem_id="told")
             details = gr.HTML("", **HTML, elem_id="details")
-        with gr.Column(scale=4, min_width=380):
+        with gr.Column(scale=5, min_width=380):
             table = gr.HTML("", **HTML, elem_id="jobs")
             with gr.Row():
                 job = gr.Dropdown([], label="Show", interactive=True, elem_id="job", scale=3, min_width=200)
@@ -177,8 +177,8 @@ def _path(choices: list[str], value: str, label: str) -> gr.Dropdown:
     return gr.Dropdown(choices, value=value, label=label, info=info, interactive=True, allow_custom_value=True)
 
 
-def _number(label: str) -> gr.Textbox:
-    return gr.Textbox("", label=label, placeholder=AS_RECIPE, max_length=20, min_width=100)
+def _number(label: str, min_width: int = 100) -> gr.Textbox:
+    return gr.Textbox("", label=label, placeholder=AS_RECIPE, max_length=20, min_width=min_width)
 
 
 def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:

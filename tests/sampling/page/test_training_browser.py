@@ -53,7 +53,7 @@ def test_digits_from_a_folder_stopped_found_again_and_drawn(visit, root):
         for label, value in (("Steps", "100000"), ("Learning rate", "1e-3"), ("Batch size", "16")):
             one.fill(label, value)
         page.get_by_text("More", exact=True).click()
-        one.fill("Save and draw every", "5")
+        one.fill("Save every", "5")
         page.locator("#plan").click()
         told = page.locator("#told", has_text="hours:")
         told.wait_for()
