@@ -224,9 +224,10 @@ def _jpeg(path: Path) -> bytes:
 
 
 def last_line(text: str) -> str:
+    """Return the last error that a program has printed, without the word, or else its last line."""
     lines = [line for line in text.splitlines() if line.strip()]
-    found = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no output")
-    return found.removeprefix("error: ")
+    errors = [rest for head, _, rest in (line.partition(": ") for line in lines) if head == "error"]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 # ------------------------------------------------------------------------------------------ what runs
