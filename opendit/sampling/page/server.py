@@ -292,10 +292,7 @@ class Loader:
 def opened(options: dict[str, Any]):
     """Yield the :class:`Page` of these flags, and close it on exit. Raises ValueError or OSError for a ``--ckpt`` that
     can't be read."""
-    extra, lora = ({}, {})
-    for paths, found in ((options["ckpt"], extra), (options["lora"], lora)):
-        for path in (Path(name).expanduser() for name in paths):
-            found[path.name if path.name not in found else str(path)] = path
+    extra, lora = _named(options["ckpt"]), _named(options["lora"])
     catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), Loader(options)
     cards = {}
     for name in extra:
@@ -305,11 +302,22 @@ def opened(options: dict[str, Any]):
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
-    root = options["allow_train"]
-    training = TrainingQueue(Path(root).expanduser(), catalog) if root else contextlib.nullcontext()
-    with training, SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
+    with contextlib.ExitStack() as stack:
+        training = None
+        if (root := options["allow_train"]) is not None:
+            training = stack.enter_context(TrainingQueue(Path(root).expanduser(), catalog))
+        store = stack.enter_context(SampleStore())
+        queue = stack.enter_context(DrawingQueue(loader, options["batch_size"]))
         evaluations = Path(options["evaluation"]).expanduser()
-        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations, training if root else None)
+        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations, training)
+
+
+def _named(paths: list[str]) -> dict[str, Path]:
+    """Return paths by their last names, which a browser shows; of those with the same name, by their whole paths."""
+    found: dict[str, Path] = {}
+    for path in (Path(name).expanduser() for name in paths):
+        found[path.name if path.name not in found else str(path)] = path
+    return found
 
 
 class PageServer(uvicorn.Server):

@@ -90,6 +90,7 @@ def read_training_form(form: TrainingForm, catalog: Catalog, root: Path) -> tupl
         flags["global_batch_size"] = flags["batch_size"]
     if "max_steps" in flags:
         flags["epochs"] = 10**6  # the steps say when it ends
+        flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # so that a short run has a curve
     if "num_frames" in flags:
         flags["use_video"] = True
     if trains_lora(flags):

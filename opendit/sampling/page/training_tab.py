@@ -142,7 +142,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
             text = views.message(f"{chosen} starts, or waits for what runs")
         except ERRORS as error:
             text = views.error(str(error))
-        return [text, "", *refresh(chosen, None)]
+        return [text, *refresh(chosen, None)]
 
     def change(action: Any) -> Any:
         def changed(chosen: Any, compared: Any) -> list[Any]:
@@ -164,7 +164,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
 
     look.click(look_at, [data, side], [told, details], **PRIVATE)
     plan.click(make_plan, fields, [told, details], **PRIVATE)
-    start.click(begin, [job, *fields], [told, details, *shown], **PRIVATE)
+    start.click(begin, [job, *fields], [told, *shown], **PRIVATE)
     stop.click(change(queue.stop), [job, others], [told, *shown], **PRIVATE)
     go_on.click(change(queue.go_on), [job, others], [told, *shown], **PRIVATE)
     tab.select(again, [base, data], [timer, base, data], **PRIVATE)

@@ -62,7 +62,7 @@ def test_flags(root):
     assert flags == {
         "model": "DiT-Ti/4", "image_size": 8, "objective": "flow", "flow_shift": 3.0, "use_video": True,
         "pretrained": str(root / "outputs" / RUN), "data_path": str(root / "photos"), "num_frames": 4,
-        "max_steps": 20, "epochs": 10**6, "batch_size": 8, "lr": 1e-4, "outputs": str(root / "outputs"),
+        "max_steps": 20, "epochs": 10**6, "log_every": 1, "batch_size": 8, "lr": 1e-4, "outputs": str(root / "outputs"),
     }  # fmt: skip
     _, flags, more = read(root, base="Z-Image", data="clips.csv", recipe="lora", batch_size="2")
     assert flags["card"] == "auto" and flags["pretrained"] == str(root / "Z-Image") and more == {}
