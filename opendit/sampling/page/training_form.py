@@ -22,6 +22,8 @@ AS_RECIPE = "as recipe"
 VAES = (AS_RECIPE, "none", "ema", "mse")
 PICTURE_MODELS = (AS_RECIPE, "DiT-Ti/2", "DiT-S/2", "DiT-B/2", "DiT-L/2", "DiT-XL/2")
 TABLES = (".csv", ".jsonl", ".parquet")
+SPEED_UPS = {"mixed_precision": "bf16", "enable_flashattn": True, "enable_layernorm_kernel": True}
+SPEED_UPS |= {"enable_modulate_kernel": True}
 MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
 # Of a run that training starts from: how its network and its latents are made.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
@@ -48,22 +50,26 @@ class TrainingForm:
     ckpt_every: Any
 
 
-def read_training_form(form: TrainingForm, catalog: Catalog, root: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def read_training_form(
+    form: TrainingForm, catalog: Catalog, root: Path, has_gpu: bool = False
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return a title, flags with their values for ``train.py --config``, and further ones of a plan.
+
+    has_gpu: without a recipe the recommended speed-ups are on, as by the shell scripts.
 
     Raises:
         ValueError: a field is invalid, or a path is not below ``root``; one line for the user.
     """
     recipe = _one_of("recipe", form.recipe, (NO_RECIPE, *recipes()))
-    flags: dict[str, Any] = {} if recipe == NO_RECIPE else {"recipe": recipe}
-    words = RECIPES[recipe].flags if flags else ""
+    flags: dict[str, Any] = {"recipe": recipe} if recipe != NO_RECIPE else dict(SPEED_UPS) if has_gpu else {}
+    words = RECIPES[recipe].flags if recipe != NO_RECIPE else ""
     base, data = text_of(form.base), text_of(form.data)
     model = _one_of("model", form.model, PICTURE_MODELS)
     vae = _one_of("VAE", form.vae, VAES)
     if base == NOTHING:
         if "--pretrained" in words:
             raise ValueError(f"base: the recipe {recipe} adapts trained weights; choose a folder or a run")
-        if not flags and model == AS_RECIPE:
+        if not words and model == AS_RECIPE:
             raise ValueError("choose a recipe, a base or a model: one of them says what is trained")
     elif base in catalog.runs():
         flags |= kept_flags(catalog, base) | {"pretrained": str(catalog.run(base).resolve())}

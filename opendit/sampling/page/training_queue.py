@@ -101,6 +101,10 @@ class TrainingQueue:
             _end(program)
         self._owner.release()
 
+    @property
+    def has_gpu(self) -> bool:
+        return None not in self._gpus
+
     # ------------------------------------------------------------------------------------------ what a user does
 
     def add(self, title: str, config: dict[str, Any]) -> str:

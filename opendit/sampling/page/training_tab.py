@@ -130,14 +130,14 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
     def make_plan(*values: Any) -> Iterator[list[Any]]:
         yield [views.message("planning ..."), ""]
         try:
-            _, flags, more = read_training_form(TrainingForm(*values), catalog, root)
+            _, flags, more = read_training_form(TrainingForm(*values), catalog, root, queue.has_gpu)
             yield planned(queue, {**flags, **more})
         except ERRORS as error:
             yield [views.error(str(error)), ""]
 
     def begin(chosen: Any, *values: Any) -> list[Any]:
         try:
-            title, flags, _ = read_training_form(TrainingForm(*values), catalog, root)
+            title, flags, _ = read_training_form(TrainingForm(*values), catalog, root, queue.has_gpu)
             chosen = queue.add(title, flags)
             text = views.message(f"{chosen} starts, or waits for what runs")
         except ERRORS as error:

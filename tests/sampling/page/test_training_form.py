@@ -1,6 +1,7 @@
 """What the tab Train makes of its fields: flags of train.py whose paths are below one folder, or one line."""
 
 import json
+import re
 
 import pytest
 
@@ -20,6 +21,7 @@ from opendit.sampling.page.training_form import (
     read_training_form,
     recipes,
 )
+from tests.config.test_light import ROOT
 from tests.sampling.page.runs import log
 
 RUN = "000-DiT-Ti-2"
@@ -68,6 +70,20 @@ def test_flags(root):
     assert flags["card"] == "auto" and flags["pretrained"] == str(root / "Z-Image") and more == {}
     assert flags["global_batch_size"] == 2  # which the recipe has, and which must be a multiple
     assert read(root, lora="4", base=RUN, card="4090")[1]["card"] == "4090"
+
+
+def test_speed_ups_without_a_recipe(root):
+    """As train_img.sh has them; a recipe has its own."""
+    every = TrainingForm(**{**PLAIN, "recipe": NO_RECIPE, "model": "DiT-S/2"})
+    _, flags, _ = read_training_form(every, Catalog(root / "outputs"), root, has_gpu=True)
+    _, without, _ = read_training_form(every, Catalog(root / "outputs"), root)
+    written = re.search(r"run\+=\((--mixed_precision .*)\)", (ROOT / "train_img.sh").read_text())[1]
+    assert {name: flags[name] for name in flags.keys() - without} == {
+        name: True if value is None else value
+        for name, value in ((word.split() + [None])[:2] for word in written.split("--")[1:])
+    }
+    of_recipe = read_training_form(TrainingForm(**PLAIN), Catalog(root / "outputs"), root, has_gpu=True)[1]
+    assert "mixed_precision" not in of_recipe
 
 
 def test_every_name_is_a_flag_of_train(root, tmp_path):
