@@ -127,6 +127,8 @@ class TrainingQueue:
             if job.state == "waiting":
                 self._keep(name, job.model_copy(update={"state": "dropped"}))
                 return "dropped from the queue"
+            if job.stopped and alive(job):  # a second signal would end it before it has saved
+                raise ValueError(f"{name} is stopping already: it saves and ends; kill {job.pid} ends it at once")
             if not send(job, signal.SIGTERM):
                 raise ValueError(f"{name} does not run")
             self._keep(name, job.model_copy(update={"stopped": True}))

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="runs are 
 # Trains until a signal, and then ends in good order, as train.py does.
 FAKE = """
 import json, os, pathlib, signal, sys
+if "OPENDIT_RUN_FOLDER_FILE" not in os.environ:  # a plan, which takes long
+    signal.pause()
 file = pathlib.Path(os.environ["OPENDIT_RUN_FOLDER_FILE"])
 run = pathlib.Path(sys.argv[1]) / "outputs" / f"{int(file.parent.name):03d}-DiT-Ti-2"
 run.mkdir(parents=True, exist_ok=True)
@@ -28,7 +30,8 @@ print("trains on", os.environ.get("CUDA_VISIBLE_DEVICES"), sys.argv[2:], flush=T
 def end(*_):
     (run / "ended.json").write_text(json.dumps({"step": 3, "done": False, "stopped": True}))
     sys.exit(0)
-signal.signal(signal.SIGTERM, end)
+deaf = "deaf" in (file.parent / "config.yaml").read_text()
+signal.signal(signal.SIGTERM, (lambda *_: print("heard", flush=True)) if deaf else end)
 print("ready", flush=True)
 while True:
     signal.pause()
@@ -131,6 +134,19 @@ def test_a_process_that_is_gone(tmp_path, started):
         queue.go_on(name)  # it has no checkpoint: from the start
         wait_for(lambda: queue.output(name).count("ready") == 2)
         assert "load" not in queue.config(name)
+
+
+def test_a_run_that_saves_gets_no_second_signal(tmp_path, started):
+    with opened(tmp_path) as queue:
+        name = queue.add("a run", {"deaf": True})
+        ready(queue, name)
+        queue.stop(name)
+        wait_for(lambda: "heard" in queue.output(name))
+        assert queue.status(name) == "stopping"
+        with pytest.raises(ValueError, match="is stopping already: it saves and ends; kill [0-9]+ ends it at once"):
+            queue.stop(name)
+        time.sleep(0.2)
+        assert queue.output(name).count("heard") == 1
 
 
 def test_going_on_loads_the_run_and_leaves_its_first_weights(tmp_path, started):
