@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 import pytest
 from PIL import Image
 
 from opendit.data.digits import digits_split
+from opendit.sampling.page import training_queue
 from tests.config.test_light import ROOT
 from tests.sampling.page.conftest import serving
 from tests.sampling.page.runs import DIGITS, make
@@ -101,6 +103,36 @@ def test_without_the_flag_there_is_no_tab(visit):
     assert page.get_by_role("tab", name="Runs").count() == 1 and page.get_by_role("tab", name="Train").count() == 0
 
 
+def test_what_is_sent_over_http_stays_below_the_folder(root, monkeypatch):
+    """Requests that no browser of ours sends: nothing is started, and with a password nothing is answered."""
+    monkeypatch.setattr(training_queue, "TICK_S", 60.0)  # what is in the queue stays there
+    hostile = [
+        "../x",
+        "out",
+        "/etc",
+        f"{root}/../x",
+        "pictures/../../x",
+        "s3://x/y",
+        "a,b",
+        {"path": "/etc"},
+        ["/x"],
+        7,
+    ]
+    with serving("--allow_train", str(root)) as address:
+        asking = Asking(address)
+        for path in hostile:
+            for label in ("Data: a folder or a table", "Base: a run, or a model's folder"):
+                shown = str(asking.event("start", "click", {label: path}, fails=True))
+                assert "starts, or waits" not in shown and "error" in shown
+        assert not list((root / "page_runs").glob("[0-9]*"))
+        assert "starts, or waits" in str(asking.event("start", "click", {"Data: a folder or a table": "pictures"}))
+        assert "dropped from the queue" in str(asking.event("stop", "click", {"Show": "0001"}))
+    with serving("--allow_train", str(root), password="correct horse") as address:
+        for path, body in (("/config", None), ("/gradio_api/queue/join", b"{}")):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(f"{address}{path}", body, timeout=20)
+
+
 def test_three_hundred_requests_keep_the_memory_flat(root):
     """Of the program itself, over HTTP: drawings, the runs that it shows, and the tab Train."""
     pytest.importorskip("gradio", reason="the page needs gradio: pip install 'opendit[page]'")
@@ -145,8 +177,9 @@ class Asking:
             self.config = json.loads(answer.read())
         self.components = {each["id"]: each["props"] for each in self.config["components"]}
 
-    def event(self, name: str, kind: str, values: dict):
-        """The data that an event of a component answers. values: by labels, of other fields than their first."""
+    def event(self, name: str, kind: str, values: dict, fails: bool = False):
+        """The data that an event of a component answers. values: by labels, of other fields than their first. fails:
+        it may."""
         named = [key for key, props in self.components.items() if name in (props.get("elem_id"), props.get("label"))]
         event = next(each for each in self.config["dependencies"] if [named[0], kind] in map(list, each["targets"]))
         props = [self.components[key] for key in event["inputs"]]
@@ -165,6 +198,6 @@ class Asking:
                     message = json.loads(line[5:])
                     seen.append(message.get("output"))
                     if message.get("event_id") == asked and message["msg"] == "process_completed":
-                        assert message["success"], message
+                        assert message["success"] or fails, message
                         return seen
         raise AssertionError(f"no answer to {name}: {seen}")
