@@ -110,6 +110,8 @@ def test_the_metric_is_zero_for_the_test_pictures_and_sees_noise_other_classes_a
     assert other["frechet"] > 1e-3 and other["accuracy"] < accuracy
     assert metric(train.pixels[:50], train.labels[:50])["copies"] == 1
     assert metric(train.pixels[:50, :, ::-1].copy(), train.labels[:50])["copies"] == 1  # mirrored
+    grey = np.full((20, 32, 32, 3), 127, np.uint8) + np.random.default_rng(0).integers(0, 3, (20, 32, 32, 3), np.uint8)
+    assert metric(grey, train.labels[:20])["copies"] == 0
 
 
 def test_seconds_are_steps_at_the_median_speed_without_the_first_line():
