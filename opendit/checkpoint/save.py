@@ -184,7 +184,7 @@ class WholeTensorFiles:
         sizes = {name: math.prod(engine.shapes[name]) for name in engine.shapes}
         self._owner = share_out(sizes, weights, self.mesh.world_size)
         mine = [(which, name) for (which, name), rank in self._owner.items() if rank == self.mesh.rank]
-        total = sum(sizes[name] * (len(MOMENTS) if which == OPTIMIZER else 1) for which, name in mine)
+        total = sum(sizes[name] * (len(engine.moments_of(name)) if which == OPTIMIZER else 1) for which, name in mine)
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
@@ -251,12 +251,13 @@ class ShardFiles:
         self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
+        moments = {name: engine.moments_of(name) for name in engine.shapes}
         # Ranks of a pipeline know only the parameters of their own stages.
-        everywhere = channel.gather((shapes, buffers))
-        self._trained, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
+        everywhere = channel.gather((shapes, moments, buffers))
+        self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
         for number, name in enumerate(all_buffers):
-            holders = [rank for rank, (_, held) in enumerate(everywhere) if name in held]
+            holders = [rank for rank, (*_, held) in enumerate(everywhere) if name in held]
             self._buffers += [name] if holders[number % len(holders)] == self.mesh.rank else []
         mine = {name: part for name, part in self._parts.items() if part.numel}
         mine |= {name: Shard(buffers[name][1], ()) for name in self._buffers}
@@ -264,7 +265,7 @@ class ShardFiles:
         self._shapes = self._trained | all_buffers
         self._mine = {name: (self._shapes[name][1], part) for name, part in mine.items()}
         self._index(MODEL_SET, 0, {}).check_cover()
-        total = sum(part.numel for part in self._parts.values()) * len(self._sets)
+        total = sum(part.numel * (len(weights) + len(moments[name])) for name, part in self._parts.items())
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
@@ -309,7 +310,7 @@ class ShardFiles:
         """Return the index of a set, the same on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
-            if name in self._trained or which in self._weights:
+            if which in (self._weights if name not in self._trained else [*self._weights, *self._moments[name]]):
                 holders = [(rank, held[name]) for rank, held in enumerate(self._held) if name in held]
                 shards = {shard_file(which, rank, self.mesh.world_size): shard for rank, shard in holders}
                 tensors[name] = ShardedTensor(dtype, shape, shards)

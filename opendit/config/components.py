@@ -33,6 +33,7 @@ from opendit.config.names import (
     DESCRIPTIONS,
     METRICS,
     OFFLOAD,
+    OPTIMIZERS,
     OWN_ATTENTION,
     PIPELINE_SCHEDULES,
     PLUGINS,
@@ -285,14 +286,23 @@ class BatchFlags(Flags):
 
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
-    """AdamW, its learning rate, and the average of the weights."""
+    """AdamW or Muon, its learning rate, and the average of the weights."""
 
-    group: ClassVar[str] = "Optimizer: AdamW, its learning rate, and the average of the weights"
+    group: ClassVar[str] = "Optimizer: AdamW or Muon, its learning rate, and the average of the weights"
 
+    optimizer: str = flag(
+        "adamw",
+        "muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest (zero2, ddp, fsdp)",
+        choices=OPTIMIZERS,
+    )
+    muon_momentum: float = flag(0.95, "decay of Muon's mean of the gradients", **SHARE)
+    muon_precision: str = flag(
+        "bf16", "of Muon's orthogonalisation; fp32 is for comparisons, and slow", choices=("bf16", "fp32")
+    )
     lr: float = flag(1e-4, "peak learning rate", common=True, unit="rate", **ABOVE_0)
     lr_schedule: str = flag("constant", "after the warm-up", choices=("constant", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", unit="steps", **FROM_0)
-    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", at_least=0, at_most=1000, unit="number")
+    weight_decay: float = flag(0.0, "decoupled weight decay", at_least=0, at_most=1000, unit="number")
     adam_beta1: float = flag(0.9, "decay of AdamW's mean of the gradients", **SHARE)
     adam_beta2: float = flag(0.999, "of its mean of their squares; less (0.95) forgets outliers sooner", **SHARE)
     grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", at_least=0, at_most=1e38, unit="norm")

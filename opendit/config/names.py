@@ -106,6 +106,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of one number
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 OFFLOAD = ("none", "average", "state")
+OPTIMIZERS = ("adamw", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
 OWN_ATTENTION = ("ring", "usp")  # their own kernel attends to some of the keys at a time
@@ -137,7 +138,7 @@ PLUGINS = {
         "weights too",
         precisions=("bf16", "fp16"),
         # Frozen weights are in no chunk: every GPU would have all of them, as with zero2.
-        rejects=frozenset({"fp8", "lora", "tensor_parallel_size", "pipeline_parallel_size"}),
+        rejects=frozenset({"fp8", "lora", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
             "follow",

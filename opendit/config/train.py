@@ -297,6 +297,20 @@ class TrainConfig(
             raise ValueError(
                 f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice; give each once"
             )
+        if self.optimizer == "muon":
+            clashes = {
+                f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": (
+                    "muon" in PLUGINS[self.plugin].rejects
+                ),
+                "--lora, which trains factors of matrices, where Muon orthogonalises whole ones": self.lora is not None,
+                "--tensor_parallel_size, whose ranks have parts of a matrix": self.tensor_parallel_size > 1,
+                "--expert_parallel_size, which divides other weights than those around them": (
+                    self.expert_parallel_size > 1
+                ),
+                "--parallel auto, which counts with AdamW's steps and may divide matrices": self.parallel == "auto",
+                "--offload state, which keeps AdamW's moments in host memory": self.offload == "state",
+            }
+            self._reject("optimizer", clashes)
 
     def _check_evaluation(self) -> None:
         if self.ckpt_best not in (None, "val_loss") and not self.evaluate_every:
@@ -349,6 +363,8 @@ class TrainConfig(
         kind, mock = self.model.rpartition("-")[0], self.data_path == "mock"
         unused = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
+        if self.optimizer != "muon":
+            unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
         if self.pretrained is None:

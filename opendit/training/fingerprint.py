@@ -96,6 +96,7 @@ MEANS = {
     **dict.fromkeys(("data_parallel_replicate", "reduce_dtype"), ROUNDING),
     **dict.fromkeys(("pipeline_parallel_size", "pipeline_schedule"), ROUNDING),
     **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
+    "muon_precision": ROUNDING,
     **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
     "source": CODE,
     "order": f"samples come in another order from this step on, some of this epoch twice: {CURVE}",

@@ -464,6 +464,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         reshard=flags.reshard,
         offload=flags.offload,
         gather_fp8=flags.gather_fp8,
+        muon=flags.muon_precision if flags.optimizer == "muon" else None,
     )
 
 
