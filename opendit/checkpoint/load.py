@@ -245,6 +245,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
         # Together: an error on one rank becomes an error on all, which would otherwise continue without it.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
+    ema.snapshots = list(state["ema"].get("snapshots", []))
     engine.load_scaler_state(state["scaler"])
     engine.finish_loading()
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.files import (
+    AVERAGE_SET,
     MODEL_SET,
     STATE,
     average_sets,
@@ -36,8 +37,10 @@ from opendit.checkpoint.files import (
 )
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.checkpoint.run_folders import (
+    AVERAGES,
     BEST_LINK,
     LATEST,
+    MANIFEST,
     point_to,
     step_folder,
     step_of,
@@ -50,7 +53,7 @@ from opendit.checkpoint.tensor_set import (
     shard_metadata,
 )
 from opendit.common.records import WriteFailures
-from opendit.common.safe_files import make_folder, remove_tree, rename, sync_folder
+from opendit.common.safe_files import make_folder, move_into, remove, remove_tree, rename, sync_folder
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.config.names import BEST, SHARDS, WHOLE
 from opendit.parallel.engines import MOMENTS, Engine
@@ -370,11 +373,15 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     return in_use
 
 
-def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None]) -> None:
+def prune(
+    checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
+) -> None:
     """Delete all but the ``keep`` newest checkpoints up to ``newest``, never one of ``kept``. With 0 none is deleted.
 
     Checkpoints of later steps, from an attempt that was abandoned by resuming before them, stay until these steps are
     saved again.
+
+    keep_averages: their averages stay, in the run's folder ``averages``.
     """
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
@@ -382,7 +389,18 @@ def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | No
             gone = old.with_name(f".{old.name}.deleted")  # renamed first: half a folder would be a damaged checkpoint
             with contextlib.suppress(OSError):
                 rename(old, gone, root=checkpoints.parent)
+                if keep_averages:
+                    _move_averages(gone, checkpoints.parent, old.name)
                 remove_tree(gone, root=checkpoints.parent)
+
+
+def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
+    """Move the averages of a checkpoint to a run's folder of averages, under its name. Raises OSError."""
+    for path in checkpoint.iterdir():
+        if not path.name.startswith(AVERAGE_SET) and path.name not in (STATE, MANIFEST):
+            remove(path, root=run)
+    remove_tree(run / AVERAGES / name, root=run)  # of an abandoned attempt
+    move_into(checkpoint, run / AVERAGES / name, root=run)
 
 
 class BestCheckpoint:
@@ -529,6 +547,9 @@ class Checkpoints:
                 "updates": int(self.ema.updates),
             },
         }
+        if self.ema.power:
+            self.ema.snapshots.append(state["step"])
+            full["ema"]["snapshots"] = list(self.ema.snapshots)
         # A daemon: when a rank dies, the other ranks' threads wait for it forever and must not keep processes alive.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
@@ -602,7 +623,7 @@ class Checkpoints:
                     with self._write_failures.survive(f"checkpoints/{BEST_LINK}", step):
                         self._best.saved(self.folder, state)
                     kept.add(self._best.folder)
-                prune(self.folder, self.keep, final, kept)
+                prune(self.folder, self.keep, final, kept, self.ema.power)
             except Exception as error:
                 problem = f"rank 0: {error}"
         return self._channel.gather(problem)[0]

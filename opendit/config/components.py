@@ -2,6 +2,7 @@
 and one line of help."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar
 
@@ -284,6 +285,21 @@ class BatchFlags(Flags):
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
+MOST_WIDTH = 0.28  # of a power average; at 0.289 all updates count alike
+
+
+def power_widths(text: str) -> list[float]:
+    """Return the relative widths in ``power:0.05,0.10``. Raises ValueError."""
+    kind, _, widths = text.partition(":")
+    with suppress(ValueError):
+        found = [float(width) for width in widths.split(",")]
+        if kind == "power" and len(set(found)) == len(found) and all(0.01 <= width <= MOST_WIDTH for width in found):
+            return found
+    raise ValueError(
+        f"--average {text}: not power: and different widths between 0.01 and {MOST_WIDTH}; give power:0.05,0.10"
+    )
+
+
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
     """AdamW or Muon, its learning rate, and the average of the weights."""
@@ -317,8 +333,17 @@ class OptimizerFlags(Flags):
         True, "smaller decays at first: 1 - 10 / (n + 10) after n updates; a resume keeps its own rule"
     )
 
+    average: str | None = flag(
+        None,
+        "power:0.05,0.10: averages by power functions of these relative widths, of which sample.py --ema makes others",
+        unit="rule",
+    )
+
     @property
     def ema_decays(self) -> list[float]:
+        """The decays of the averages; with --average their relative widths. Raises ValueError for what are none."""
+        if self.average is not None:
+            return power_widths(self.average)
         return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
 
 

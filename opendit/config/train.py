@@ -365,6 +365,8 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.optimizer != "muon":
             unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
+        if self.average is not None:
+            unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
         if self.pretrained is None:

@@ -442,7 +442,7 @@ def build(
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
-        ema = EMA(engine, flags.ema_decays, spec.ema_warmup)
+        ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
         pace = Pace(mesh)

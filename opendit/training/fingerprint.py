@@ -91,6 +91,7 @@ MADE_INTO = {
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
+    "average": AVERAGES,
     **dict.fromkeys(("plugin", "mixed_precision", "compile", "deterministic"), ROUNDING),
     **dict.fromkeys(("tensor_parallel_size", "expert_parallel_size"), ROUNDING),
     **dict.fromkeys(("data_parallel_replicate", "reduce_dtype"), ROUNDING),

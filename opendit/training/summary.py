@@ -61,7 +61,8 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "trained": f"{weights:,} weights" + (f": {spec.lora}, and what is new" if spec.lora else ""),
         "optimizer": _optimizer(engine) + ("; moments in host memory" if flags.offload == "state" else ""),
-        "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
+        "EMA": f"{'power functions of widths' if ema.power else 'decay'} {', '.join(map(str, ema.decays))}"
+        f"{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)"
         + (" in host memory" if flags.offload != "none" else ""),
         "attention": attention_note(spec.kernels.attention_note, spec.sequence),
