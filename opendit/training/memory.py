@@ -1,14 +1,16 @@
 """Estimate the memory of a training step by formula, before anything is allocated.
 
 The peak of a step is the larger of two moments. When the backward pass begins, the activations of all blocks are held
-and no gradients of this micro-batch; when it ends, all gradients and no activations. Activations are counted in units
-of tokens x D in the precision of the activations, where the tokens are those of one rank's micro-batch.
+and no gradients of this micro-batch; when it reaches the first block, that block's activations and the gradients of all
+others. Activations are counted in units of tokens x D in the precision of the activations, where the tokens are those
+of one rank's micro-batch.
 
 The estimates lie within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), gemini in fp16
 within 5 %. They leave out the VAE and text encoder, the activations of a trained bytes encoder, a CUDA context, NCCL's
 buffers, and what the allocator loses to fragmentation.
 """
 
+import bisect
 import contextlib
 import functools
 import math
@@ -130,6 +132,7 @@ class Estimate:
         states: bytes by name of what is always there.
         activations: held when the backward pass begins.
         gradients: held then and when the pass has ended, unless they are among the states; and gathered weights.
+        last_block: bytes that its first block, the last to run backward, needs beside the gradients at the end.
         host: states by name that lie in host memory instead. ``total`` is the device's peak, ``host_total`` the host's.
     """
 
@@ -139,13 +142,18 @@ class Estimate:
     gradients_at_the_end: float
     gathered: float = 0
     gathered_at_the_end: float = 0
+    last_block: float = 0
     host: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> dict[str, float]:
         """Bytes beside the states at the peak, which is at the beginning or the end of the backward pass."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
-        last = {"gradients": self.gradients_at_the_end, "gathered weights": self.gathered_at_the_end}
+        last = {
+            "activations": self.last_block,
+            "gradients": self.gradients_at_the_end,
+            "gathered weights": self.gathered_at_the_end,
+        }
         return max(first, last, key=lambda parts: sum(parts.values()))
 
     @property
@@ -183,13 +191,16 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
         states = {"weights": 4 * parameters, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
         states |= {"cast weights": size * parameters} if setup.autocast else {}
-        return Estimate(states, _activations(config, setup, batch), 0, 0)
+        return Estimate(states, sum(_activations(config, setup, batch)), 0, 0)
     weights = size * parameters / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
         gradients = gradients if setup.accumulate else 0
-    return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+    others, block = _activations(config, setup, batch)
+    own = gradients * held_counts(config, setup)[1] / model  # of the block, which its backward pass makes
+    last = max(0, block - own)
+    return Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
 
 
 @functools.cache
@@ -267,11 +278,13 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
     frozen = 0 if setup.lora is None else model
-    share, activations = 4 * trained / ranks, _activations(config, setup, batch)
+    share, (others, last_block) = 4 * trained / ranks, _activations(config, setup, batch)
+    activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
         states |= {"weights": size * (trained + frozen), "masters": 0 if setup.precision == "fp32" else share}
-        return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
+        last_block = max(0, last_block - size * trained * block / model)  # whose gradients are not there yet
+        return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + size * frozen / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
@@ -293,7 +306,10 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         left = size * outside + whole
     else:
         gathered = left = size * outside + min(GATHERED, config.depth) * whole
-    return Estimate(states, activations, before, after, gathered + kept, left + size * own)
+    # Gradients of the first block and the embedders are not there yet, and no next block is gathered.
+    ahead = 0 if setup.reshard == "never" else (min(GATHERED, config.depth) - 1) * whole
+    last_block = max(0, last_block - size * trained_block - size * outside - ahead)
+    return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
 
 
 RING = 48 << 20  # bytes of the ring buffer through which both moments pass
@@ -330,7 +346,9 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
         return 0
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
-    return max(0, int(room // (one.activations - fixed.activations)))
+    largest = max(0, int(room // (one.activations - fixed.activations)))
+    # As many fit when the backward pass begins; its end may need more.
+    return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
 def block_float8(config: DiTConfig, setup: Setup) -> float:
@@ -338,9 +356,11 @@ def block_float8(config: DiTConfig, setup: Setup) -> float:
     return plan_of(config).kept(config, setup.execution).weights
 
 
-def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
-    """Return the bytes that all blocks keep, by the terms of the architecture's plan, and those that the backward pass
-    of one block takes beyond that."""
+def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
+    """Return the bytes of activations when the backward pass begins, by the terms of the architecture's plan.
+
+    First what all other blocks keep, then what one block keeps and its backward pass needs.
+    """
     plan, size = plan_of(config), BYTES[setup.precision]
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = config.tokens
@@ -360,8 +380,8 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
-        return setup.held_micro_batches * config.depth * given + (block - given) + backward * unit
-    return setup.held_micro_batches * config.depth * block + backward * unit
+        return (setup.held_micro_batches * config.depth - 1) * given, block + backward * unit
+    return (setup.held_micro_batches * config.depth - 1) * block, block + backward * unit
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
