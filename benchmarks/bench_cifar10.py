@@ -81,6 +81,11 @@ ROWS = {
     "tread": "--route 2:10:0.5",
     "tread_modern": "--route 2:10:0.5 --norm rms --mlp swiglu --positions rope --qk_norm",
 }
+ROWS |= {
+    "muon": "--optimizer muon",
+    "meanflow": "--objective meanflow --no_enable_cuda_graph",  # measure it with --steps 1 and 2
+    "meanflow_guided": "--objective meanflow --meanflow_guidance 1.5 --no_enable_cuda_graph",
+}
 PIXELS_64 = "--model DiT-S/16 --image_size 64"  # 768 values a token, which is 384 wide; enlarged, measured at 32
 ROWS |= {
     "min_snr": "--flow_min_snr 5",
@@ -449,12 +454,12 @@ def flags_of(args: argparse.Namespace, own: str, seed: int) -> list[str]:
     speed = TINY if args.tiny else ON_GPU if torch.cuda.is_available() else "--mixed_precision fp32 --num_workers 0"
     words, last = shlex.split(f"{BASE} {speed} {args.more} {own} --ckpt_every {args.every} --global_seed {seed}"), {}
     words = [str(args.outputs / TEACHER) if word == TEACHER else word for word in words]
-    for word in words:  # the last of several counts, without train.py's remark that it does
+    for word in words:  # the last of several counts, without train.py's remark that it does; --no_X is one of --X
         if word.startswith("--"):
-            values = last[word] = []
+            values = last[word.replace("--no_", "--").partition("=")[0]] = [word]
         else:
             values.append(word)
-    return [word for name, values in last.items() for word in (name, *values)]
+    return [word for values in last.values() for word in values]
 
 
 def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
@@ -482,6 +487,11 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
             | {"evaluation_s": time.perf_counter() - began}
         )
         print(f"{name} (seed {seed}): {points[-1]}", flush=True)
+    also = {}
+    for steps in args.also:
+        drawn = draw(checkpoint, labels, steps, args.guidance, min(BATCH, args.samples))
+        also[steps] = metric(drawn, labels)
+        print(f"{name} (seed {seed}): {steps} steps: {also[steps]}", flush=True)
     shutil.rmtree(folder / "checkpoints")  # half a GiB each
     image = Image.fromarray(pixels[:100].reshape(-1, 10, SIDE, SIDE, 3).swapaxes(1, 2).reshape(-1, 10 * SIDE, 3))
     image.save(args.outputs / f"{name}-{seed}.png")
@@ -490,7 +500,13 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
     of_run = {"name": name, "flags": own, "seed": seed, "more": args.more, "pictures_per_s": rate, "memory_gib": memory}
     of_run["waited_for_data"] = sum(line["data_wait_s"] for line in lines) / seconds_of(lines, batch)
     of_run |= {"card": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "commit": commit()}
-    of_run |= {"sampling_steps": args.steps, "guidance": args.guidance, "samples": args.samples, "points": points}
+    of_run |= {
+        "sampling_steps": args.steps,
+        "guidance": args.guidance,
+        "samples": args.samples,
+        "points": points,
+        "by_steps": also,
+    }
     (args.outputs / f"{name}-{seed}.json").write_text(json.dumps(of_run, indent=1) + "\n")
 
 
@@ -666,6 +682,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=180, help="of training, for each row")
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=50, help="of the sampler")
+    parser.add_argument("--also", type=int, nargs="+", default=[], help="more numbers of steps, at the end of a run")
     parser.add_argument("--guidance", type=float, default=1.0, help="1: none")
     parser.add_argument("--every", type=int, default=200, help="steps between checkpoints")
     parser.add_argument("--more", default="", metavar="'--FLAG VALUE'", help="flags of train.py for all rows")

@@ -38,6 +38,7 @@ class Stream(IntEnum):
     PLACE = 9
     TAGS = 10
     ROUTE = 11
+    INTERVAL = 12
 
 
 def philox4x32(

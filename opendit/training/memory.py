@@ -17,7 +17,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -29,8 +29,9 @@ from opendit.models.lora import Lora, lora_layers
 from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes
 from opendit.parallel.experts import expert_parameters
+from opendit.parallel.muon import ELEMENTS, flops
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
-from opendit.parallel.rules import rule_of
+from opendit.parallel.rules import matrix_rows, rule_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
@@ -60,6 +61,7 @@ class Setup:
         trained: LoRA's weights that a pipeline's stage has.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay beside the model.
+        muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
 
     Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.
@@ -92,6 +94,7 @@ class Setup:
     trained: int | None = None
     held_micro_batches: float = 1
     encoders: int = 0
+    muon: str | None = None
 
     @property
     def autocast(self) -> bool:
@@ -175,6 +178,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.encoders:
         needs = estimate(config, replace(setup, encoders=0), batch)
         return replace(needs, states=needs.states | {"encoders": setup.encoders})
+    if setup.muon is not None:
+        return _with_muon(config, setup, estimate(config, replace(setup, muon=None), batch))
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
@@ -196,6 +201,33 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     own = gradients * held_counts(config, setup)[1] / model  # of the block, which its backward pass makes
     last = max(0, block - own)
     return Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
+
+
+@functools.cache
+def matrix_count(config: DiTConfig) -> int:
+    """Count the weights of a model's matrices that Muon steps."""
+    shapes, _ = model_shapes(config)
+    return sum(math.prod(shapes[name]) for name in matrix_rows(config))
+
+
+@functools.cache
+def muon_flops(config: DiTConfig) -> int:
+    """Count the FLOPs of orthogonalising all matrices once."""
+    shapes, _ = model_shapes(config)
+    return sum(flops(shapes[name], rows) for name, rows in matrix_rows(config).items())
+
+
+def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
+    """Take the second moments of matrices out of an estimate, and add what Muon's step needs: what ranks exchange, and
+    the matrices between two products."""
+    ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
+    matrices = matrix_count(config)
+    copies = 1 if setup.plugin == "ddp" else ranks
+    moments = needs.states["moments"] - 4 * matrices / copies
+    exchanged = 0 if ranks == 1 else 4 * matrices if setup.plugin == "ddp" else 3 * size * matrices / ranks
+    step = exchanged + 4 * size * min(ELEMENTS, matrices / ranks)
+    at_the_end = needs.gradients_at_the_end + step
+    return replace(needs, states=needs.states | {"moments": moments}, gradients_at_the_end=at_the_end)
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
@@ -515,7 +547,8 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
     """Return the bytes of a rank's buffer for saves; the ranks share masters, averages and moments evenly."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
-    return 4 * trained * (3 + setup.averages) / setup.world
+    squares = trained - (0 if setup.muon is None else matrix_count(config))
+    return 4 * (trained * (2 + setup.averages) + squares) / setup.world
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
