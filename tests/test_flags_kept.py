@@ -27,6 +27,7 @@ CHANGED: dict[tuple[str, str, str], str] = {
     ("evaluation", "--class_labels", "values"): "as of sample.py",
     ("sample", "--sampler", "default"): "a further objective has one; the others' are as before",
     ("evaluation", "--sampler", "default"): "as of sample.py",
+    ("page", "--outputs", "default"): "below the folder of --allow_train, where that is given; otherwise as before",
     ("train", "--max_text_tokens", "default"): "the bytes encoder of a new run takes a length that fits the data",
 }
 # A row of README's table as it was: how it is now, or why it is gone.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from opendit.checkpoint.files import AVERAGE_SET, STATE, read_state
@@ -63,8 +64,10 @@ class _Sum(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         last = self._parts[-1][name]
-        total = sum(factor * part[name].double() for part, factor in zip(self._parts, self._factors, strict=True))
-        return last if not last.is_floating_point() else total.to(last.dtype)
+        if not last.is_floating_point():
+            return last
+        terms = [factor * part[name].double() for part, factor in zip(self._parts, self._factors, strict=True)]
+        return torch.stack(terms).sum(0).to(last.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts[-1])

@@ -344,9 +344,10 @@ class TrainConfig(
             divided = getattr(self, f"{name}_parallel_size") > 1
             clashes[f"--{name}_parallel_size, with which no process has the whole model for the target"] = divided
         self._reject("objective", clashes)
-        if self.meanflow_guidance != 1 and self.label_drop == 0:
+        guidance = getattr(self, "meanflow_guidance")  # noqa: B009  (a field of the table of objectives)
+        if guidance != 1 and self.label_drop == 0:
             raise ValueError(
-                f"--meanflow_guidance {self.meanflow_guidance:g}: the null class, which it guides away from, is not "
+                f"--meanflow_guidance {guidance:g}: the null class, which it guides away from, is not "
                 "learned; give --label_drop 0.1"
             )
         drawn = {"sample_steps": 2, "sample_cfg_scale": 1.0, "evaluate_steps": 2, "evaluate_cfg_scale": 1.0}

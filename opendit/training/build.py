@@ -21,7 +21,7 @@ from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
 from opendit.kernels.fp8_weight import keep_weights
-from opendit.models import DiTConfig, empty_model
+from opendit.models import DiT, DiTConfig, empty_model
 from opendit.models.lora import Lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, StepResult, build_engine
@@ -443,7 +443,7 @@ def build(
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
-        engine.module.route = flags.token_route
+        cast(DiT, engine.module).route = flags.token_route
         ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)

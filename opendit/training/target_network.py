@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.autograd.forward_ad as forward
@@ -42,8 +43,10 @@ class TargetNetwork:
         labels: (B,) int64, of the micro-batch.
     """
 
+    dropped: Tensor
+
     def __init__(self, engine: Engine, labels: Tensor):
-        self._engine, self._model, self._labels = engine, engine.module, labels
+        self._engine, self._model, self._labels = engine, cast(DiT, engine.module), labels
         self.dropped = labels == self._model.config.num_classes
 
     @torch.no_grad()
@@ -52,13 +55,14 @@ class TargetNetwork:
 
     @torch.no_grad()
     def unconditional(self, x: Tensor, time: Tensor) -> Tensor:
-        return self._output(x, time, torch.full_like(self._labels, self._model.config.num_classes))
+        return self._output(x, time, torch.full_like(self._labels, cast(int, self._model.config.num_classes)))
 
     @torch.no_grad()
     def derivative(self, x: Tensor, time: Tensor, dx: Tensor, dtime: Tensor, rows: Tensor) -> Tensor:
         with torch_operations(self._model), forward.dual_level():
             dual = forward.make_dual(x, dx.to(x.dtype)), forward.make_dual(time, dtime)
             _, tangent = forward.unpack_dual(self._output(*dual, self._labels[rows]))
+            assert tangent is not None  # of an output that depends on both inputs
             return tangent
 
     def _output(self, x: Tensor, time: Tensor, labels: Tensor) -> Tensor:

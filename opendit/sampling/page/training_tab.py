@@ -98,10 +98,10 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
         names = queue.names()
         chosen = chosen if chosen in names else names[0] if names else None
         runs = catalog.runs()
-        compared = [run for run in compared or [] if run in runs] if isinstance(compared, list) else []
+        others = [str(run) for run in compared if run in runs] if isinstance(compared, list) else []
         choices = gr.Dropdown([(f"{name} {queue.title(name)}", name) for name in names], value=chosen)
         own = None if chosen is None else queue.run_of(chosen)
-        drawn = list(dict.fromkeys([*([own] if own else []), *compared]))
+        drawn = ([own] if own else []) + [run for run in others if run != own]
         try:
             grids = catalog.grids(own) if own else []
         except ERRORS:  # a run was deleted while it was read
