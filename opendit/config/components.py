@@ -28,6 +28,7 @@ from opendit.config.flags import (
 )
 from opendit.config.names import (
     ATTENTION,
+    BASE_PRECISIONS,
     BEST,
     CHECKPOINT_FORMATS,
     DESCRIPTIONS,
@@ -140,6 +141,12 @@ class StartFlags(Flags):
     )
     lora_targets: list[str] = flag(
         [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"
+    )
+    base_precision: str = flag(
+        "bf16",
+        "of --lora: how the frozen blocks are stored: as --mixed_precision says (bf16), in 1 byte a weight (fp8, int8) "
+        "or 0.56 (nf4)",
+        choices=BASE_PRECISIONS,
     )
     card: str | None = flag(
         None,

@@ -105,6 +105,7 @@ PRECISIONS = ("fp16", "bf16", "fp32")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of one number
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
+BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 OFFLOAD = ("none", "average", "state")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")

@@ -355,6 +355,8 @@ class TrainConfig(
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
             unused |= dict.fromkeys(("lora_alpha", "lora_targets", "card"), "does nothing without --lora")
+            if self.load is None:
+                unused["base_precision"] = "does nothing without --lora"
         if self.parallel == "auto":
             unused["card"] = "does nothing with --parallel auto, which chooses by the memory of --hardware"
         if self.parallel != "auto" and self.dry_run is None:
@@ -465,11 +467,28 @@ class TrainConfig(
             raise ValueError(NO_BASE)
         for target in self.lora_targets:
             parse_target(target)
+        self._check_base()
         if "lora" in PLUGINS[self.plugin].rejects:
             raise ValueError(
                 f"--lora: does not work with --plugin {self.plugin}, which has frozen weights whole on every GPU; use "
                 "--plugin fsdp"
             )
+
+    def _check_base(self) -> None:
+        """Raise ValueError, with the reason, for flags that --base_precision can't be combined with."""
+        if self.base_precision == "bf16":
+            return
+        if not family_in(self.model):
+            raise ValueError(
+                f"--base_precision {self.base_precision}: is for public models, not --model {self.model}; leave it out"
+            )
+        clashes = {
+            "--compile, which can't follow weights that are made dense for one product": self.compile,
+            "--sequence_parallel_size, whose ranks send parts of dense weights": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, which divides dense weights": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages are filled with dense weights": self.pipeline_parallel_size > 1,
+        }
+        self._reject("base_precision", clashes)
 
     def _check_tensor_parallel(self, world_size: int) -> None:
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)

@@ -19,6 +19,7 @@ from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a
 from opendit.common.records import WriteFailures
 from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
+from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.models import DiTConfig, empty_model
 from opendit.models.lora import Lora
@@ -101,6 +102,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(PRECISIONS[flags.mixed_precision])
+    if flags.base_precision != "bf16":
+        store_base(model, flags.base_precision, PRECISIONS[flags.mixed_precision], mesh.device)
     apply_parallel(
         model,
         ops=spec.kernels.ops,

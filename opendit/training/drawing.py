@@ -15,6 +15,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, PublishedConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
+from opendit.kernels.base_precision import base_layers, store_base
 from opendit.models import Condition, DiT, empty_model
 from opendit.models.conditioning import TextCondition, same_length
 from opendit.parallel.apply import apply_parallel
@@ -67,6 +68,9 @@ class EMASampler:
         with mesh.device:
             model = empty_model(spec.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
         frozen = None if spec.lora is None else first_values(spec, model)
+        if spec.flags.base_precision != "bf16":
+            store_base(model, spec.flags.base_precision, engine.dtype, mesh.device)
+        stored = dict(base_layers(model))
         kernels, tensor = spec.kernels, tensor_group(mesh)
         apply_parallel(
             model,
@@ -80,7 +84,11 @@ class EMASampler:
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
             if frozen is not None and name not in engine.shapes:  # the averages are of what is trained
-                parameter.data.copy_(frozen(name, engine.parts.local(name)))
+                values = frozen(name, engine.parts.local(name))
+                if name in stored:
+                    stored[name].store(parameter.data, values, None)
+                else:
+                    parameter.data.copy_(values)
         return model
 
     def batches(

@@ -21,6 +21,7 @@ import torch
 
 from opendit.config.names import BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid
+from opendit.kernels.base_precision import is_stored, row_bytes
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
 from opendit.models.lora import Lora, lora_layers
@@ -48,6 +49,7 @@ class Setup:
         averages: number of EMAs.
         accumulate: a step has several micro-batches.
         lora: the LoRA that is trained; None if all of the model is.
+        base_precision: as --base_precision.
         replicate: copies of a model that fsdp shards.
         reduce_dtype: precision in which fsdp sums gradients over ranks.
         reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
@@ -77,6 +79,7 @@ class Setup:
     recompute: str = "none"
     grad_checkpoint: bool = False
     lora: Lora | None = None
+    base_precision: str = "bf16"
     replicate: int = 1
     reduce_dtype: str = "fp32"
     reshard: str = "auto"
@@ -99,7 +102,7 @@ class Setup:
     @property
     def gathers_float8(self) -> bool:
         """True if weights that are read in float8 are also kept and gathered in it."""
-        asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8
+        asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
         return asked and self.world > 1 and not self.compiled
 
     @property
@@ -176,15 +179,34 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     share = fp32 / ranks
     averages = setup.averages * share  # sharded under every plugin
     if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
-        states = {"weights": 4 * parameters, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
-        states |= {"cast weights": size * parameters} if setup.autocast else {}
+        numbers, stored, _ = stored_weights(config, setup)
+        states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
+        states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
         return Estimate(states, _activations(config, setup, batch), 0, 0)
-    weights = size * parameters / (ranks if setup.plugin == "gemini" else 1)
+    weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
         gradients = gradients if setup.accumulate else 0
     return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+
+
+@functools.cache
+def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
+    shapes = [shape for name, shape in model_shapes(config)[0].items() if is_stored(name, shape)]
+    numbers, sizes = sum(map(math.prod, shapes)), (rows * row_bytes(kind, width) for rows, width in shapes)
+    return numbers, sum(sizes), max(map(math.prod, shapes))
+
+
+def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
+    """Return the number of weights that --base_precision stores, their bytes, and the number of the largest one."""
+    return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
+
+
+def saved(config: DiTConfig, setup: Setup) -> int:
+    """Return the bytes that --base_precision saves in all."""
+    numbers, stored, _ = stored_weights(config, setup)
+    return BYTES[setup.precision] * numbers - stored
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
@@ -238,9 +260,9 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     share, activations = 4 * trained / ranks, _activations(config, setup, batch)
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
-        states |= {"weights": size * (trained + frozen), "masters": 0 if setup.precision == "fp32" else share}
+        states |= {"weights": size * (trained + frozen) - saved(config, setup), "masters": 0 if setup.precision == "fp32" else share}
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
-    states["weights"] = share + size * frozen / ranks
+    states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
@@ -255,7 +277,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     else:
         transient = (size + reduced) * trained_block + size * outside
         before, after = share * setup.accumulate + transient, share + transient
-    whole = size * block - (size - 1) * float8
+    whole = size * block - (size - 1) * float8 - saved(config, setup) / config.depth
     if setup.reshard == "never":
         gathered = size * (trained + frozen) - config.depth * (size * (block + experts) - whole)
         left = size * outside + whole
@@ -322,14 +344,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
-    block += 0 if setup.gathers_float8 else kept.weights  # (beside LoRA they are cast once, and take as much)
+    if not setup.gathers_float8 and setup.base_precision != "fp8":
+        block += kept.weights  # (beside LoRA they are cast once, and take as much)
+    backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if setup.recomputes_blocks:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
-        return setup.held_micro_batches * config.depth * given + (block - given) + backward * unit
-    return setup.held_micro_batches * config.depth * block + backward * unit
+        return setup.held_micro_batches * config.depth * given + (block - given) + backward_of_one
+    return setup.held_micro_batches * config.depth * block + backward_of_one
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:

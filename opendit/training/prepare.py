@@ -397,7 +397,12 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
     if stored is None:
         if flags.lora is not None and flags.pretrained is None:
             raise ValueError(NO_BASE)
+        if flags.lora is None and flags.base_precision != "bf16":
+            raise ValueError(f"--base_precision {flags.base_precision}: does nothing without --lora; leave it out")
         return flags
+    if "base_precision" not in flags.given:
+        kept = stored_fingerprint(cast(Checkpoint, resume).state).get("base_precision", "bf16")
+        flags = replace(flags, base_precision=kept)
     if flags.lora is None:
         lora = Lora(**stored)
         flags = replace(flags, lora=lora.rank, lora_alpha=lora.alpha, lora_targets=list(lora.targets))

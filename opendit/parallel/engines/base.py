@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed import ProcessGroup
 
+from opendit.kernels.base_precision import base_layers
 from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import load
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
@@ -78,6 +80,7 @@ class Engine(ABC):
         parts: layout of the parameters of a module whose layers the ranks of ``tp`` divide, as
             ``module.get_parameter(name)`` holds them before the engine shards them.
         shared: parameters that all ranks of a pipeline have.
+        stored: layers whose weights --base_precision stores, by the names of these.
     """
 
     def __init__(
@@ -85,7 +88,10 @@ class Engine(ABC):
     ):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
         self.divided = divided_parameters(module)
+        self.stored = dict(base_layers(module))
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        for name, layer in self.stored.items():  # whose bytes have another shape
+            self._local_shapes[name] = layer.shape
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
         self.shared, of_tensor = on_every_stage(module, canonical), {}
@@ -217,13 +223,18 @@ class Engine(ABC):
         afterwards."""
         self.set_master(name, shard)
 
+    _frozen_group: ProcessGroup | None = None  # ranks that have different parts of weights that are not trained
+
     @torch.no_grad()
     def _fill_frozen(self, values: Values) -> None:
         """Set the values of weights that are not trained."""
         for name, parameter in self.module.named_parameters():
             if name not in self.shapes:
                 part, shard = self._frozen_part(name, parameter)
-                part.copy_(values(name, shard))
+                if name in self.stored:
+                    self.stored[name].store(part, values(name, shard), self._frozen_group)
+                else:
+                    part.copy_(values(name, shard))
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
         """Return this rank's memory of a weight that is not trained, and which shard of it that is."""
