@@ -33,7 +33,6 @@ from opendit.config.names import (
     CHECKPOINT_FORMATS,
     DESCRIPTIONS,
     METRICS,
-    OFFLOAD,
     OWN_ATTENTION,
     PIPELINE_SCHEDULES,
     PLUGINS,
@@ -416,8 +415,9 @@ class PluginFlags(Flags):
     reduce_dtype: str = flag("fp32", "of fsdp: in which gradients are summed over ranks", choices=REDUCE_DTYPES)
     offload: str = flag(
         "none",
-        "of fsdp: what lies in host memory: the averages of the weights, or with state Adam's moments too",
-        choices=OFFLOAD,
+        "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); of "
+        "zero2 and ddp with --lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N)",
+        unit="what",
     )
     gather_fp8: bool = flag(
         True, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8; --no_gather_fp8: in bf16"

@@ -136,9 +136,7 @@ class _LinearWithLowRank(torch.autograd.Function):
     it reads that while it computes, where adding the thin one afterwards would be a pass over y and dx."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ):
+    def forward(ctx, x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
         rows = x.flatten(0, -2)
         thin = rows @ a.t()
         first = thin.new_zeros(1) if bias is None else bias

@@ -18,6 +18,7 @@ from opendit.checkpoint.run_folders import ENDED, folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.names import BUT_ATTENTION, PLUGINS
+from opendit.config.parallel_sizes import parse_offload
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
 from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8_weight import keep_weights
@@ -27,6 +28,7 @@ from opendit.parallel.apply import apply_parallel
 from opendit.parallel.engines import PRECISIONS, Engine, StepResult, build_engine
 from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.training.batches import Batches
@@ -117,6 +119,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_checkpoint=flags.grad_checkpoint,
         compiled=spec.why_not_compiled is None,
     )
+    state, count = parse_offload(flags.offload)
+    streamed = StreamedBlocks(model, count, mesh.device) if count else None
     if not cut:
         allocate(model, mesh.device)
     engine = build_engine(
@@ -130,7 +134,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
         sharding=spec.sharding,
-        offload=flags.offload,
+        offload=state,
+        streamed=streamed,
         initial=initial,
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION

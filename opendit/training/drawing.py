@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -56,7 +57,8 @@ class EMASampler:
         """
         trained = monitoring.allocated_gib()
         model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
-        with self._ema.applied(model), self._engine.autocast():
+        streamed = self._engine.streamed
+        with self._ema.applied(model), self._engine.autocast(), streamed.sampling() if streamed else nullcontext():
             yield model
         self._monitor.forget_drawing(trained)
         self._engine.mesh.barrier()
@@ -113,7 +115,7 @@ class EMASampler:
             return sample_in_batches(model, y, null, index, self.at_once, **how)
         # The engine lives for this drawing alone: its recordings would take memory from training. Ranks that share
         # samples share memory in training, too.
-        record = spec.sequence is None and tensor_group(spec.mesh) is None
+        record = spec.sequence is None and tensor_group(spec.mesh) is None and self._engine.streamed is None
         engine = SamplingEngine(model, spec.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 

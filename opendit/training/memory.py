@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from opendit.config.names import BUT_ATTENTION, BYTES
-from opendit.config.parallel_sizes import divide_grid
+from opendit.config.parallel_sizes import divide_grid, parse_offload
 from opendit.kernels.base_precision import is_stored, row_bytes
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
@@ -30,6 +30,7 @@ from opendit.models.zoo import model_shapes
 from opendit.parallel.experts import expert_parameters
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
 from opendit.parallel.rules import rule_of
+from opendit.parallel.streamed_blocks import blocks_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
@@ -182,13 +183,14 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         numbers, stored, _ = stored_weights(config, setup)
         states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
         states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
-        return Estimate(states, _activations(config, setup, batch), 0, 0)
+        return _streamed(Estimate(states, _activations(config, setup, batch), 0, 0), config, setup)
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
         gradients = gradients if setup.accumulate else 0
-    return Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+    needs = Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+    return _streamed(needs, config, setup)
 
 
 @functools.cache
@@ -260,7 +262,10 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     share, activations = 4 * trained / ranks, _activations(config, setup, batch)
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
-        states |= {"weights": size * (trained + frozen) - saved(config, setup), "masters": 0 if setup.precision == "fp32" else share}
+        states |= {
+            "weights": size * (trained + frozen) - saved(config, setup),
+            "masters": 0 if setup.precision == "fp32" else share,
+        }
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
@@ -287,7 +292,31 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 
 RING = 48 << 20  # bytes of the ring buffer through which both moments pass
-OFFLOADED = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
+OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
+
+
+@functools.cache
+def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
+    """Return the bytes of every block's weights, stored as --base_precision says."""
+    found = [0] * config.depth
+    for name, shape in model_shapes(config)[0].items():
+        if name.startswith("blocks."):
+            is_packed = kind != "bf16" and is_stored(name, shape)
+            found[int(name.split(".")[1])] += (
+                shape[0] * row_bytes(kind, shape[1]) if is_packed else size * math.prod(shape)
+            )
+    return found
+
+
+def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
+    """Move the blocks that --offload keeps in host memory there."""
+    _, count = parse_offload(setup.offload)
+    if not count:
+        return needs
+    size = 4 if setup.plugin == "ddp" else BYTES[setup.precision]
+    host, ring = blocks_of(_block_bytes(config, setup.base_precision, size), count)
+    states = needs.states | {"weights": needs.states["weights"] - host, "ring of blocks": ring}
+    return replace(needs, states=states, host={"blocks": host})
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:

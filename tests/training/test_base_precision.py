@@ -76,6 +76,8 @@ def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_p
     ("more", "message"),
     (
         ("--base_precision nf4 --compile", "--base_precision nf4: does not work with --compile, which can't follow"),
+        ("--offload blocks", "--offload blocks: the backward pass calls blocks again; add --recompute but_attention"),
+        ("--offload block", "--offload block: not known; give one of none, average, state, blocks, or blocks:N"),
         ("--base_precision int8 --sequence_parallel_size 2", "--sequence_parallel_size, whose ranks send"),
     ),
 )
@@ -87,3 +89,17 @@ def test_refusals(folders, more, message, tmp_path, capsys):  # noqa: F811
 
 def test_the_kind_is_recorded(trained):
     assert json.loads((trained["nf4"] / "config.json").read_text())["flags"]["base_precision"] == "nf4"
+
+
+def test_blocks_in_host_memory_change_no_bit(folders, trained, tmp_path, capsys):  # noqa: F811
+    """A run whose blocks are recomputed, with all of them resident and with some in host memory; its grids, too."""
+    more = ("--grad_checkpoint", "--base_precision", "nf4", "--sample_every", "4", "--sample_steps", "2")
+    resident = run(folders, "flux", tmp_path / "resident", *LORA, *more)
+    for offload, plugin in (("blocks", "zero2"), ("blocks:2", "ddp")):
+        found = run(folders, "flux", tmp_path / plugin, *LORA, *more, "--offload", offload, "--plugin", plugin)
+        assert "in host memory, copied when due" in capsys.readouterr().out
+        assert off_by(losses(found), losses(resident)) < 1e-6
+        if plugin == "zero2":
+            assert losses(found) == losses(resident)
+            for file in ("checkpoints/latest/model.safetensors", "samples/0000004.png"):
+                assert (found / file).read_bytes() == (resident / file).read_bytes(), file

@@ -25,6 +25,7 @@ from opendit.parallel.colossal import load
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import on_every_stage
+from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.tensor import ReplicatedGradients, divided_parameters
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,6 +61,7 @@ class Settings:
         grad_clip: bound of the global gradient norm, 0 for none.
         grad_accumulation: micro-batches in a step.
         sharding, offload: only for fsdp; offload names the state that lies in host memory.
+        streamed: blocks whose frozen weights lie in host memory; not with fsdp.
     """
 
     lr: float
@@ -69,6 +71,7 @@ class Settings:
     grad_accumulation: int
     sharding: Sharding = Sharding()
     offload: str = "none"
+    streamed: StreamedBlocks | None = None
 
 
 class Engine(ABC):
@@ -80,6 +83,7 @@ class Engine(ABC):
         parts: layout of the parameters of a module whose layers the ranks of ``tp`` divide, as
             ``module.get_parameter(name)`` holds them before the engine shards them.
         shared: parameters that all ranks of a pipeline have.
+        streamed: blocks whose frozen weights lie in host memory; None if none do.
         stored: layers whose weights --base_precision stores, by the names of these.
     """
 
@@ -88,7 +92,9 @@ class Engine(ABC):
     ):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
         self.divided = divided_parameters(module)
-        self.stored = dict(base_layers(module))
+        self.stored, self.streamed = dict(base_layers(module)), settings.streamed
+        if self.streamed is not None:
+            self.no_graph = "blocks are copied from host memory when they are called (--offload blocks)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         for name, layer in self.stored.items():  # whose bytes have another shape
             self._local_shapes[name] = layer.shape
@@ -238,7 +244,8 @@ class Engine(ABC):
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
         """Return this rank's memory of a weight that is not trained, and which shard of it that is."""
-        return parameter, self.parts.local(name)
+        kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
+        return kept, self.parts.local(name)
 
     def load_master(self, name: str, full: Tensor) -> None:
         """Set a parameter's master from its full tensor, on every rank; call finish_loading afterwards."""
