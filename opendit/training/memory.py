@@ -308,13 +308,24 @@ def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
     return found
 
 
-def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
-    """Move the blocks that --offload keeps in host memory there."""
+def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     _, count = parse_offload(setup.offload)
     if not count:
-        return needs
+        return 0, 0
     size = 4 if setup.plugin == "ddp" else BYTES[setup.precision]
-    host, ring = blocks_of(_block_bytes(config, setup.base_precision, size), count)
+    return blocks_of(_block_bytes(config, setup.base_precision, size), count)
+
+
+def host_blocks(config: DiTConfig, setup: Setup) -> int:
+    """Return the bytes of the blocks that --offload keeps in host memory."""
+    return _of_streamed(config, setup)[0]
+
+
+def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
+    """Move the blocks that --offload keeps in host memory there."""
+    host, ring = _of_streamed(config, setup)
+    if not host:
+        return needs
     states = needs.states | {"weights": needs.states["weights"] - host, "ring of blocks": ring}
     return replace(needs, states=states, host={"blocks": host})
 
