@@ -30,9 +30,11 @@ from opendit.config.names import (
     ATTENTION,
     BASE_PRECISIONS,
     BEST,
+    BLOCKS,
     CHECKPOINT_FORMATS,
     DESCRIPTIONS,
     METRICS,
+    OFFLOAD,
     OWN_ATTENTION,
     PIPELINE_SCHEDULES,
     PLUGINS,
@@ -417,7 +419,8 @@ class PluginFlags(Flags):
         "none",
         "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); of "
         "zero2 and ddp with --lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N)",
-        unit="what",
+        choices=(*OFFLOAD, BLOCKS),
+        counted=BLOCKS,
     )
     gather_fp8: bool = flag(
         True, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8; --no_gather_fp8: in bf16"

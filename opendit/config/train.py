@@ -373,7 +373,7 @@ class TrainConfig(
                 "reshard",
                 "reduce_dtype",
                 "gather_fp8",
-                *([] if streamed else ["offload"]),
+                *([] if streamed or self.card else ["offload"]),  # --card may choose to move blocks
             )
             unused |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:

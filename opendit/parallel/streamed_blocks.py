@@ -8,6 +8,9 @@ block that is called; the host waits for nothing.
 
 Blocks have to be recomputed in the backward pass, so that it calls them, too, and nothing else reads their weights in
 between. Weights stay on the host as they were loaded: they are never copied back.
+
+Copies can be part of a CUDA graph. A recorded pass begins with empty slots, because what lies in them when it is
+replayed isn't known; and so does every other pass from then on, because a replay fills them unseen.
 """
 
 import contextlib
@@ -47,6 +50,8 @@ class StreamedBlocks:
         blocks: number of blocks that are streamed.
         slots: the ring, uint8.
         copied: number of copies that have begun.
+        recorded: a pass was recorded as a CUDA graph.
+        recordable: the backward pass reaches the first of these blocks, and so waits for all copies.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
@@ -61,10 +66,11 @@ class StreamedBlocks:
         self._rows = list(memory.split(sizes))
         count = min(AHEAD + 1, len(blocks))
         self.slots = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in range(count)]
-        self._holds: list[int | None] = [None] * count
-        self._ready: list[Any] = [None] * count
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last = 0
+        self.recorded = False
+        self._forget()
+        reached = (p for block in model.blocks[: numbers[0] + 1] for p in block.parameters())
+        self.recordable = any(parameter.requires_grad for parameter in reached)
         self.host: dict[str, Tensor] = {}
         for number, ((prefix, block), each, ends) in enumerate(zip(blocks, frozen, places, strict=True)):
             for (name, parameter), start in zip(each, ends, strict=False):
@@ -79,16 +85,30 @@ class StreamedBlocks:
                 setattr(block.get_submodule(owner), attribute, on_device)
             for module in block.modules():
                 module.register_forward_pre_hook(self._hook(number, of_block=module is block))
+        model.register_forward_pre_hook(self._begin_pass)
         self._model, model.modulate_in_blocks = model, True
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
         """Return a context in which the model's modulations are made beforehand, for many steps at once."""
         self._model.modulate_in_blocks = False
+        self._forget()
         try:
             yield
         finally:
             self._model.modulate_in_blocks = True
+            self._forget()
+
+    def _forget(self) -> None:
+        """Regard all slots as empty."""
+        self._holds: list[int | None] = [None] * len(self.slots)
+        self._ready: list[Any] = [None] * len(self.slots)
+        self._last = 0
+
+    def _begin_pass(self, *_: Any) -> None:
+        self.recorded |= self._stream is not None and torch.cuda.is_current_stream_capturing()
+        if self.recorded:
+            self._forget()
 
     def _hook(self, number: int, of_block: bool) -> Callable[..., None]:
         """Return what runs before a block, or a module in one: sampling also calls modulations by themselves."""
@@ -108,7 +128,7 @@ class StreamedBlocks:
         slot = number % len(self.slots)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ready[slot])
-        elif self._ready[slot] is not None:
+        elif self._ready[slot]:
             self._copy(number)
             self._ready[slot] = None
         for other in range(number + ahead, number + ahead * (len(self.slots)), ahead):

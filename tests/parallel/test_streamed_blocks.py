@@ -79,6 +79,16 @@ def test_what_is_there_is_not_copied_again():
     assert few.copied == 0 and len(few.slots) == AHEAD + 1
 
 
+def test_passes_begin_with_empty_slots_once_one_was_recorded():
+    whole, model = model_of(True), model_of(True)
+    streamed = stream(model, DEPTH, True)
+    step(model, 0)
+    streamed.recorded = True
+    for slot in streamed.slots:
+        slot.fill_(255)  # a replay has left something else
+    assert torch.equal(step(model, 1)[0], step(whole, 1)[0])
+
+
 def test_modulations_and_keys_by_themselves_have_their_blocks():
     """As sampling calls them, for many steps at once."""
     whole, model = model_of(False), model_of(False)

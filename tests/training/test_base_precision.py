@@ -77,7 +77,7 @@ def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_p
     (
         ("--base_precision nf4 --compile", "--base_precision nf4: does not work with --compile, which can't follow"),
         ("--offload blocks", "--offload blocks: the backward pass calls blocks again; add --recompute but_attention"),
-        ("--offload block", "--offload block: not known; give one of none, average, state, blocks, or blocks:N"),
+        ("--offload block", "--offload block: not known; give one of none, average, state, blocks;"),
         ("--base_precision int8 --sequence_parallel_size 2", "--sequence_parallel_size, whose ranks send"),
     ),
 )

@@ -93,8 +93,8 @@ class Engine(ABC):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
         self.divided = divided_parameters(module)
         self.stored, self.streamed = dict(base_layers(module)), settings.streamed
-        if self.streamed is not None:
-            self.no_graph = "blocks are copied from host memory when they are called (--offload blocks)"
+        if self.streamed is not None and not self.streamed.recordable:
+            self.no_graph = "the backward pass ends before the first of the blocks in host memory (--lora_targets)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
         for name, layer in self.stored.items():  # whose bytes have another shape
             self._local_shapes[name] = layer.shape
