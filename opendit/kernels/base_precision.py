@@ -243,18 +243,18 @@ def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) 
         dtype: in which the model computes.
         device: on which it will.
     """
-    for name, layer in model.named_modules():
+    for name, module in model.named_modules():
+        layer: Any = module
         kept = getattr(layer, "weight", None)
         if type(layer) not in (nn.Linear, Projection) or kept is None or kept.requires_grad:
             continue
         if not is_stored(f"{name}.weight", tuple(kept.shape)):
             continue
-        made: Any = layer
-        made.__class__ = BaseProjection if type(layer) is Projection else BaseLinear
-        made.kind, made.descale = kind, torch.ones(1, device=device)
+        layer.__class__ = BaseProjection if type(layer) is Projection else BaseLinear
+        layer.kind, layer.descale = kind, torch.ones(1, device=device)
         width = row_bytes(kind, layer.in_features) // dtype.itemsize
         empty = torch.empty(layer.out_features, width, dtype=dtype, device="meta")
-        made.weight = nn.Parameter(empty, requires_grad=False)
+        layer.weight = nn.Parameter(empty, requires_grad=False)
 
 
 def base_layers(model: nn.Module) -> Iterator[tuple[str, BaseLayer]]:

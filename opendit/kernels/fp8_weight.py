@@ -72,7 +72,8 @@ def keep_weights(model: nn.Module) -> int:
         if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
             _ = cast.descale_of_columns  # computed here: in a CUDA graph capture it would only exist in replays
-            weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
+            owner: Any = weight
+            owner.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
     return taken
 

@@ -98,10 +98,11 @@ class StoredWeight(ABC):
         dtype: of the dense weight.
     """
 
-    requires_grad = False
+    requires_grad: ClassVar[bool] = False
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype):
-        self.shape, self.dtype = shape, dtype
+        self.shape: torch.Size = shape
+        self.dtype: torch.dtype = dtype
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "StoredWeight":
@@ -161,10 +162,10 @@ def multiply(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
     """Return x W^T + bias (..., out) for x (..., in), with what LoRA adds to the weight."""
-    if low_rank is None and isinstance(weight, StoredWeight):
-        return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
-    if low_rank is None:
+    if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
+    if low_rank is None:
+        return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
     return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale)
 
 
