@@ -1,5 +1,7 @@
 """Weights in fewer bits: their error against other projects' own, and products with them against float64."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from opendit.kernels import base_precision as stored
 from opendit.kernels.fp8 import E4M3, EXACT, float8_factor_reference, float8_reference
 from opendit.models.layers import Projection
 from opendit.models.lora import A, B, Lora, add_lora
+from opendit.training.memory import Setup, stored_weights
 from tests.kernels.test_public_fp8 import given, model_of
 
 KINDS = ("fp8", "int8", "nf4")
@@ -139,6 +142,10 @@ def test_a_model_has_the_outputs_and_gradients_of_its_dense_weights(kind):
     matrices = {n for n, p in plain.named_parameters() if not n.endswith((A, B)) and n[:7] == "blocks." and p.dim() > 1}
     assert layers.keys() == matrices
     fill(model, plain)
+    setup = Setup(precision="fp32", lora=Lora(3, 6.0, ""), base_precision=kind)
+    sizes = [(math.prod(layer.shape), layer.weight.nbytes) for layer in layers.values()]
+    numbers, size, largest = stored_weights(model.config, setup)
+    assert (numbers, size) == tuple(map(sum, zip(*sizes, strict=True))) and largest == max(sizes)[0]
     for name, layer in layers.items():
         dense.get_parameter(name).data.copy_(layer.matrix.dense())
     found, wanted, before = results(model), results(dense), results(plain)

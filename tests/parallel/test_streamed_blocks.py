@@ -1,5 +1,7 @@
 """Frozen blocks in host memory: the bits of blocks that stay, whenever the copies are made, and what is copied when."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.lora import B, Lora, add_lora
 from opendit.parallel.streamed_blocks import AHEAD, StreamedBlocks, blocks_of, streamed_numbers
+from opendit.training.memory import Setup, estimate
 from tests.kernels.test_public_fp8 import VALUES, given
 
 DEPTH = 6
@@ -57,6 +60,11 @@ def test_it_has_the_bits_of_blocks_that_stay(count, deferred, recomputed):
     whole, model = model_of(recomputed), model_of(recomputed)
     streamed = stream(model, count, deferred)
     assert streamed.blocks == min(count, DEPTH)
+    setup = Setup(precision="fp32", lora=Lora(2, 4.0, ""), grad_checkpoint=True, offload=f"blocks:{count}")
+    needs, resident = (estimate(model.config, replace(setup, offload=how), 1) for how in (setup.offload, "none"))
+    assert needs.host == {"blocks": sum(kept.nbytes for kept in streamed.host.values())}
+    moved = resident.states["weights"] - needs.states["weights"]
+    assert moved == needs.host_total and resident.total - needs.total < moved
     for seed in range(2):
         (loss, again, found), (wanted, wanted_again, gradients) = step(model, seed), step(whole, seed)
         assert torch.equal(loss, wanted) and torch.equal(again, wanted_again)
