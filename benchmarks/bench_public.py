@@ -28,6 +28,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import re
 import statistics
 import sys
@@ -48,6 +49,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.results import add_flags, record
 from opendit.checkpoint.matched import check_matched
+from opendit.diffusion.objectives.flow import FlowObjective, empirical_shift
 from opendit.diffusion.published_schedules import published_schedule
 from opendit.diffusion.random import initial_noise
 from opendit.diffusion.sampling import sample_latents
@@ -84,6 +86,7 @@ class Subject:
         scheduler: of diffusers: class and settings; None: no latents are drawn.
         rounds_times: in bf16 diffusers' network rounds times.
         trains: it is measured by --train.
+        pixels: along a side, per latent.
     """
 
     title: str
@@ -95,10 +98,11 @@ class Subject:
     steps: int = 0
     rounds_times: bool = False
     trains: bool = False
+    pixels: int = 8
 
     @property
     def where(self) -> str:
-        sides = "x".join(str(8 * side) for side in self.size[-2:])
+        sides = "x".join(str(self.pixels * side) for side in self.size[-2:])
         return f"{4 * (self.size[0] - 1) + 1} frames {sides}" if len(self.size) == 3 else sides
 
 
@@ -127,6 +131,24 @@ SUBJECTS = {
              axes_dims=[32, 48, 48], axes_lens=[1024, 512, 512]),
         (128, 128), 200,
     ),
+    "qwen-image": Subject(
+        "Qwen-Image", "qwen_image",
+        dict(in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24,
+             joint_attention_dim=3584, axes_dims_rope=(16, 56, 56)),
+        (128, 128), 512,
+    ),
+    "klein-4b": Subject(
+        "FLUX.2 klein 4B", "flux2",
+        dict(in_channels=128, num_layers=5, num_single_layers=20, attention_head_dim=128, num_attention_heads=24,
+             joint_attention_dim=7680, axes_dims_rope=(32, 32, 32, 32), guidance_embeds=False),
+        (64, 64), 512, EULER, 4, rounds_times=True, pixels=16,
+    ),
+    "ti2v-5b": Subject(
+        "Wan-TI2V-5B", "wan",
+        dict(patch_size=(1, 2, 2), num_attention_heads=24, attention_head_dim=128, in_channels=48, out_channels=48,
+             text_dim=4096, freq_dim=256, ffn_dim=14336, num_layers=30, rope_max_seq_len=1024),
+        (31, 44, 80), 512, ("UniPCMultistepScheduler", UNIPC[1] | dict(flow_shift=5.0)), 10, pixels=16,
+    ),
 }  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
     "flux": dict(
@@ -144,6 +166,21 @@ TINY: dict[str, dict[str, Any]] = {
                     axes_dims=[4, 6, 6], axes_lens=[128, 16, 16]),
         size=(6, 10), tokens=40,
     ),
+    "qwen-image": dict(
+        values=dict(in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+                    joint_attention_dim=14, axes_dims_rope=(4, 6, 6)),
+        size=(8, 12), tokens=7,
+    ),
+    "klein-4b": dict(
+        values=dict(in_channels=8, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=2,
+                    joint_attention_dim=15, axes_dims_rope=(4, 4, 4, 4)),
+        size=(4, 6), tokens=7, steps=4,
+    ),
+    "ti2v-5b": dict(
+        values=dict(num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, text_dim=10,
+                    freq_dim=16, ffn_dim=36, num_layers=2, rope_max_seq_len=16),
+        size=(3, 6, 10), tokens=8, steps=4,
+    ),
 }  # fmt: skip
 
 
@@ -156,11 +193,14 @@ def tiny(name: str) -> Subject:
 
 def network_of(subject: Subject, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Build diffusers' network with random weights that bf16 holds if ``dtype`` is bf16."""
-    transformers = importlib.import_module(f"diffusers.models.transformers.transformer_{subject.family}")
+    import diffusers
+
+    values = subject.values
     with torch.device("meta"):
-        module = getattr(transformers, FAMILIES[subject.family].network)(**subject.values).eval()
+        module = getattr(diffusers, FAMILIES[subject.family].network)(**values).eval()
+    if subject.family == "qwen_image":
+        module.pos_embed = type(module.pos_embed)(10000, list(values["axes_dims_rope"]), scale_rope=True)
     if subject.family == "wan":  # its tables are buffers
-        values = subject.values
         table = values["attention_head_dim"], values["patch_size"], values["rope_max_seq_len"]
         with device:
             module.rope = type(module.rope)(*table)
@@ -197,8 +237,9 @@ def draw(name: str, part: nn.Module, values: Tensor, generator: torch.Generator)
 
 
 def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return published weights, or their gradients, by our names, as copies. Raises ValueError unless each of both
-    names is matched once."""
+    """Return published weights, or their gradients, by our names. Parameters that ours holds as rows of one tensor
+    become views of it, so that the weights are in memory once. Raises ValueError unless each of both names is matched
+    once."""
     table = FAMILIES[model.config.family].names(model.config.spec)
     matches = [(*names, match.dim) for match in table for names in match.names()]
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -206,7 +247,11 @@ def by_our_names(model: PublicDiT, theirs: Mapping[str, Tensor]) -> dict[str, Te
     check_matched([name for _, theirs, _ in matches for name in theirs], theirs, "of diffusers' weights")
     found: dict[str, Tensor] = {}
     for ours, published, dim in matches:
-        joined = torch.cat([theirs[name] for name in published], dim=dim)
+        parts = [theirs[name] for name in published]
+        joined = parts[0].detach() if len(parts) == 1 else torch.cat([part.detach() for part in parts], dim=dim)
+        if len(parts) > 1 and dim == 0 and all(part.dtype == joined.dtype for part in parts):
+            for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+                part.data = rows
         if len(ours) == 1:
             found[ours[0]] = joined
             continue
@@ -265,7 +310,29 @@ def call_z_image(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> T
     return -torch.stack(list(out)).squeeze(2)
 
 
-CALLS = {"flux": call_flux, "wan": call_wan, "z_image": call_z_image}
+def call_qwen_image(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+    (B, C, H, W), (h, w) = x.shape, (x.shape[2] // 2, x.shape[3] // 2)
+    packed = x.view(B, C, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w, 4 * C)
+    out = module(
+        hidden_states=packed, encoder_hidden_states=y.tokens, encoder_hidden_states_mask=None, timestep=t / 1000,
+        img_shapes=[[(1, h, w)]] * B, return_dict=False,
+    )[0]  # fmt: skip
+    return out.view(B, h, w, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+
+
+def call_flux2(module: nn.Module, x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+    one, rows, columns, words = (torch.arange(n, device=x.device) for n in (1, *x.shape[2:], y.tokens.shape[1]))
+    out = module(
+        hidden_states=x.flatten(2).transpose(1, 2), encoder_hidden_states=y.tokens, timestep=t / 1000,
+        img_ids=torch.cartesian_prod(one, rows, columns, one), txt_ids=torch.cartesian_prod(one, one, one, words),
+        guidance=None, return_dict=False,
+    )[0]  # fmt: skip
+    return out.transpose(1, 2).reshape(x.shape)
+
+
+CALLS = {
+    "flux": call_flux, "wan": call_wan, "z_image": call_z_image, "qwen_image": call_qwen_image, "flux2": call_flux2,
+}  # fmt: skip
 
 # -------------------------------------------------------------------------------------------------------------- floor
 
@@ -449,6 +516,7 @@ class Pair:
         self.noise = initial_noise(SEED, torch.arange(1, device=device), (self.config.in_channels, *subject.size))
         self.time = torch.full((1,), TIME, device=device)
         self.compiled = False
+        self.recorded_work: list[Callable[[], Any]] = []
 
     def select(self, inference: bool, switches: KernelSwitches | None = None) -> Any:
         config, bench = self.config, self.bench
@@ -514,11 +582,11 @@ class Pair:
 
     def always(self, work: Callable[[], Any]) -> Network:
         """Record work that needs no inputs, where there is a GPU."""
-        if self.bench.device.type == "cuda":
-            out, work = GraphRecorder().record(work)
-        else:
-            out = work()
-        return lambda x, t: work() if out is None else (work(), out)[1]
+        if self.bench.device.type != "cuda":
+            return lambda x, t: work()
+        out, replay = GraphRecorder().record(work)
+        self.recorded_work.append(work)  # it holds the memory that the recording reads
+        return lambda x, t: (replay(), out)[1]
 
     def ways(self) -> dict[str, Callable[[], Network]]:
         found: dict[str, Callable[[], Network]] = {FLOOR: self.floor, OURS: lambda: self.ours}
@@ -704,13 +772,17 @@ class Measurement:
             config["max_image_seq_len"] - config["base_image_seq_len"]
         )
         mu = self.pair.config.tokens * slope + config["base_shift"] - slope * config["base_image_seq_len"]
+        if self.subject.family == "flux2":
+            mu = math.log(empirical_shift(self.pair.config.tokens, steps))
         sigmas = [1 - i / steps for i in range(steps)]
         scheduler.set_timesteps(sigmas=sigmas, mu=mu, device=self.bench.device)
         return scheduler, config
 
     def our_latents(self, network: Network, rounded: bool = False) -> Tensor:
-        schedule = published_schedule(self.scheduler()[1])
-        dtype = self.bench.dtype
+        schedule, dtype = published_schedule(self.scheduler()[1]), self.bench.dtype
+        objective = schedule.objective
+        if self.subject.family == "flux2":
+            objective = FlowObjective(empirical_tokens=0)
 
         def forward(x: Tensor, t: Tensor, y: Any) -> Tensor:
             return network(x, ((t / 1000).to(dtype) * 1000).float() if rounded else t)
@@ -720,7 +792,7 @@ class Measurement:
             self.pair.y,
             self.pair.y,
             torch.arange(1, device=self.bench.device),
-            objective=schedule.objective.for_tokens(self.pair.config.tokens),
+            objective=objective.for_tokens(self.pair.config.tokens),
             seed=SEED,
             steps=self.subject.steps,
             sampler=schedule.sampler,

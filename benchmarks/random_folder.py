@@ -28,7 +28,7 @@ FILE_BYTES = 5 * 10**9
 WAN_14B = dict(num_attention_heads=40, ffn_dim=13824, num_layers=40)
 VALUES: dict[str, dict[str, Any]] = {name: subject.values for name, subject in SUBJECTS.items()}
 VALUES["wan-14b"] = VALUES["wan-1.3b"] | WAN_14B
-LAYERS = {"flux": "num_single_layers", "z-image": "n_layers"}  # others: num_layers
+LAYERS = {"flux": "num_single_layers", "klein-4b": "num_single_layers", "z-image": "n_layers"}  # others: num_layers
 
 _EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 _KL = {"_class_name": "AutoencoderKL", "latent_channels": 16, "in_channels": 3, "out_channels": 3}
@@ -93,6 +93,55 @@ WAN: dict[str, dict[str, Any]] = {
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
     },
 }
+TI2V = WAN | {
+    "vae/config.json": WAN["vae/config.json"]
+    | dict(base_dim=160, z_dim=48, is_residual=True, patch_size=2, latents_mean=[0.0] * 48, latents_std=[1.0] * 48),
+    "model_index.json": WAN["model_index.json"] | {"expand_timesteps": True},
+}
+QWEN_IMAGE: dict[str, dict[str, Any]] = {
+    "vae/config.json": {
+        "_class_name": "AutoencoderKLQwenImage",
+        "base_dim": 96,
+        "z_dim": 16,
+        "dim_mult": [1, 2, 4, 4],
+        "num_res_blocks": 2,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [0.0] * 16,
+        "latents_std": [1.0] * 16,
+    },
+    "text_encoder/config.json": {"model_type": "qwen2_5_vl"},
+    "scheduler/scheduler_config.json": _EULER
+    | dict(use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, base_image_seq_len=256, max_image_seq_len=8192)
+    | dict(shift=1.0, shift_terminal=0.02, time_shift_type="exponential"),
+    "model_index.json": {
+        "_class_name": "QwenImagePipeline",
+        "tokenizer": ["transformers", "Qwen2Tokenizer"],
+        "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+        "vae": ["diffusers", "AutoencoderKLQwenImage"],
+        "transformer": ["diffusers", "QwenImageTransformer2DModel"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    },
+}
+KLEIN: dict[str, dict[str, Any]] = {
+    "vae/config.json": {
+        "_class_name": "AutoencoderKLFlux2",
+        "latent_channels": 32,
+        "block_out_channels": [128, 256, 512, 512],
+        "patch_size": [2, 2],
+    },
+    "text_encoder/config.json": {"model_type": "qwen3"},
+    "scheduler/scheduler_config.json": FLUX["scheduler/scheduler_config.json"],
+    "model_index.json": {
+        "_class_name": "Flux2KleinPipeline",
+        "is_distilled": True,
+        "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+        "text_encoder": ["transformers", "Qwen3Model"],
+        "vae": ["diffusers", "AutoencoderKLFlux2"],
+        "transformer": ["diffusers", "Flux2Transformer2DModel"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    },
+}
+AROUND = {"flux": FLUX, "z-image": Z_IMAGE, "wan": WAN, "ti2v-5b": TI2V, "qwen-image": QWEN_IMAGE, "klein-4b": KLEIN}
 
 # An encoder's configuration: (the name of its width there, in the network's).
 WIDTHS = {
@@ -102,6 +151,9 @@ WIDTHS = {
     },
     "z-image": {"text_encoder": ("hidden_size", "cap_feat_dim")},
     "wan": {"text_encoder": ("d_model", "text_dim")},
+    "ti2v-5b": {"text_encoder": ("d_model", "text_dim")},
+    "qwen-image": {"text_encoder": ("hidden_size", "joint_attention_dim")},
+    "klein-4b": {"text_encoder": ("hidden_size", "joint_attention_dim")},
 }
 
 
@@ -115,7 +167,7 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
     import diffusers
 
     kind = "wan" if name.startswith("wan") else name
-    around = {"flux": FLUX, "z-image": Z_IMAGE, "wan": WAN}[kind]
+    around = AROUND[kind]
     values = dict(VALUES[name])
     if tiny:
         smaller = TINY["wan-1.3b" if kind == "wan" else name]["values"]
@@ -127,7 +179,11 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
         shapes = {key: tuple(p.shape) for key, p in getattr(diffusers, network)(**values).state_dict().items()}
     for path, content in around.items():
         own, of_network = WIDTHS[kind].get(path.partition("/")[0], ("", ""))
-        _write_json(folder / path, content | ({own: values[of_network]} if own else {}))
+        joined = 3 if kind == "klein-4b" else 1  # layers of the encoder, side by side
+        _write_json(folder / path, content | ({own: values[of_network] // joined} if own else {}))
+    if kind == "klein-4b":  # which normalises latents by the statistics among the VAE's weights
+        statistics = {"bn.running_mean": torch.zeros(128), "bn.running_var": torch.ones(128)}
+        save_file(statistics, folder / "vae" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     _write_json(folder / "transformer" / "config.json", {"_class_name": network, **values})
     return (_write_zeros if empty else _write_weights)(folder / "transformer", shapes)
 

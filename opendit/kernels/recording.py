@@ -1,6 +1,7 @@
 """Record work as a CUDA graph. Only this file uses torch's private names for that."""
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
@@ -58,7 +59,7 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
     try:
         # thread_local: other threads, which pin batches and watch communicators, may call CUDA meanwhile.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        with torch.cuda.stream(torch.cuda.current_stream()), recording:
+        with _uncollected(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             try:
                 result = work()
             except RuntimeError as error:
@@ -69,6 +70,18 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
         raise failure or error from None
     _ALIVE.add(graph)
     return result, graph.replay
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from running: to free an older recording during a capture breaks the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def end_recordings() -> None:

@@ -306,7 +306,6 @@ class SamplingLoop:
     samples: int
     settings: LoopSettings
     shape: tuple[int, ...]
-    network: PreparedModel
     sampler: Sampler
     state: tuple[Tensor, ...]
     step: Tensor
@@ -336,13 +335,11 @@ class SamplingLoop:
             )
             for each in ([model] if second is None else [model, second])
         ]
-        self.network = self._networks[0]
+        self._active = ActiveNetwork(self._networks[0])
         # Which of them has each step: of two, the first from a time on.
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
-        forward = lambda x, t, rows: self.network(x, t, rows)  # noqa: E731
-        if settings.around is not None:
-            forward = settings.around(forward)
+        forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
         # The kinds of steps can be told without drawing noise: x stands in for it.
@@ -368,6 +365,11 @@ class SamplingLoop:
         self.evaluated = self.full_work = 0  # the same, of the batch's steps so far
         self._addresses: tuple[int, ...] = ()
         self._end = 0  # of the steps in the tables
+
+    @property
+    def network(self) -> PreparedModel:
+        """The network of the current step."""
+        return self._active.network
 
     def _guided(self):
         """Return the model of (x, t) that the sampler calls: guidance around the prepared network. The conditions that
@@ -442,7 +444,7 @@ class SamplingLoop:
             NotRecordedError: the step can't be recorded, and has not been run.
         """
         if self.network is not self._networks[self._which[i]]:
-            self.network, self._end = self._networks[self._which[i]], i  # whose tables begin here
+            self._active.network, self._end = self._networks[self._which[i]], i  # whose tables begin here
         if i == self._end:
             count = self.network.fill(i)
             if self.fused is None:
@@ -508,6 +510,22 @@ class SamplingLoop:
     def latents(self) -> Tensor:
         """Return the sampler's x, float32 (B, C, ...), after the steps that have run."""
         return self._state_type(*self.state).x.clone()
+
+
+class ActiveNetwork:
+    """Call the network of the current step, which a loop of two networks replaces.
+
+    Guidance holds this and not the loop. A loop that refers to itself would be freed by the garbage collector alone,
+    with the memory of its recordings.
+    """
+
+    network: PreparedModel
+
+    def __init__(self, network: PreparedModel):
+        self.network = network
+
+    def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
+        return self.network(x, t, rows)
 
 
 class StepInputs:

@@ -7,19 +7,27 @@ from opendit.kernels import fp8_inference
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available
 from tests.kernels import test_public_fp8 as cases
-from tests.models.families.oracles import FLUX, WAN, Z_IMAGE
+from tests.models.families.oracles import FLUX, FLUX2, LTX, QWEN_IMAGE, SD3, WAN, Z_IMAGE
 from tests.ranks import run_ranks
 
 AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
 pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
 
 # Heads of 64 channels, and of 128 as published; odd numbers of tokens.
-SIZES = {"flux": (14, 28), "z_image": (14, 30), "wan": (3, 14, 30)}
+SIZES = {
+    "flux": (14, 28), "z_image": (14, 30), "wan": (3, 14, 30), "qwen_image": (14, 30), "flux2": (7, 15),
+    "ltx": (3, 7, 15), "sd3": (14, 30),
+}  # fmt: skip
 TINY = {
     "flux": FLUX | dict(num_layers=1, num_single_layers=2, attention_head_dim=64, num_attention_heads=4,
                         axes_dims_rope=(16, 24, 24)),
     "z_image": Z_IMAGE | dict(dim=384, n_heads=6, n_kv_heads=6, n_layers=1, n_refiner_layers=1, axes_dims=[16, 24, 24]),
     "wan": WAN | dict(attention_head_dim=64, num_attention_heads=4, ffn_dim=528),
+    "qwen_image": QWEN_IMAGE | dict(attention_head_dim=64, num_attention_heads=4, axes_dims_rope=(16, 24, 24)),
+    "flux2": FLUX2 | dict(num_layers=1, num_single_layers=2, attention_head_dim=64, num_attention_heads=4,
+                          axes_dims_rope=(16, 16, 16, 16)),
+    "ltx": LTX | dict(attention_head_dim=64, num_attention_heads=4, cross_attention_dim=256),
+    "sd3": SD3 | dict(attention_head_dim=64, num_attention_heads=4, caption_projection_dim=256, pos_embed_max_size=20),
 }  # fmt: skip
 MIDDLE = {
     "flux": FLUX | dict(num_layers=2, num_single_layers=2, attention_head_dim=128, num_attention_heads=8,
@@ -27,6 +35,12 @@ MIDDLE = {
     "z_image": Z_IMAGE | dict(dim=1152, n_heads=9, n_kv_heads=9, n_layers=2, n_refiner_layers=1,
                               axes_dims=[32, 48, 48]),
     "wan": WAN | dict(attention_head_dim=128, num_attention_heads=12, ffn_dim=8960),
+    "qwen_image": QWEN_IMAGE | dict(attention_head_dim=128, num_attention_heads=8, axes_dims_rope=(16, 56, 56)),
+    "flux2": FLUX2 | dict(num_layers=2, num_single_layers=2, attention_head_dim=128, num_attention_heads=8,
+                          axes_dims_rope=(32, 32, 32, 32)),
+    "ltx": LTX | dict(attention_head_dim=64, num_attention_heads=32, cross_attention_dim=2048),
+    "sd3": SD3 | dict(attention_head_dim=64, num_attention_heads=38, caption_projection_dim=2432,
+                      pos_embed_max_size=20),
 }  # fmt: skip
 
 
@@ -57,7 +71,7 @@ def test_sampling(family, monkeypatch):
 
 
 @pytest.mark.parametrize("plugin", ("zero2", "ddp", "fsdp"))
-@cases.every_family
+@pytest.mark.parametrize("family", ("flux", "z_image", "wan"))
 def test_training_follows_the_curve_of_bf16(family, plugin):
     ((want, got),) = run_ranks(1, cases.curves, family, plugin, 10, 2e-4, cases.SIZES, cases.VALUES)
     assert want[-1] < 0.95 * want[0]

@@ -9,7 +9,7 @@ from opendit.models.families.network import PublicDiT
 from opendit.parallel.mesh import Mesh
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.ranks import run_ranks
-from tests.sampling.public import CASES, WAYS, Case, drawn, exact, network, placed, shared
+from tests.sampling.public import CASES, MORE, WAYS, Case, drawn, exact, network, placed, shared
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 NAMES = [f"{case.family}, {case.sampler}" for case in CASES]
@@ -40,7 +40,7 @@ def cuda(case: Case, dtype: torch.dtype) -> PublicDiT:
 
 
 @DTYPES
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", CASES + MORE, ids=lambda case: f"{case.family}, {case.sampler}")
 def test_recorded_steps_are_the_steps(case, dtype):
     latents, eager = recorded_and_not(cuda(case, dtype), case)
     for number, one, other in zip(NUMBERS, latents, eager, strict=True):

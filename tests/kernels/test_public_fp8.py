@@ -27,19 +27,26 @@ from opendit.parallel.apply import Sharding, apply_parallel, float8_weights
 from opendit.parallel.rules import fits
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
-from tests.models.families.oracles import FLUX, WAN, Z_IMAGE, captions
+from tests.models.families.oracles import FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE, captions, is_read
 from tests.ranks import run_ranks
 
 DEVICE = "cpu"
 STEPS = 2  # of sampling
 ACTIVATIONS = torch.float32  # on a GPU bf16: _scaled_mm adds no bias in fp32
 # Latents whose tokens, with those of captions, are odd in number; Z-Image fills both.
-SIZES = {"flux": (4, 8), "z_image": (6, 10), "wan": (3, 2, 6)}
+SIZES = {
+    "flux": (4, 8), "z_image": (6, 10), "wan": (3, 2, 6), "qwen_image": (6, 10), "flux2": (3, 5), "ltx": (3, 2, 3),
+    "sd3": (6, 10),
+}  # fmt: skip
 VALUES: dict[str, dict[str, Any]] = {
     "flux": FLUX | dict(num_layers=1, num_single_layers=2, attention_head_dim=32, axes_dims_rope=(8, 12, 12)),
     "z_image": Z_IMAGE | dict(dim=96, n_layers=1, n_refiner_layers=1, axes_dims=[8, 12, 12]),
     "wan": WAN | dict(attention_head_dim=32, ffn_dim=160),
-}
+    "qwen_image": QWEN_IMAGE | dict(attention_head_dim=32, axes_dims_rope=(8, 12, 12)),
+    "flux2": FLUX2 | dict(num_layers=1, num_single_layers=2, attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8)),
+    "ltx": LTX | dict(attention_head_dim=32, cross_attention_dim=64),
+    "sd3": SD3 | dict(attention_head_dim=32, caption_projection_dim=64),
+}  # fmt: skip
 every_family = pytest.mark.parametrize("family", VALUES)
 
 
@@ -59,7 +66,8 @@ def model_of(family: str) -> PublicDiT:
 def given(family: str, dtype: torch.dtype, count: int = 3) -> tuple[Any, ...]:
     """Return latents, times and captions of unequal length."""
     torch.manual_seed(1)
-    x = torch.randn(count, 4, *SIZES[family]).to(DEVICE)
+    channels = public_config(family, VALUES[family], SIZES[family]).in_channels
+    x = torch.randn(count, channels, *SIZES[family]).to(DEVICE)
     y = captions(family, VALUES[family], [5, 7, 2][:count], torch.float32)
     return x, torch.tensor([300.0, 700.0, 900.0])[:count].to(DEVICE), y.to(DEVICE, dtype)
 
@@ -129,7 +137,8 @@ def test_output_and_gradients_are_those_of_rounded_factors(family, monkeypatch):
     want, want_gradients = gradients(model, torch.float32)
     assert error(got, want) < 1e-3
     # Where a number lies between two of float8, the order of a sum may decide for which.
-    assert not {name: e for name, g in want_gradients.items() if (e := error(found[name], g)) > 5e-3}
+    read = {name: gradient for name, gradient in want_gradients.items() if is_read(family, name)}
+    assert not {name: e for name, gradient in read.items() if (e := error(found[name], gradient)) > 1e-2}
 
 
 def check_gradients(family: str, output_bound: float, gradient_bound: float, checkpointed: bool = True) -> None:
@@ -138,11 +147,12 @@ def check_gradients(family: str, output_bound: float, gradient_bound: float, che
     want, want_gradients = gradients(model, torch.float32)
     got, found = gradients(in_float8(model, ACTIVATIONS), ACTIVATIONS)
     assert 1e-3 < error(got, want) < output_bound, error(got, want)
+    want_gradients = {name: gradient for name, gradient in want_gradients.items() if is_read(family, name)}
     errors = {name: error(found[name], gradient) for name, gradient in want_gradients.items()}
     assert all(gradient.any() for gradient in want_gradients.values())
     assert not {name: value for name, value in errors.items() if value > gradient_bound}
     for name in linears(model):  # it was in FP8
-        assert errors[f"{name}.weight"] > 1e-2, name
+        assert errors.get(f"{name}.weight", 1) > 1e-2, name
     if not checkpointed:
         return
     model.grad_checkpoint = True
@@ -262,6 +272,12 @@ def test_widths_that_do_not_fit_are_refused(family, change, width):
     with pytest.raises(ValueError, match=f"^--fp8: a width of {width} is no multiple of 16; leave it out$"):
         config.check_speed(True, "none")
     config.check_speed(False, "none")
+
+
+def test_shared_keys_are_refused():
+    config = public_config("lumina2", LUMINA2 | dict(hidden_size=64, axes_dim_rope=(4, 6, 6), multiple_of=32), (6, 10))
+    with pytest.raises(ValueError, match="^--fp8: does not work with heads that share keys and values; leave it out$"):
+        config.check_speed(True, "none")
 
 
 @every_family

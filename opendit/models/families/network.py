@@ -394,10 +394,11 @@ class PublicDiT(DiT):
             grid = TokenGrid(sizes, turns, shards=shards, vectors=vectors)
             return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
-        sides = torch.tensor(sizes[-2:])
-        places = media_places(rotary, grid_coordinates(*sizes, device=device), sides.to(device))
+        coordinates = grid_coordinates(*sizes, device=device)
+        sides = coordinates[-1, -2:] + 1  # made on the device: a recorded step can't copy from the host
+        places = media_places(rotary, coordinates, sides)
         at = nn.functional.pad(places, (0, 0, 0, media - len(places)))
-        text_at = text_places(rotary, length, sides.to(device))
+        text_at = text_places(rotary, length, sides)
         mask = None
         if keys.shape[1]:
             mask = torch.cat([{"text": keys, "media": keys.new_ones(batch, media)}[name] for name in order], dim=1)

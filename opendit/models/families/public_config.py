@@ -104,6 +104,8 @@ class PublicConfig(DiTConfig):
         sizes = {size for block in self.spec.blocks for size in (block.width, block.mlp_hidden) if size % 16}
         if fp8 and sizes:
             raise ValueError(f"--fp8: a width of {min(sizes)} is no multiple of 16; leave it out")
+        if fp8 and any(block.kv_heads is not None for block in self.spec.blocks):
+            raise ValueError("--fp8: does not work with heads that share keys and values; leave it out")
         # (Without biases, unlike in our own models, only a layer before GELU is left out.)
         super().check_speed(fp8 and not self.float8, recompute)
 
