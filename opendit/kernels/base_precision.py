@@ -15,7 +15,7 @@ of theirs.
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -243,14 +243,15 @@ def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) 
         dtype: in which the model computes.
         device: on which it will.
     """
+    kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
     for name, module in model.named_modules():
-        layer: Any = module
+        made, layer = kinds.get(type(module)), cast(Any, module)
         kept = getattr(layer, "weight", None)
-        if type(layer) not in (nn.Linear, Projection) or kept is None or kept.requires_grad:
+        if made is None or kept is None or kept.requires_grad:
             continue
         if not is_stored(f"{name}.weight", tuple(kept.shape)):
             continue
-        layer.__class__ = BaseProjection if type(layer) is Projection else BaseLinear
+        layer.__class__ = made
         layer.kind, layer.descale = kind, torch.ones(1, device=device)
         width = row_bytes(kind, layer.in_features) // dtype.itemsize
         empty = torch.empty(layer.out_features, width, dtype=dtype, device="meta")
