@@ -8,6 +8,7 @@ from opendit.config.components import SpeedFlags
 from opendit.kernels import base_precision as stored
 from opendit.kernels.common import interpreting, kernels_available
 from opendit.kernels.fp8_linear import float8_available
+from opendit.kernels.recording import GraphRecorder
 from opendit.kernels.select import select_kernels
 from opendit.models.conditioning import TextCondition
 from opendit.models.families.network import PublicDiT
@@ -99,6 +100,39 @@ def test_streamed_blocks_have_the_bits_of_resident_ones(kind, float8):
         assert found == wanted and other.keys() == gradients.keys()
         assert all(torch.equal(other[name], gradients[name]) for name in gradients)
         assert peak < before or count == 3
+
+
+@pytest.mark.parametrize("count", (8, 2))
+def test_a_recorded_step_copies_its_blocks(count):
+    """A CUDA graph of a step, with passes in between that leave other blocks in the ring."""
+    whole, model, recorder = model_of("nf4", 0, False), model_of("nf4", count, False), GraphRecorder()
+    x, t = torch.empty(1, VALUES["in_channels"] // 4, 32, 32, device=DEVICE), torch.full((1,), 300.0, device=DEVICE)
+    y = TextCondition(
+        torch.ones(1, 64, VALUES["joint_attention_dim"], device=DEVICE),
+        torch.ones(1, 64, dtype=torch.bool, device=DEVICE),
+        torch.ones(1, VALUES["pooled_projection_dim"], device=DEVICE),
+    )
+
+    def step(of):
+        of.zero_grad(set_to_none=True)
+        loss = of(x, t, y).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    x.normal_()
+    with recorder.side_stream():
+        for _ in range(3):
+            step(model)
+    found, replay = recorder.record(lambda: step(model))
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for _ in range(4):
+        x.normal_()
+        replay()
+        kept = {name: gradient.clone() for name, gradient in gradients.items()}
+        assert torch.equal(found, step(whole))
+        assert all(torch.equal(kept[n], p.grad) for n, p in whole.named_parameters() if p.grad is not None)
+        with torch.no_grad():
+            assert torch.equal(model(x, t, y), whole(x, t, y))
 
 
 @pytest.mark.parametrize("kind", ("int8", "nf4"))

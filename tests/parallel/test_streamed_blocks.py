@@ -10,16 +10,17 @@ from opendit.models.families.public_config import public_config
 from opendit.models.lora import B, Lora, add_lora
 from opendit.parallel.streamed_blocks import AHEAD, StreamedBlocks, blocks_of, streamed_numbers
 from opendit.training.memory import Setup, estimate
-from tests.kernels.test_public_fp8 import VALUES, given
+from tests.kernels.test_public_fp8 import SIZES, VALUES, given
 
 DEPTH = 6
 CPU = torch.device("cpu")
 
 
-def model_of(recomputed):
-    """Return a FLUX.1 of two kinds of blocks, with LoRA that has an influence."""
+def model_of(recomputed, family="flux"):
+    """Return a FLUX.1 of two kinds of blocks, or a Wan, with LoRA that has an influence."""
     torch.manual_seed(0)
-    config = public_config("flux", VALUES["flux"] | dict(num_layers=2, num_single_layers=DEPTH - 2), (4, 8))
+    depth = dict(num_layers=2, num_single_layers=DEPTH - 2) if family == "flux" else dict(num_layers=DEPTH)
+    config = public_config(family, VALUES[family] | depth, SIZES[family])
     model = PublicDiT(config)
     add_lora(model, Lora(2, 4.0, ""), (), seed=0)
     for name, parameter in model.named_parameters():
@@ -105,6 +106,13 @@ def test_modulations_and_keys_by_themselves_have_their_blocks():
         c = torch.randn(3, whole.config.hidden_size)
         for block, other in zip(model.blocks, whole.blocks, strict=True):
             assert torch.equal(block.modulate(c), other.modulate(c))
+    whole, model = model_of(False, "wan"), model_of(False, "wan")
+    stream(model, DEPTH, True)
+    captions = torch.randn(2, 5, whole.config.hidden_size), torch.ones(2, 5, dtype=torch.bool)
+    with torch.no_grad():
+        for block, other in zip(model.blocks, whole.blocks, strict=True):
+            for found, wanted in zip(block.keys_values(captions), other.keys_values(captions), strict=True):
+                assert torch.equal(found, wanted)
 
 
 def test_the_blocks_that_stay_are_spread():

@@ -49,7 +49,8 @@ def on_ranks(mesh, folders, outputs, plugins, kinds) -> None:
     several_programs()
     for plugin in plugins:
         for kind in kinds:
-            more = ("--plugin", plugin, "--base_precision", kind, "--sample_every", "4", "--sample_steps", "2")
+            more = ["--plugin", plugin, "--base_precision", kind, "--sample_every", "4", "--sample_steps", "2"]
+            more += [] if plugin == "fsdp" else ["--offload", "blocks", "--grad_checkpoint"]
             run(folders, "flux", outputs / f"{kind} {plugin}", *LORA[:-1], "4", *more)
 
 
