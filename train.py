@@ -163,7 +163,11 @@ class EagerPasses:
 
     def losses(self, batch: MicroBatch | PackedMicroBatch) -> Tensor:
         """Return the loss of each sample, (B,) fp32."""
+        from opendit.training.target_network import TargetNetwork
+
         prepared = self.objective.prepare(batch.x0, batch.row_times, batch.noise)
+        if self.objective.asks_network:
+            prepared = self.objective.complete(prepared, TargetNetwork(self.engine, batch.condition))
         inputs, conditions = batch.network_inputs(prepared.x_t, prepared.timestep)
         output = self.engine.forward(*inputs, **conditions)
         return batch.losses(self.objective, output, prepared)

@@ -2,6 +2,7 @@
 
     python benchmarks/bench_train.py --batch_size 128 [--results FILE]
     torchrun --standalone --nproc_per_node=2 benchmarks/bench_train.py --no_plain
+    python benchmarks/bench_train.py --batch_size 256 --plugins zero2 --precisions bf16 --no_plain --kernels only --muon
 
 A step is what train.py does on cached latents: keyed noise, forward, backward, clipping, optimizer, EMA. The
 variants take turns for --rounds rounds in one process; the median of all rounds counts. Steps are timed in groups of
@@ -39,8 +40,9 @@ from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.kernels.varlen import VarlenAttention
 from opendit.models import build_model, model_config
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.engines import PRECISIONS, build_engine
+from opendit.parallel.engines import PRECISIONS, MuonSettings, build_engine
 from opendit.parallel.mesh import Mesh, close_mesh, init_mesh
+from opendit.parallel.rules import matrix_rows
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.prepare import make_deterministic
 from opendit.training.runners import GRAPH_WARMUP, build_runner
@@ -112,7 +114,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
 
 def engine_step(
     args, config, mesh, data, plugin: str, precision: str, kernels: KernelChoice, *, graph: bool = False,
-    recompute: str = "none", compiled: bool = False, varlen: VarlenAttention | None = None,
+    recompute: str = "none", compiled: bool = False, varlen: VarlenAttention | None = None, muon: bool = False,
 ):  # fmt: skip
     with mesh.device:
         model = build_model(config)
@@ -125,7 +127,8 @@ def engine_step(
         grad_checkpoint=args.grad_checkpoint,
         compiled=compiled,
     )
-    engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision)
+    settings = MuonSettings(matrix_rows(config)) if muon else None
+    engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision, muon=settings)
     ema = EMA(engine, 0.9999)
     runner = build_runner(EagerPasses(engine, data.objective), graph=graph)
 
@@ -189,6 +192,8 @@ def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]
     if args.graph and plugin == "zero2":
         graphs["graph",] = {"graph": True}
     found = dict(graphs)
+    if args.muon and plugin != "gemini":
+        found |= {(*way, "muon"): {"muon": True, **how} for way, how in graphs.items()}
     if speed.fp8:
         return found
     if args.compile and plugin != "gemini":
@@ -250,6 +255,7 @@ def main() -> None:
     parser.add_argument(
         "--recompute", nargs="+", choices=("norms", "cheap", "half", "mlp"), default=[], help="likewise, one each"
     )
+    parser.add_argument("--muon", action="store_true", help="each variant but gemini's with Muon too, and its share")
     parser.add_argument("--frames", type=int, help="of a vDiT: latent frames")
     parser.add_argument("--grad_checkpoint", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as train.py --deterministic")
@@ -294,6 +300,10 @@ def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
         if plain and name != plain:
             rows[-1].update(baseline=plain, baseline_value=f"{rates[plain]:.1f}")
         rows.append({**common, "metric": "peak GiB", "value": f"{peaks[name]:.1f}"})
+        if name.endswith(" muon"):
+            share = 100 * (1 - rates[name] / rates[name.removesuffix(" muon")])
+            print(f"{name}: {share:.1f} % of the step are Muon's, beyond AdamW's")
+            rows.append({**common, "metric": "Muon's share of a step beyond AdamW's, %", "value": f"{share:.1f}"})
     ours = max((name for name in rates if "bf16 kernels" in name), key=rates.get, default=None)
     if ours and plain:
         headline = {"bench": "train", "case": f"{args.model} bf16 {args.image_size}px", "metric": "img/s"}

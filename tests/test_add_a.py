@@ -68,7 +68,7 @@ def test_flags_know_what_was_added(house):
     for words in (
         "(example, zero2,",
         "example: nothing sharded",
-        "(example, ddpm, edm, flow)",
+        "(example, ddpm, edm, flow, meanflow)",
         "example: the data",
         "--example_power POWER",
         "of the example's uniform times (0.5 to 2) [1.0]",

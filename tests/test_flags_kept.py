@@ -25,6 +25,8 @@ CHANGED: dict[tuple[str, str, str], str] = {
     ("train", "--ema_warmup", "default"): "new runs warm the average up; --no_ema_warmup is as before",
     ("sample", "--class_labels", "values"): "takes names of classes, too; labels out of range are still refused",
     ("evaluation", "--class_labels", "values"): "as of sample.py",
+    ("sample", "--sampler", "default"): "a further objective has one; the others' are as before",
+    ("evaluation", "--sampler", "default"): "as of sample.py",
     ("train", "--max_text_tokens", "default"): "the bytes encoder of a new run takes a length that fits the data",
 }
 # A row of README's table as it was: how it is now, or why it is gone.

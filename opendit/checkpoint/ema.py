@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from opendit.checkpoint.power_averages import exponent_of
 from opendit.parallel.engines import Engine
 
 # With a warm-up the decay of the update after n others is at most 1 - RATE / (n + DELAY). New runs have RATE = WARMUP.
@@ -24,10 +25,15 @@ class EMA:
         decays: the share of the old average that an update keeps, one an average; the first is the one to sample from.
         warmup: the rate at which early updates forget, ``WARMUP`` in new runs; 0 for constant decays (see
             :meth:`decays_after`).
+        power: ``decays`` are the widths of power averages instead (opendit/checkpoint/power_averages.py).
+
+    Attributes:
+        snapshots: of power averages, the steps of the checkpoints that this run has saved.
     """
 
-    def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: float = 0):
-        self.engine, self.warmup = engine, warmup
+    def __init__(self, engine: Engine, decays: float | Sequence[float], warmup: float = 0, *, power: bool = False):
+        self.engine, self.warmup, self.power = engine, 0 if power else warmup, power
+        self.snapshots: list[int] = []
         self.decays = tuple(decays) if isinstance(decays, Sequence) else (decays,)
         masters = engine.masters()
         device = next(iter(masters.values())).device
@@ -36,7 +42,8 @@ class EMA:
             for name, shard in masters.items():
                 shards[name].copy_(shard.detach())
         self.updates = torch.zeros((), dtype=torch.int64, device=device)  # earlier parts of a resumed run included
-        self._decays = torch.tensor(self.decays, dtype=torch.float64).to(device)
+        numbers = [exponent_of(width) + 1 for width in self.decays] if power else self.decays
+        self._numbers = torch.tensor(numbers, dtype=torch.float64).to(device)  # decays, or powers of 1 - 1 / t
         self._in_the_step = engine.attach_averages(self._averages, self.decays_after, self.updates)
 
     @property
@@ -51,10 +58,14 @@ class EMA:
         With a warm-up, after n updates (0-dim, skipped steps not counted) min(decay, 1 - 10 / (n + 10)). The first
         update, n = 0, copies the weights: nothing of the initial ones is left. The average of n updates spans about a
         tenth of them, until 10 / (n + 10) is less than 1 - decay.
+
+        Of a power average it is (1 - 1 / (n + 1)) ** (exponent + 1) (EDM2, eq. 123).
         """
+        if self.power:
+            return (1 - 1 / (updates.double() + 1)) ** self._numbers
         if not self.warmup:
-            return self._decays
-        return torch.minimum(self._decays, 1 - self.warmup / (updates.double() + DELAY))
+            return self._numbers
+        return torch.minimum(self._numbers, 1 - self.warmup / (updates.double() + DELAY))
 
     @torch.no_grad()
     def update(self, finite: Tensor) -> None:

@@ -13,6 +13,9 @@ model, ema, ema_DECAY, exp_avg, exp_avg_sq:
       SET.shards.json          the index: which file holds which slices of which tensor (tensor_set.py)
       SET-shard-RRRRR-of-NNNNN.safetensors  what rank RRRRR of NNNNN wrote
 
+When a checkpoint of a run with ``--average power:...`` is deleted, its averages, state.json and manifest.json stay, in
+averages/step_0000100 of the run.
+
 Names and shapes are canonical whatever the plugin and the number of ranks. So a checkpoint resumes exactly under the
 same plugin and world, and under others up to rounding: masters and moments are stored in fp32, and everything random is
 keyed by (seed, step, sample), so that data order, flips and noise follow from the step number alone.

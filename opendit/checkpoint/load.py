@@ -229,7 +229,8 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
             moment_files = [("", read(name)) for name in names]
         for file in (model, *averages):
             _places(checkpoint, [("", file)], engine.shapes)
-        moment_shapes = {f"{key}.{name}": shape for name, shape in engine.shapes.items() for key in MOMENTS}
+        shapes = engine.shapes.items()
+        moment_shapes = {f"{key}.{name}": shape for name, shape in shapes for key in engine.moments_of(name)}
         moments = _places(checkpoint, moment_files, moment_shapes)
 
         def load() -> None:
@@ -244,6 +245,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
         # Together: an error on one rank becomes an error on all, which would otherwise continue without it.
         ControlGroup(engine.mesh).together(load, Unloadable, FloatingPointError, OSError)
     ema.updates.fill_(state["ema"]["updates"])
+    ema.snapshots = list(state["ema"].get("snapshots", []))
     engine.load_scaler_state(state["scaler"])
     engine.finish_loading()
 
@@ -260,7 +262,7 @@ def _load(
     held, local = engine.held(name), engine.layout.local(name)
     master, means = model.read(name, held), [average.read(name, local) for average in averages]
     parts = {}
-    for key in MOMENTS:
+    for key in engine.moments_of(name):
         tensors, stored = moments[f"{key}.{name}"]
         parts[key] = tensors.read(stored, held)
     if not_finite({"weights": master, **parts, **{str(number): mean for number, mean in enumerate(means)}}):
@@ -285,6 +287,11 @@ def _places(checkpoint: Checkpoint, files: list[tuple[str, TensorSet]], shapes: 
                 raise Unloadable(f"--load: {folder} is damaged: two of its files hold {name}; load another checkpoint")
             found[prefix + name] = file, name
     for name, shape in shapes.items():
+        if name not in found and name.startswith(MOMENTS[1]):
+            raise Unloadable(
+                f"--load: {folder} has no second moments of {name.partition('.')[2]}, which Muon has stepped; give "
+                "--optimizer muon, or start from its weights with --pretrained"
+            )
         if name not in found:
             raise Unloadable(f"--load: {folder} does not fit this model, it has no {name}; load another checkpoint")
         file, stored = found[name]

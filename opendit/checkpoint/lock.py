@@ -148,7 +148,7 @@ class FolderLock:
             return None  # the owner was killed before it wrote its name
         here, who = _this_process(), _name(owner)
         if owner.get("boot") == here["boot"] and (flocked or owner.get("namespace") == here["namespace"]):
-            if not flocked and _start_time(owner["pid"]) in (owner.get("started"), None):
+            if not flocked and start_time(owner["pid"]) in (owner.get("started"), None):
                 raise self._locked(owner)
             return f"{self.folder} was locked by {who}, which is gone: taken over"
         touched = os.fstat(file).st_mtime_ns
@@ -167,7 +167,7 @@ class FolderLock:
         return f"{self.folder} was locked by {who}, which has not been seen for {PATIENCE_S:.0f} s: taken over"
 
     def _locked(self, owner: dict[str, Any]) -> Locked:
-        remove = "" if owner.get("boot") == _boot() else f"; if that process is gone, delete {self.path}"
+        remove = "" if owner.get("boot") == boot() else f"; if that process is gone, delete {self.path}"
         return Locked(f"{self.flag}: {self.folder} is in use: {_name(owner)} writes to it; {self.fix}{remove}")
 
 
@@ -236,11 +236,11 @@ def _this_process() -> dict[str, Any]:
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
     pid = os.getpid()
-    here = {"host": socket.gethostname(), "boot": _boot(), "namespace": namespace}
-    return {**here, "pid": pid, "started": _start_time(pid)}
+    here = {"host": socket.gethostname(), "boot": boot(), "namespace": namespace}
+    return {**here, "pid": pid, "started": start_time(pid)}
 
 
-def _boot() -> str:
+def boot() -> str:
     """Return an identity of this machine since it was switched on, the same in all containers on it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -248,7 +248,7 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-def _start_time(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """Return the start of a process, in ticks since boot; 0 if it is gone or a zombie, None if it can't be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -16,6 +16,7 @@ from opendit.common.safe_files import link_to, remove, rename, write_whole
 from opendit.common.utils import printable
 
 MANIFEST, CHECKPOINTS, LATEST, BEST_LINK = "manifest.json", "checkpoints", "latest", "best"
+AVERAGES = "averages"  # what stays of deleted checkpoints of a run with --average power:...
 ENDED = "ended.json"  # how the run ended; see opendit/training/run_end.py
 _MOST_NAME = 255  # bytes in ``latest``
 # What a run and its loggers write in its folder, beside the lock.
@@ -28,6 +29,7 @@ WRITTEN = (
     "tensorboard",
     "samples",
     "checkpoints",
+    AVERAGES,
     "validation.png",
     "evaluation",
     "profile",

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from opendit.checkpoint.ema import EMA
 from opendit.checkpoint.files import (
+    AVERAGE_SET,
     MODEL_SET,
     STATE,
     average_sets,
@@ -36,8 +37,10 @@ from opendit.checkpoint.files import (
 )
 from opendit.checkpoint.pretrained import METADATA_KEY
 from opendit.checkpoint.run_folders import (
+    AVERAGES,
     BEST_LINK,
     LATEST,
+    MANIFEST,
     point_to,
     step_folder,
     step_of,
@@ -50,7 +53,7 @@ from opendit.checkpoint.tensor_set import (
     shard_metadata,
 )
 from opendit.common.records import WriteFailures
-from opendit.common.safe_files import make_folder, remove_tree, rename, sync_folder
+from opendit.common.safe_files import make_folder, move_into, remove, remove_tree, rename, sync_folder
 from opendit.common.tensor_files import DTYPES, write_file, write_tensors
 from opendit.config.names import BEST, SHARDS, WHOLE
 from opendit.parallel.engines import MOMENTS, Engine
@@ -184,7 +187,7 @@ class WholeTensorFiles:
         sizes = {name: math.prod(engine.shapes[name]) for name in engine.shapes}
         self._owner = share_out(sizes, weights, self.mesh.world_size)
         mine = [(which, name) for (which, name), rank in self._owner.items() if rank == self.mesh.rank]
-        total = sum(sizes[name] * (len(MOMENTS) if which == OPTIMIZER else 1) for which, name in mine)
+        total = sum(sizes[name] * (len(engine.moments_of(name)) if which == OPTIMIZER else 1) for which, name in mine)
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
@@ -251,12 +254,13 @@ class ShardFiles:
         self._parts = {name: written_part(engine.layout, name) for name in engine.shapes}
         shapes = {name: ("F32", shape) for name, shape in engine.shapes.items()}
         buffers = {name: (DTYPES[b.dtype], tuple(b.shape)) for name, b in engine.module.named_buffers()}
+        moments = {name: engine.moments_of(name) for name in engine.shapes}
         # Ranks of a pipeline know only the parameters of their own stages.
-        everywhere = channel.gather((shapes, buffers))
-        self._trained, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
+        everywhere = channel.gather((shapes, moments, buffers))
+        self._trained, self._moments, all_buffers = (_joined(each) for each in zip(*everywhere, strict=True))
         self._buffers = []
         for number, name in enumerate(all_buffers):
-            holders = [rank for rank, (_, held) in enumerate(everywhere) if name in held]
+            holders = [rank for rank, (*_, held) in enumerate(everywhere) if name in held]
             self._buffers += [name] if holders[number % len(holders)] == self.mesh.rank else []
         mine = {name: part for name, part in self._parts.items() if part.numel}
         mine |= {name: Shard(buffers[name][1], ()) for name in self._buffers}
@@ -264,7 +268,7 @@ class ShardFiles:
         self._shapes = self._trained | all_buffers
         self._mine = {name: (self._shapes[name][1], part) for name, part in mine.items()}
         self._index(MODEL_SET, 0, {}).check_cover()
-        total = sum(part.numel for part in self._parts.values()) * len(self._sets)
+        total = sum(part.numel * (len(weights) + len(moments[name])) for name, part in self._parts.items())
         self.buffer = HostBuffer(total if enabled else 0, self.mesh.device)
 
     def copy(self) -> Files:
@@ -309,7 +313,7 @@ class ShardFiles:
         """Return the index of a set, the same on every rank."""
         tensors = {}
         for name, (dtype, shape) in self._shapes.items():
-            if name in self._trained or which in self._weights:
+            if which in (self._weights if name not in self._trained else [*self._weights, *self._moments[name]]):
                 holders = [(rank, held[name]) for rank, held in enumerate(self._held) if name in held]
                 shards = {shard_file(which, rank, self.mesh.world_size): shard for rank, shard in holders}
                 tensors[name] = ShardedTensor(dtype, shape, shards)
@@ -369,11 +373,15 @@ def tidy(checkpoints: Path, in_use: Path | None = None) -> Path | None:
     return in_use
 
 
-def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None]) -> None:
+def prune(
+    checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | None], keep_averages: bool = False
+) -> None:
     """Delete all but the ``keep`` newest checkpoints up to ``newest``, never one of ``kept``. With 0 none is deleted.
 
     Checkpoints of later steps, from an attempt that was abandoned by resuming before them, stay until these steps are
     saved again.
+
+    keep_averages: their averages stay, in the run's folder ``averages``.
     """
     found = (path for path in checkpoints.glob("step_*") if 0 <= step_of(path) <= step_of(newest))
     for old in sorted(found, key=step_of, reverse=True)[keep:] if keep else ():
@@ -381,7 +389,18 @@ def prune(checkpoints: Path, keep: int, newest: Path, kept: Collection[Path | No
             gone = old.with_name(f".{old.name}.deleted")  # renamed first: half a folder would be a damaged checkpoint
             with contextlib.suppress(OSError):
                 rename(old, gone, root=checkpoints.parent)
+                if keep_averages:
+                    _move_averages(gone, checkpoints.parent, old.name)
                 remove_tree(gone, root=checkpoints.parent)
+
+
+def _move_averages(checkpoint: Path, run: Path, name: str) -> None:
+    """Move the averages of a checkpoint to a run's folder of averages, under its name. Raises OSError."""
+    for path in checkpoint.iterdir():
+        if not path.name.startswith(AVERAGE_SET) and path.name not in (STATE, MANIFEST):
+            remove(path, root=run)
+    remove_tree(run / AVERAGES / name, root=run)  # of an abandoned attempt
+    move_into(checkpoint, run / AVERAGES / name, root=run)
 
 
 class BestCheckpoint:
@@ -528,6 +547,9 @@ class Checkpoints:
                 "updates": int(self.ema.updates),
             },
         }
+        if self.ema.power:
+            self.ema.snapshots.append(state["step"])
+            full["ema"]["snapshots"] = list(self.ema.snapshots)
         # A daemon: when a rank dies, the other ranks' threads wait for it forever and must not keep processes alive.
         self._thread = threading.Thread(target=self._write, args=(files, full), name="checkpoint", daemon=True)
         self._thread.start()
@@ -601,7 +623,7 @@ class Checkpoints:
                     with self._write_failures.survive(f"checkpoints/{BEST_LINK}", step):
                         self._best.saved(self.folder, state)
                     kept.add(self._best.folder)
-                prune(self.folder, self.keep, final, kept)
+                prune(self.folder, self.keep, final, kept, self.ema.power)
             except Exception as error:
                 problem = f"rank 0: {error}"
         return self._channel.gather(problem)[0]

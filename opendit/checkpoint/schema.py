@@ -223,10 +223,12 @@ class Scaler(JsonObject):
 
 
 class Averages(JsonObject):
-    """The averages of a checkpoint: file -> decay."""
+    """The averages of a checkpoint: file -> decay; of power averages file -> width, and the steps of the checkpoints
+    that the run has saved until this one."""
 
     files: Annotated[dict[FileName, Annotated[float, Interval(ge=0, le=1)]], FailFast(), MaxLen(1000)]
     updates: Count
+    snapshots: Annotated[list[Count], FailFast(), MaxLen(1_000_000)] = absent()
 
 
 class SavedFigures(JsonObject):

@@ -2,6 +2,7 @@
 and one line of help."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, make_dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ from opendit.config.names import (
     DESCRIPTIONS,
     METRICS,
     OFFLOAD,
+    OPTIMIZERS,
     OWN_ATTENTION,
     PIPELINE_SCHEDULES,
     PLUGINS,
@@ -291,16 +293,40 @@ class BatchFlags(Flags):
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
+MOST_WIDTH = 0.28  # of a power average; at 0.289 all updates count alike
+
+
+def power_widths(text: str) -> list[float]:
+    """Return the relative widths in ``power:0.05,0.10``. Raises ValueError."""
+    kind, _, widths = text.partition(":")
+    with suppress(ValueError):
+        found = [float(width) for width in widths.split(",")]
+        if kind == "power" and len(set(found)) == len(found) and all(0.01 <= width <= MOST_WIDTH for width in found):
+            return found
+    raise ValueError(
+        f"--average {text}: not power: and different widths between 0.01 and {MOST_WIDTH}; give power:0.05,0.10"
+    )
+
+
 @dataclass(frozen=True)
 class OptimizerFlags(Flags):
-    """AdamW, its learning rate, and the average of the weights."""
+    """AdamW or Muon, its learning rate, and the average of the weights."""
 
-    group: ClassVar[str] = "Optimizer: AdamW, its learning rate, and the average of the weights"
+    group: ClassVar[str] = "Optimizer: AdamW or Muon, its learning rate, and the average of the weights"
 
+    optimizer: str = flag(
+        "adamw",
+        "muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest (zero2, ddp, fsdp)",
+        choices=OPTIMIZERS,
+    )
+    muon_momentum: float = flag(0.95, "decay of Muon's mean of the gradients", **SHARE)
+    muon_precision: str = flag(
+        "bf16", "of Muon's orthogonalisation; fp32 is for comparisons, and slow", choices=("bf16", "fp32")
+    )
     lr: float = flag(1e-4, "peak learning rate", common=True, unit="rate", **ABOVE_0)
     lr_schedule: str = flag("constant", "after the warm-up", choices=("constant", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", unit="steps", **FROM_0)
-    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay", at_least=0, at_most=1000, unit="number")
+    weight_decay: float = flag(0.0, "decoupled weight decay", at_least=0, at_most=1000, unit="number")
     adam_beta1: float = flag(0.9, "decay of AdamW's mean of the gradients", **SHARE)
     adam_beta2: float = flag(0.999, "of its mean of their squares; less (0.95) forgets outliers sooner", **SHARE)
     grad_clip: float = flag(1.0, "bound of the global gradient norm; 0: none", at_least=0, at_most=1e38, unit="norm")
@@ -315,8 +341,17 @@ class OptimizerFlags(Flags):
         True, "smaller decays at first: 1 - 10 / (n + 10) after n updates; a resume keeps its own rule"
     )
 
+    average: str | None = flag(
+        None,
+        "power:0.05,0.10: averages by power functions of these relative widths, of which sample.py --ema makes others",
+        unit="rule",
+    )
+
     @property
     def ema_decays(self) -> list[float]:
+        """The decays of the averages; with --average their relative widths. Raises ValueError for what are none."""
+        if self.average is not None:
+            return power_widths(self.average)
         return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
 
 

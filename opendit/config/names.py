@@ -99,6 +99,42 @@ DESCRIPTIONS = {
             ),
         },
     ),
+    "meanflow": ObjectiveDescription(
+        "mean velocity over an interval, for 1 or 2 steps",
+        "euler",
+        {
+            "mean": Setting(
+                "meanflow_mean",
+                -0.4,
+                "of the logit of meanflow's times in training",
+                bounds={"at_least": -10, "at_most": 10, "unit": "number"},
+            ),
+            "std": Setting(
+                "meanflow_std",
+                1.0,
+                "its standard deviation",
+                bounds={"at_least": 0.001, "at_most": 5, "unit": "number"},
+            ),
+            "share": Setting(
+                "meanflow_share",
+                0.25,
+                "of samples that learn an interval; the others learn the velocity at its end",
+                bounds={"at_least": 0.01, "at_most": 1, "unit": "share"},
+            ),
+            "guidance": Setting(
+                "meanflow_guidance",
+                1.0,
+                "scale of the guidance inside meanflow's target, for sampling without; 1: none",
+                bounds={"at_least": 0, "at_most": 100, "unit": "scale"},
+            ),
+            "power": Setting(
+                "meanflow_power",
+                1.0,
+                "by which a sample's squared error, to this power, divides its gradient; 0: not",
+                bounds={"at_least": 0, "at_most": 4, "unit": "number"},
+            ),
+        },
+    ),
 }
 
 PRECISIONS = ("fp16", "bf16", "fp32")
@@ -108,6 +144,7 @@ REDUCE_DTYPES = ("fp32", "bf16")
 BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 OFFLOAD = ("none", "average", "state")  # of fsdp
 BLOCKS = "blocks"  # of --lora: what lies in host memory as well, blocks:N for some of them
+OPTIMIZERS = ("adamw", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
 OWN_ATTENTION = ("ring", "usp")  # their own kernel attends to some of the keys at a time
@@ -139,7 +176,7 @@ PLUGINS = {
         "weights too",
         precisions=("bf16", "fp16"),
         # Frozen weights are in no chunk: every GPU would have all of them, as with zero2.
-        rejects=frozenset({"fp8", "lora", "tensor_parallel_size", "pipeline_parallel_size"}),
+        rejects=frozenset({"fp8", "lora", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
             "follow",

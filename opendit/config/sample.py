@@ -18,7 +18,7 @@ from opendit.config.checks import (
     path_and_weight,
     resolve_precision,
 )
-from opendit.config.components import ParallelFlags, SpeedFlags
+from opendit.config.components import MOST_WIDTH, ParallelFlags, SpeedFlags
 from opendit.config.flags import (
     BATCH,
     FRAMES,
@@ -49,6 +49,13 @@ class CheckpointFlags(Flags):
     )
     download: bool = flag(False, "fetch --ckpt OWNER/NAME[@REVISION] from the hub, if the cache has it not")
     weights: str = flag("ema", "which weights of a run's checkpoint", choices=("ema", "model"))
+    ema: float | None = flag(
+        None,
+        "relative width of the power average to draw from, of a run with --average",
+        at_least=0.01,
+        at_most=MOST_WIDTH,
+        unit="width",
+    )
     lora: list[str] = flag(
         [], "PATH[:WEIGHT] of runs of train.py --lora and LoRA files of public models, merged into --ckpt", unit="path"
     )
@@ -243,6 +250,8 @@ class SampleConfig(
                 ("cfg_interval", "cfg_channels", "guidance_every", "negative_prompt"),
                 "does nothing with --cfg_scale 1, which is no guidance",
             )
+        if self.ema is not None:
+            unused["weights"] = "does nothing with --ema, which names an average"
         if self.ckpt != "latest":
             unused["outputs"] = "does nothing with --ckpt PATH"
             names = [self.weights + suffix for suffix in (WHOLE, SHARDS, PARTS)]

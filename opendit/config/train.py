@@ -140,6 +140,8 @@ class TrainConfig(
         flags, note = flags._resolve_recompute()
         notes += note
         flags._check_optimizer()
+        flags, note = flags._resolve_meanflow()
+        notes += note
         check_rate(flags.fps, flags.given)
         flags._check_validation()
         flags._check_evaluation()
@@ -299,6 +301,48 @@ class TrainConfig(
             raise ValueError(
                 f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice; give each once"
             )
+        if self.optimizer == "muon":
+            clashes = {
+                f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": (
+                    "muon" in PLUGINS[self.plugin].rejects
+                ),
+                "--lora, which trains factors of matrices, where Muon orthogonalises whole ones": self.lora is not None,
+                "--tensor_parallel_size, whose ranks have parts of a matrix": self.tensor_parallel_size > 1,
+                "--expert_parallel_size, which divides other weights than those around them": (
+                    self.expert_parallel_size > 1
+                ),
+                "--parallel auto, which counts with AdamW's steps and may divide matrices": self.parallel == "auto",
+                "--offload state, which keeps AdamW's moments in host memory": self.offload == "state",
+            }
+            self._reject("optimizer", clashes)
+
+    def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
+        """Check the flags beside --objective meanflow, and let its samples be drawn in two steps, without guidance."""
+        if self.objective != "meanflow":
+            return self, []
+        clashes = {
+            f"--plugin {self.plugin}, with which no process has all weights for the target": (
+                self.plugin in ("gemini", "fsdp")
+            ),
+            "--enable_cuda_graph, because a step's number of intervals is drawn": self.enable_cuda_graph,
+            "--compile, which has no forward-mode derivatives": self.compile,
+            "--lora, whose layers have none": self.lora is not None,
+            "--pack_tokens, whose tokens have one time each": self.pack_tokens is not None,
+            "--parallel auto, which may divide the model": self.parallel == "auto",
+        }
+        for name in ("sequence", "tensor", "pipeline", "expert"):
+            divided = getattr(self, f"{name}_parallel_size") > 1
+            clashes[f"--{name}_parallel_size, with which no process has the whole model for the target"] = divided
+        self._reject("objective", clashes)
+        if self.meanflow_guidance != 1 and self.label_drop == 0:
+            raise ValueError(
+                f"--meanflow_guidance {self.meanflow_guidance:g}: the null class, which it guides away from, is not "
+                "learned; give --label_drop 0.1"
+            )
+        drawn = {"sample_steps": 2, "sample_cfg_scale": 1.0, "evaluate_steps": 2, "evaluate_cfg_scale": 1.0}
+        flags = replace(self, **{name: value for name, value in drawn.items() if name not in self.given})
+        note = "--objective meanflow: the derivative through the network is computed by torch, without kernels"
+        return flags, [note] if self.enable_modulate_kernel or self.enable_layernorm_kernel or self.fp8 else []
 
     def _check_evaluation(self) -> None:
         if self.ckpt_best not in (None, "val_loss") and not self.evaluate_every:
@@ -351,6 +395,10 @@ class TrainConfig(
         kind, mock = self.model.rpartition("-")[0], self.data_path == "mock"
         unused = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
+        if self.optimizer != "muon":
+            unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
+        if self.average is not None:
+            unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
         if self.pretrained is None:

@@ -37,6 +37,7 @@ class Stream(IntEnum):
     CONDITIONING_FRAMES = 8
     PLACE = 9
     TAGS = 10
+    INTERVAL = 12
 
 
 def philox4x32(

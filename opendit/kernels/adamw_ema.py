@@ -10,6 +10,9 @@ the host never waits: it enqueues the same work whether the step will be skipped
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
+A tensor without second moments is Muon's: its gradient is replaced between ``decide`` and ``update`` by the direction
+to go, first by :meth:`FusedStep.momentum`, then by opendit.parallel.muon.
+
 The kernels process all tensors in one launch (opendit/kernels/tensor_table.py).
 """
 
@@ -30,6 +33,7 @@ from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_ten
 # Elements per program, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
 # warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, because registers spill.
 BLOCK, WARPS = 2048, 2
+FP16_MAX = 65504.0
 
 # ------------------------------------------------------------------------------------------ reference
 
@@ -38,7 +42,7 @@ def adamw_ema_reference(
     masters: list[Tensor],
     gradients: list[Tensor | None],
     exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
+    exp_avg_sqs: Sequence[Tensor | None],
     working: list[Tensor],
     averages: list[list[Tensor]],
     decays: list[float],
@@ -53,14 +57,20 @@ def adamw_ema_reference(
     """Apply torch's AdamW to ``coefficient * gradient`` as step number ``count``, then update averages and working
     weights; in place.
 
-    A tensor without a gradient (None) keeps its master and moments; its averages are updated all the same.
+    A tensor without a gradient (None) keeps its master and moments; its averages are updated all the same. Of a tensor
+    without second moments the gradient is the direction itself: master = (1 - lr * weight_decay) * master - lr * it.
     """
-    used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    used = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is not None]
+    directed = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is None]
+    if directed:
+        torch._foreach_mul_([masters[i] for i in directed], 1.0 - lr * weight_decay)
+        directions = [cast(Tensor, gradients[i]).float().view_as(masters[i]) for i in directed]
+        torch._foreach_add_([masters[i] for i in directed], directions, alpha=-lr)
     adamw(
         [masters[i] for i in used],
         [cast(Tensor, gradients[i]).float() * coefficient for i in used],
         [exp_avgs[i] for i in used],
-        [exp_avg_sqs[i] for i in used],
+        [cast(Tensor, exp_avg_sqs[i]) for i in used],
         [],
         [torch.full((), count - 1, device=masters[i].device) for i in used],  # adamw increments it
         fused=True,
@@ -75,6 +85,21 @@ def adamw_ema_reference(
     averages_reference(masters, averages, decays)
     if working:
         torch._foreach_copy_(working, masters)
+
+
+def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coefficient: float) -> None:
+    """Move ``exp_avg`` towards ``coefficient * gradient``, and the gradient towards it (Nesterov); in place.
+
+    The gradient keeps its scale, whatever ``coefficient``, so that it fits its precision: only its direction is needed.
+    """
+    own = coefficient * gradient.float()
+    exp_avg.lerp_(own, 1.0 - momentum)
+    gradient.copy_(_in_range(own.lerp_(exp_avg, momentum) / coefficient, gradient.dtype))
+
+
+def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamp what fp16 would make infinite: momentum of larger gradients than the present ones."""
+    return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
 # ------------------------------------------------------------------------------------------ kernels
@@ -111,10 +136,11 @@ def _square_sum_kernel(table, blocks, partial, tensors, BLOCK: tl.constexpr, GRA
 @triton.jit
 def _update_block(
     table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
-    GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, ALIGNED: tl.constexpr,
+    GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, DIRECTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Step one block. ``table`` begins at the block's tensor; ``rest`` is 1 - beta, ``shrink`` lr * decay: the host
-    computes them in double precision, because 1 - beta2 in fp32 would be off by 5e-5."""
+    computes them in double precision, because 1 - beta2 in fp32 would be off by 5e-5. DIRECTED: the gradient is a
+    direction of Muon's."""
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)
@@ -122,18 +148,22 @@ def _update_block(
     master = tl.load(masters, mask=mask, other=0.0)
     gradient_address = tl.load(table + GRADIENT * tensors)
     if gradient_address != 0:
-        exp_avgs = at(tl.load(table + EXP_AVG * tensors) + shift, offsets, tl.float32, ALIGNED)
-        exp_avg_sqs = at(tl.load(table + EXP_AVG_SQ * tensors) + shift + stride, offsets, tl.float32, ALIGNED)
         gradient = tl.load(at(gradient_address, offsets, GRAD, ALIGNED), mask=mask, other=0.0).to(tl.float32)
-        gradient *= coefficient
-        exp_avg = tl.load(exp_avgs, mask=mask, other=0.0)
-        exp_avg_sq = tl.load(exp_avg_sqs, mask=mask, other=0.0)
-        exp_avg += rest1 * (gradient - exp_avg)
-        exp_avg_sq = beta2 * exp_avg_sq + rest2 * gradient * gradient
-        master -= shrink * master
-        master -= lr / correction1 * exp_avg / (tl.sqrt(exp_avg_sq) / correction2 + eps)
-        tl.store(exp_avgs, exp_avg, mask=mask)
-        tl.store(exp_avg_sqs, exp_avg_sq, mask=mask)
+        if DIRECTED:
+            master -= shrink * master
+            master -= lr * gradient
+        else:
+            exp_avgs = at(tl.load(table + EXP_AVG * tensors) + shift, offsets, tl.float32, ALIGNED)
+            exp_avg_sqs = at(tl.load(table + EXP_AVG_SQ * tensors) + shift + stride, offsets, tl.float32, ALIGNED)
+            gradient *= coefficient
+            exp_avg = tl.load(exp_avgs, mask=mask, other=0.0)
+            exp_avg_sq = tl.load(exp_avg_sqs, mask=mask, other=0.0)
+            exp_avg += rest1 * (gradient - exp_avg)
+            exp_avg_sq = beta2 * exp_avg_sq + rest2 * gradient * gradient
+            master -= shrink * master
+            master -= lr / correction1 * exp_avg / (tl.sqrt(exp_avg_sq) / correction2 + eps)
+            tl.store(exp_avgs, exp_avg, mask=mask)
+            tl.store(exp_avg_sqs, exp_avg_sq, mask=mask)
         tl.store(masters, master, mask=mask)
     working_address = tl.load(table + WORKING_COPY * tensors)
     if working_address != 0:
@@ -148,15 +178,20 @@ def _update_block(
 @triton.jit(do_not_specialize=("tensors", "first", "shift", "stride"))
 def _update_kernel(
     table, blocks, scalars, tensors, first, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
-    BLOCK: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr,
+    BLOCK: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, MIXED: tl.constexpr,
+    DIRECTED: tl.constexpr,
 ):  # fmt: skip
     """AdamW, averages and working weights of block ``first`` + program; does nothing if scalars[0] is 0.
 
-    The first moments lie ``shift`` bytes after the table's addresses, the second ones ``stride`` bytes further.
+    The first moments lie ``shift`` bytes after the table's addresses, the second ones ``stride`` bytes further. MIXED:
+    only the tensors without second moments (DIRECTED), or only the others: both in one kernel would spill registers.
     """
     block = first + tl.program_id(0)
-    if tl.load(scalars) != 0.0:
-        table += tl.load(blocks + 2 * block)
+    table += tl.load(blocks + 2 * block)
+    taken = tl.load(scalars) != 0.0
+    if MIXED:
+        taken = taken & ((tl.load(table + EXP_AVG_SQ * tensors) == 0) == DIRECTED)
+    if taken:
         start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
         offsets = start + tl.arange(0, BLOCK)
         size = tl.load(table + SIZE * tensors)
@@ -168,13 +203,56 @@ def _update_kernel(
             everything = tl.full((BLOCK,), 1, tl.int1)
             _update_block(
                 table, tensors, offsets, everything, scalars, lr, shrink, beta2, rest1, rest2, eps, shift,
-                stride, GRAD, WORKING, AVERAGES, True,
+                stride, GRAD, WORKING, AVERAGES, DIRECTED, True,
             )  # fmt: skip
         else:
             _update_block(
                 table, tensors, offsets, offsets < size, scalars, lr, shrink, beta2, rest1, rest2, eps, shift,
-                stride, GRAD, WORKING, AVERAGES, False,
+                stride, GRAD, WORKING, AVERAGES, DIRECTED, False,
             )  # fmt: skip
+
+
+@triton.jit
+def _momentum_block(
+    gradient_address, address, offsets, mask, coefficient, momentum, rest, LIMIT: tl.constexpr, GRAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    gradients = at(gradient_address, offsets, GRAD, ALIGNED)
+    exp_avgs = at(address, offsets, tl.float32, ALIGNED)
+    gradient = coefficient * tl.load(gradients, mask=mask, other=0.0).to(tl.float32)
+    exp_avg = tl.load(exp_avgs, mask=mask, other=0.0)
+    exp_avg += rest * (gradient - exp_avg)
+    tl.store(exp_avgs, exp_avg, mask=mask)
+    gradient = (gradient + momentum * (exp_avg - gradient)) / coefficient
+    if GRAD == tl.float16:
+        gradient = tl.minimum(tl.maximum(gradient, -LIMIT), LIMIT)
+    tl.store(gradients, gradient.to(GRAD), mask=mask)
+
+
+@triton.jit(do_not_specialize=("tensors",))
+def _momentum_kernel(
+    table, blocks, scalars, tensors, momentum, rest, LIMIT: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
+):  # fmt: skip
+    """As momentum_reference, for every tensor without second moments; does nothing if scalars[0] is 0."""
+    block = tl.program_id(0)
+    table += tl.load(blocks + 2 * block)
+    gradient_address = tl.load(table + GRADIENT * tensors)
+    squares_address = tl.load(table + EXP_AVG_SQ * tensors)
+    if (tl.load(scalars) != 0.0) & (gradient_address != 0) & (squares_address == 0):
+        start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
+        offsets = start + tl.arange(0, BLOCK)
+        size = tl.load(table + SIZE * tensors)
+        address = tl.load(table + EXP_AVG * tensors)
+        coefficient = tl.load(scalars + 1)
+        if (start + BLOCK <= size) & ((gradient_address | address) % 16 == 0):
+            everything = tl.full((BLOCK,), 1, tl.int1)
+            _momentum_block(
+                gradient_address, address, offsets, everything, coefficient, momentum, rest, LIMIT, GRAD, True
+            )
+        else:
+            _momentum_block(
+                gradient_address, address, offsets, offsets < size, coefficient, momentum, rest, LIMIT, GRAD, False
+            )
 
 
 # ------------------------------------------------------------------------------------------ the step
@@ -193,7 +271,7 @@ class FusedStep:
 
     Args:
         masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. Moments
-            and averages of masters on a GPU may lie in pinned host memory.
+            and averages of masters on a GPU may lie in pinned host memory. A tensor of Muon has None in exp_avg_sqs.
         working: copies of the masters in the precision of the forward pass, rewritten by every step; or None.
         count: 0-dim fp32 tensor on the masters' device: number of steps without skipped ones; changed in place.
         counted: True for each gradient whose squares :meth:`square_sum` counts on this rank, when other ranks count the
@@ -213,7 +291,7 @@ class FusedStep:
         self,
         masters: Sequence[Tensor],
         exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
+        exp_avg_sqs: Sequence[Tensor | None],
         working: Sequence[Tensor] | None = None,
         *,
         count: Tensor,
@@ -225,10 +303,11 @@ class FusedStep:
         self.masters = [master.detach() for master in masters]
         self.count, self.betas, self.eps, self.block = count, betas, eps, block
         self.device = self.masters[0].device
-        self.state = [
-            check_tensors_fit(tensors, name, self.masters)
-            for tensors, name in ((exp_avgs, "exp_avgs"), (exp_avg_sqs, "exp_avg_sqs"))
-        ]
+        squares = [m if square is None else square for square, m in zip(exp_avg_sqs, self.masters, strict=True)]
+        self.exp_avgs = check_tensors_fit(exp_avgs, "exp_avgs", self.masters)
+        squares = check_tensors_fit(squares, "exp_avg_sqs", self.masters)
+        pairs = zip(exp_avg_sqs, squares, strict=True)
+        self.exp_avg_sqs = [None if given is None else square for given, square in pairs]
         check_tensors_fit(self.masters, "masters", self.masters)
         self.working = []
         if working is not None:
@@ -332,6 +411,36 @@ class FusedStep:
         return norm, finite
 
     @torch.no_grad()
+    def momentum(self, momentum: float) -> list[Tensor | None]:
+        """Update the first moments of the tensors without second ones, after :meth:`decide`, and replace their
+        gradients by what Muon orthogonalises.
+
+        Returns:
+            All gradients, of which those may be changed in place until :meth:`update`, which takes them as directions.
+        """
+        if self.kernels:
+            blocks = self._blocks.blocks
+            if len(blocks):
+                _momentum_kernel[(len(blocks),)](
+                    self._addresses.table,
+                    blocks,
+                    self.scalars,
+                    len(self.masters),
+                    momentum,
+                    1.0 - momentum,
+                    LIMIT=FP16_MAX,
+                    BLOCK=self.block,
+                    GRAD=triton_dtype(self._gradient_dtype),
+                    num_warps=WARPS,
+                )
+        elif self.scalars[0]:
+            coefficient = self.scalars[1].item()
+            for gradient, exp_avg, squares in zip(self._gradients, self.exp_avgs, self.exp_avg_sqs, strict=True):
+                if gradient is not None and squares is None:
+                    momentum_reference(gradient.view(-1), exp_avg.view(-1), momentum, coefficient)
+        return self._gradients
+
+    @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
         """Step tensors ``start`` to ``stop`` with the gradients of :meth:`square_sum`, as :meth:`decide` decided.
 
@@ -349,41 +458,45 @@ class FusedStep:
 
     def _launch(self, lr: float, weight_decay: float, first: int, last: int, shift: int, stride: int) -> None:
         beta1, beta2 = self.betas
-        _update_kernel[(last - first,)](
-            self._addresses.table,
-            self._blocks.blocks,
-            self.scalars,
-            len(self.masters),
-            first,
-            float(lr),
-            float(lr * weight_decay),
-            beta2,
-            1.0 - beta1,
-            1.0 - beta2,
-            self.eps,
-            shift,
-            stride,
-            BLOCK=self.block,
-            GRAD=triton_dtype(self._gradient_dtype),
-            WORKING=triton_dtype(self.working[0].dtype if self.working else torch.float32),
-            AVERAGES=len(self.averages),
-            num_warps=WARPS,
-        )
+        mixed = any(square is None for square in self.exp_avg_sqs)
+        for directed in (False, True) if mixed else (False,):
+            _update_kernel[(last - first,)](
+                self._addresses.table,
+                self._blocks.blocks,
+                self.scalars,
+                len(self.masters),
+                first,
+                float(lr),
+                float(lr * weight_decay),
+                beta2,
+                1.0 - beta1,
+                1.0 - beta2,
+                self.eps,
+                shift,
+                stride,
+                BLOCK=self.block,
+                GRAD=triton_dtype(self._gradient_dtype),
+                WORKING=triton_dtype(self.working[0].dtype if self.working else torch.float32),
+                AVERAGES=len(self.averages),
+                MIXED=mixed,
+                DIRECTED=directed,
+                num_warps=WARPS,
+            )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
         """Move the moments, which are views of ``rows``, by :class:`Staged` copies from now on."""
-        self.access = Staged(rows, self.state, self._blocks, self.device, **options)
+        squares = [square for square in self.exp_avg_sqs if square is not None]
+        self.access = Staged(rows, [self.exp_avgs, squares], self._blocks, self.device, **options)
 
     def _update_with_torch(self, part: slice, lr: float, weight_decay: float) -> None:
         finite, coefficient, _, _, *weights = self.scalars.tolist()
         if not finite:
             return
-        exp_avgs, exp_avg_sqs = self.state
         adamw_ema_reference(
             self.masters[part],
             self._gradients[part],
-            exp_avgs[part],
-            exp_avg_sqs[part],
+            self.exp_avgs[part],
+            self.exp_avg_sqs[part],
             self.working[part],
             [shards[part] for shards in self.averages],
             [1.0 - weight for weight in weights[: len(self.averages)]],
@@ -397,4 +510,5 @@ class FusedStep:
 
     def _refresh_table(self) -> None:
         working = self.working or [None] * len(self.masters)
-        self._addresses.refresh([self._gradients, working, self.masters, *self.state, *self.averages])
+        rows = [self._gradients, working, self.masters, self.exp_avgs, self.exp_avg_sqs, *self.averages]
+        self._addresses.refresh(rows)

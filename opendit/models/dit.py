@@ -170,7 +170,7 @@ class DiT(nn.Module):
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
-            t: (B,) timesteps.
+            t: (B,) timesteps; or (B, K), of which the sum of the embeddings is taken.
             y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
                 TextCondition, or with the bytes encoder the ids (B, L) int64.
             segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments.
@@ -197,7 +197,11 @@ class DiT(nn.Module):
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         """The vector (B, D) of adaLN, and what blocks with cross-attention attend to."""
         vector, context = self.embed_condition(y)
-        return self.t_embedder(t) + vector, context
+        return self.embed_time(t) + vector, context
+
+    def embed_time(self, t: Tensor) -> Tensor:
+        """Embed times (B,), or several of each sample, (B, K), whose embeddings are added: (B, D)."""
+        return self.t_embedder(t) if t.dim() == 1 else self.t_embedder(t.flatten()).unflatten(0, t.shape).sum(1)
 
     def contexts(self, context: Context | None) -> list[Context] | None:
         """Compute every block's keys and values of a context, for several calls of :meth:`predict`.

@@ -141,6 +141,10 @@ class _AddTable(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         return grad, None
 
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, _):
+        return tangent.clone()
+
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
     """x (B, N, D) plus a constant table (1, N, D) or (N, D) fp32, added in fp32 and rounded to x's dtype once.

@@ -20,6 +20,7 @@ from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import kernels_available
 from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
+from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
 
 # As Colossal-AI's scaler has them under zero2 and gemini, so that a run in fp16 skips the same steps there and here.
@@ -81,12 +82,15 @@ class FusedAdamW(torch.optim.AdamW):
 
     def __init__(self, params: Any, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
+        self.of_muon: set[Tensor] = set()  # keys of the state that has no second moments
 
     def init_state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            state["exp_avg"] = torch.zeros_like(p)
+            if p not in self.of_muon:
+                state["exp_avg_sq"] = torch.zeros_like(p)
         return state
 
     @torch.no_grad()
@@ -177,7 +181,7 @@ class OnePassAdamW:
             self._fused = FusedStep(
                 self._own(self._keys),
                 self._own([state["exp_avg"] for state in states]),
-                self._own([state["exp_avg_sq"] for state in states]),
+                self._own([state.get("exp_avg_sq") for state in states]),
                 None if self._working is None else self._own(self._working),
                 count=torch.zeros((), dtype=torch.float32, device=self._keys[0].device),
                 betas=settings["betas"],
@@ -199,9 +203,9 @@ class OnePassAdamW:
         if self._fused is not None:
             self._fused.access.finish()
 
-    def _own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _own(self, tensors: Sequence[Any]) -> list[Any]:
         pairs = zip(tensors, self._sizes, strict=True)
-        return [tensor if tensor.numel() == size else tensor.view(-1)[:size] for tensor, size in pairs]
+        return [t if t is None or t.numel() == size else t.view(-1)[:size] for t, size in pairs]
 
 
 class ShardedOptimizer:
@@ -230,10 +234,12 @@ class ShardedOptimizer:
     Attributes:
         masters: the fp32 shards by name; the parameters' own memory if those are fp32.
         grad_norm, finite: of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
+        muon: what makes the directions of matrices; None if AdamW steps all parameters.
     """
 
     grad_norm: Tensor
     finite: Tensor
+    muon: Muon | None = None
 
     def __init__(
         self,
@@ -344,6 +350,8 @@ class ShardedOptimizer:
             self._replicated.total(total)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.scale
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip)
+        if self.muon is not None:
+            self.muon.direct(fused)
         fused.update(lr=adam["lr"], weight_decay=adam["weight_decay"])
         self._refresh_float8()
         if self._averages is not None and self._side is not None:

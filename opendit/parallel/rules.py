@@ -11,6 +11,7 @@ from torch import Tensor
 from opendit.models import DiTConfig, plan_of
 from opendit.models.parameter_names import fits, value_of
 from opendit.models.plan import Column, Expert, Heads, Plan, Replicated, Row, Rule, Vocabulary
+from opendit.models.zoo import model_shapes
 
 Slices = tuple[slice, ...]  # one for each dimension
 FLAGS = {"tp": "--tensor_parallel_size", "ep": "--expert_parallel_size"}
@@ -86,6 +87,34 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
     does."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
+
+
+# -------------------------------------------------------------------------------------------------- whole matrices
+
+
+def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of a model's blocks that are matrices by which tokens are multiplied, with the numbers of
+    rows of those that lie in one parameter, one below the other: of q, k and v, of SwiGLU's two, of all experts.
+
+    Modulations, norms, biases and an experts' router are none of them.
+    """
+    plan = plan_of(config)
+    rules, found = plan.rules(config), {}
+    for name, shape in model_shapes(config)[0].items():
+        if name.partition(".")[0] != plan.stages.stack or len(shape) < 2:
+            continue
+        rule = rule_of(rules, name)
+        if isinstance(rule, Heads):
+            sections = rule.heads
+        elif isinstance(rule, Expert):
+            sections = (1,) * shape[0]
+        elif isinstance(rule, Row) or (isinstance(rule, Column) and not rule.gathered):
+            sections = (1,) * (rule.sections if isinstance(rule, Column) else 1)
+        else:
+            continue
+        unit = math.prod(shape[:-1]) // sum(sections)
+        found[name] = tuple(count * unit for count in sections)
+    return found
 
 
 # --------------------------------------------------------------------------------------------- shard units and stages

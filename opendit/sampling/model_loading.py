@@ -317,7 +317,8 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
     """Return the number of steps and the scale of guidance that are used by default: a family's, or those given."""
     if not isinstance(config, PublicConfig):
-        return steps, scale
+        made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
+        return (2, 1.0) if made_for_few else (steps, scale)
     family, variant = family_of(config.family), config.variant
     if family.distilled is not None and weights is not None and weights.info.get("distilled"):
         return family.distilled

@@ -33,7 +33,7 @@ class PreparedModel:
     others.
 
     Args:
-        times: (steps, evaluations), the t of every evaluation of the network.
+        times: (steps, evaluations), the t of every evaluation of the network; (steps, evaluations, K) for K times.
         samples: B.
         guided: there is a null condition.
         size: of the latents, without channels.
@@ -109,9 +109,9 @@ class PreparedModel:
         self._keep("contexts", [part[every] for block in contexts for part in block[:-1]] + [mask[every]])
 
     def _make_table(self, conditions: int) -> None:
-        c = self.model.t_embedder(self.times[0, :1]) + self._vector[:1]
+        c = self.model.embed_time(self.times[0, :1]) + self._vector[:1]
         self._widths, dtypes = zip(*((m.shape[1], m.dtype) for m in self._modulations(c)), strict=True)
-        steps, self._evaluations = self.times.shape
+        self._evaluations = self.times.shape[1]
         self._conditions, width = conditions, sum(self._widths)
         rows = self._evaluations * conditions
         self.capacity = self._steps_of(rows, rows * width * dtypes[0].itemsize)
@@ -148,19 +148,20 @@ class PreparedModel:
     def fill(self, first: int) -> int:
         """Compute the modulations of step ``first`` and of as many after it as fit; return the number of steps."""
         times = self.times[first : first + self.capacity]
-        conditions = torch.arange(self._conditions, device=self.table.device).repeat(times.numel())
-        self._write(None, times.flatten().repeat_interleave(self._conditions), conditions)
+        evaluations = times.flatten(0, 1)
+        conditions = torch.arange(self._conditions, device=self.table.device).repeat(len(evaluations))
+        self._write(None, evaluations.repeat_interleave(self._conditions, dim=0), conditions)
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
         """Write the modulations at times t of these conditions into these rows of the table (None: the first ones);
-        all are (n,). Every product has the same number of rows, so that a modulation does not depend on how many others
-        are computed with it."""
+        all are (n,), or t (n, K). Every product has the same number of rows, so that a modulation does not depend on
+        how many others are computed with it."""
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
-            padded = [F.pad(values[some], (0, PRODUCT_ROWS - count)) for values in (t, conditions)]
-            c, column = self.model.t_embedder(padded[0]) + self._vector[padded[1]], 0
+            padded = [F.pad(v[some], (0, 0) * (v.dim() - 1) + (0, PRODUCT_ROWS - count)) for v in (t, conditions)]
+            c, column = self.model.embed_time(padded[0]) + self._vector[padded[1]], 0
             for m, width in zip(self._modulations(c), self._widths, strict=True):
                 table = self.table[:, column : column + width]
                 if rows is None:

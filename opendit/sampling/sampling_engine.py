@@ -123,7 +123,7 @@ class SamplingEngine:
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))
         # Steps with fewer evaluations than others are padded with the time of their first one, which nothing reads.
-        self._times = torch.stack([torch.cat([t, t[:1].expand(most - len(t))]) for t in times])
+        self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
         self.evaluated = 0  # blocks x rows that all batches so far evaluated
         self._full_work = 0  # the same without approximations
         self.loops: OrderedDict[int, SamplingLoop] = OrderedDict()  # by batch size, the most recently used last
@@ -244,7 +244,8 @@ def why_not_recorded(model: DiT, record: bool, has_recorder: bool) -> str:
 def evaluation_times(
     objective: Objective, name: str, steps: int, channels: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Return the times t at which sampler ``name`` evaluates the network: (evaluations,) for every step.
+    """Return the times t at which sampler ``name`` evaluates the network: (evaluations,) for every step, or
+    (evaluations, K).
 
     They are found by running the sampler with a network that predicts zeros. channels: of the network's input and
     output.

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from opendit.checkpoint.lock import lock_folder
+from opendit.checkpoint.power_averages import reconstruct
 from opendit.checkpoint.pretrained import find_weights, read_config
 from opendit.common.stages import Stages
 from opendit.config.checks import path_and_weight, read_prompts
@@ -38,7 +39,7 @@ from opendit.models.families.public_config import PublicConfig, embedded_guidanc
 from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
-from opendit.parallel.mesh import Mesh
+from opendit.parallel.mesh import ControlGroup, Mesh
 from opendit.parallel.sequence import SequenceParallel, attention_note, sequence_parallel, sequence_shape
 from opendit.parallel.sequence.choose import make_plan
 from opendit.parallel.tensor import TensorParallel, check_tensor_parallel, tensor_group
@@ -171,6 +172,10 @@ def _load(
     flags: "SampleConfig", mesh: Mesh, stages: Stages, lock: AbstractContextManager[Any], notes: list[str]
 ) -> SamplingRun:
     ckpt = checkpoint_at(flags.ckpt, flags.outputs, flags.model, flags.use_video)
+    if (width := flags.ema) is not None:
+        group = ControlGroup(mesh)
+        made = group.together(lambda: reconstruct(ckpt, width) if mesh.is_main else None, ValueError, OSError)
+        ckpt = cast(Path, group.gather(made)[0])
     shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
         # Checks whether ranks can share samples or divide layers, before the weights are read.

@@ -25,9 +25,10 @@ from opendit.kernels.fp8_weight import keep_weights
 from opendit.models import DiTConfig, empty_model
 from opendit.models.lora import Lora
 from opendit.parallel.apply import apply_parallel
-from opendit.parallel.engines import PRECISIONS, Engine, StepResult, build_engine
+from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, StepResult, build_engine
 from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.rules import matrix_rows
 from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
@@ -137,11 +138,20 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         offload=state,
         streamed=streamed,
         initial=initial,
+        muon=muon_settings(spec),
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:
         keep_weights(model)  # all of them are kept until the backward pass anyway
     return engine
+
+
+def muon_settings(spec: RunSpecification) -> MuonSettings | None:
+    """Return the settings of --optimizer muon; None with AdamW alone."""
+    flags = spec.flags
+    if flags.optimizer != "muon":
+        return None
+    return MuonSettings(matrix_rows(spec.model_config), flags.muon_momentum, PRECISIONS[flags.muon_precision])
 
 
 def open_monitor(spec: RunSpecification, supervisor: Supervisor, failures: WriteFailures) -> Monitor:
@@ -440,7 +450,7 @@ def build(
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
-        ema = EMA(engine, flags.ema_decays, spec.ema_warmup)
+        ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
         pace = Pace(mesh)

@@ -99,6 +99,7 @@ def _dry_run(flags: TrainConfig) -> None:
     together = samples_at_once(flags, config)
     flop, tensor = training_flops(config, lora_of(flags)), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
+    steps, last = _steps(flags, None if missing else dataset, samples, config)
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:,.1f} M parameters",
@@ -113,10 +114,10 @@ def _dry_run(flags: TrainConfig) -> None:
         + (f", experts on {flags.expert_parallel_size} each" if flags.expert_parallel_size > 1 else ""),
         **_pipeline(config, flags),
         "batch": f"{flags.batch_size} x {ranks} ranks x {flags.grad_accumulation} micro-batches = {samples:,}",
-        **_steps(flags, None if missing else dataset, samples, config),
+        "steps": steps,
     }
     setup = memory_setup(flags, config, world, dataset)
-    rows |= _time(flags, config, setup, where, origin)
+    rows |= _time(flags, config, setup, where, origin, last)
     rows |= _memory(config, together, setup)
     print_block("OpenDiT dry run: nothing was built", rows)
     for note in notes:
@@ -144,21 +145,25 @@ def _data(flags: TrainConfig, notes: list[str]) -> MediaDataset:
         return open_data(replace(flags, data_path="mock"))
 
 
-def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> dict[str, str]:
+def _steps(flags: TrainConfig, dataset: MediaDataset | None, samples: int, config: DiTConfig) -> tuple[str, int | None]:
+    """Return the steps of the run in words, and the last one if it is known."""
     if dataset is None:
         ends = f"{flags.max_steps:,} at most" if flags.max_steps else "not known"
-        return {"steps": f"{ends}; {flags.epochs:,} epochs of data that can't be found"}
+        return f"{ends}; {flags.epochs:,} epochs of data that can't be found", flags.max_steps
     schedule = make_schedule(flags, dataset, samples, config)
     last = last_step_of(flags, schedule)
     an_epoch = schedule.mean_steps_per_epoch
-    return {
-        "steps": f"{an_epoch:,.2f} an epoch, {last:,} in all = {last / an_epoch:,.1f} epochs, "
+    return (
+        f"{an_epoch:,.2f} an epoch, {last:,} in all = {last / an_epoch:,.1f} epochs, "
         f"{last * samples:,} {'samples' if flags.tokens is None else f'lots of {flags.tokens:,} tokens'}"
-    }
+    ), last
 
 
-def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str) -> dict[str, str]:
-    """Report how ranks share sequences, and the time and the communication of a step by the cost model."""
+def _time(
+    flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstances, origin: str, last: int | None
+) -> dict[str, str]:
+    """Report how ranks share sequences, the time and the communication of a step by the cost model, and the hours until
+    the last one."""
     size = flags.sequence_parallel_size
     together = samples_at_once(flags, config)
     how = (flags, flags.attention, setup.precision, config, together)
@@ -179,6 +184,10 @@ def _time(flags: TrainConfig, config: DiTConfig, setup: Setup, where: Circumstan
     rows = {} if cost.sequence is None else {"sequence": f"over {size} ranks, {cost.sequence}"}
     rows["time"] = f"{1e3 * cost.total:,.1f} ms a step, {rate:,.0f} tokens/s a GPU predicted ({origin}), without "
     rows["time"] += f"reading data, saving and drawing; in ms: {work}"
+    if last:
+        hours = cost.total * last / 3600
+        shown = f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
+        rows["hours"] = f"{shown} for {last:,} steps, predicted ({origin.partition(':')[0]})"
     if where.world > 1:
         rows["received a step"] = budget(cost)
     return rows

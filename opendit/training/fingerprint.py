@@ -91,11 +91,13 @@ MADE_INTO = {
 MEANS = {
     "ema_decay": AVERAGES,
     "ema_warmup": AVERAGES,
+    "average": AVERAGES,
     **dict.fromkeys(("plugin", "mixed_precision", "compile", "deterministic"), ROUNDING),
     **dict.fromkeys(("tensor_parallel_size", "expert_parallel_size"), ROUNDING),
     **dict.fromkeys(("data_parallel_replicate", "reduce_dtype"), ROUNDING),
     **dict.fromkeys(("pipeline_parallel_size", "pipeline_schedule"), ROUNDING),
     **dict.fromkeys(("fp8", "attention", "kernels", "recomputed", "sequence", "split", "world_size"), ROUNDING),
+    "muon_precision": ROUNDING,
     **dict.fromkeys(("torch", "colossalai", "triton", "cuda", "cudnn", "processor"), ROUNDING),
     "source": CODE,
     "order": f"samples come in another order from this step on, some of this epoch twice: {CURVE}",

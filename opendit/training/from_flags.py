@@ -248,6 +248,9 @@ class ModelPlan:
     notes: list[str]
 
 
+FORWARD_MODE = ("dit", "vdit")  # kinds of models whose operations all have forward-mode derivatives
+
+
 def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | None = None) -> ModelPlan:
     """Plan the model and its objective.
 
@@ -282,6 +285,11 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
             given_frames=_given_frames(flags.given_frames, flags.num_frames, frames),
             **_condition(flags, dataset),
             **flags.architecture,
+        )
+    if flags.objective == "meanflow" and (config.text is not None or config.kind not in FORWARD_MODE):
+        what = "has captions" if config.text is not None else f"is a {flags.model.partition('-')[0]}"
+        raise ValueError(
+            f"--objective meanflow: is for DiT and vDiT with classes, and this one {what}; use --objective flow"
         )
     config.check_speed(flags.fp8, flags.recompute)
     check_tensor_parallel(config, flags.tensor_parallel_size)
@@ -465,6 +473,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         reshard=flags.reshard,
         offload=flags.offload,
         gather_fp8=flags.gather_fp8,
+        muon=flags.muon_precision if flags.optimizer == "muon" else None,
     )
 
 

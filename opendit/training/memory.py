@@ -1,21 +1,23 @@
 """Estimate the memory of a training step by formula, before anything is allocated.
 
 The peak of a step is the larger of two moments. When the backward pass begins, the activations of all blocks are held
-and no gradients of this micro-batch; when it ends, all gradients and no activations. Activations are counted in units
-of tokens x D in the precision of the activations, where the tokens are those of one rank's micro-batch.
+and no gradients of this micro-batch; when it reaches the first block, that block's activations and the gradients of all
+others. Activations are counted in units of tokens x D in the precision of the activations, where the tokens are those
+of one rank's micro-batch.
 
 The estimates lie within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), gemini in fp16
 within 5 %. They leave out the VAE and text encoder, the activations of a trained bytes encoder, a CUDA context, NCCL's
 buffers, and what the allocator loses to fragmentation.
 """
 
+import bisect
 import contextlib
 import functools
 import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -28,8 +30,9 @@ from opendit.models.lora import Lora, lora_layers
 from opendit.models.plan import Execution, Row
 from opendit.models.zoo import model_shapes
 from opendit.parallel.experts import expert_parameters
+from opendit.parallel.muon import ELEMENTS, flops
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
-from opendit.parallel.rules import rule_of
+from opendit.parallel.rules import matrix_rows, rule_of
 from opendit.parallel.streamed_blocks import blocks_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
@@ -61,6 +64,7 @@ class Setup:
         trained: LoRA's weights that a pipeline's stage has.
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay beside the model.
+        muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
 
     Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.
@@ -94,6 +98,7 @@ class Setup:
     trained: int | None = None
     held_micro_batches: float = 1
     encoders: int = 0
+    muon: str | None = None
 
     @property
     def autocast(self) -> bool:
@@ -131,6 +136,7 @@ class Estimate:
         states: bytes by name of what is always there.
         activations: held when the backward pass begins.
         gradients: held then and when the pass has ended, unless they are among the states; and gathered weights.
+        last_block: bytes that its first block, the last to run backward, needs beside the gradients at the end.
         host: states by name that lie in host memory instead. ``total`` is the device's peak, ``host_total`` the host's.
     """
 
@@ -140,13 +146,18 @@ class Estimate:
     gradients_at_the_end: float
     gathered: float = 0
     gathered_at_the_end: float = 0
+    last_block: float = 0
     host: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak(self) -> dict[str, float]:
         """Bytes beside the states at the peak, which is at the beginning or the end of the backward pass."""
         first = {"activations": self.activations, "gradients": self.gradients, "gathered weights": self.gathered}
-        last = {"gradients": self.gradients_at_the_end, "gathered weights": self.gathered_at_the_end}
+        last = {
+            "activations": self.last_block,
+            "gradients": self.gradients_at_the_end,
+            "gathered weights": self.gathered_at_the_end,
+        }
         return max(first, last, key=lambda parts: sum(parts.values()))
 
     @property
@@ -171,6 +182,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.encoders:
         needs = estimate(config, replace(setup, encoders=0), batch)
         return replace(needs, states=needs.states | {"encoders": setup.encoders})
+    if setup.muon is not None:
+        return _with_muon(config, setup, estimate(config, replace(setup, muon=None), batch))
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
@@ -183,13 +196,16 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         numbers, stored, _ = stored_weights(config, setup)
         states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
         states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
-        return _streamed(Estimate(states, _activations(config, setup, batch), 0, 0), config, setup)
+        return _streamed(Estimate(states, sum(_activations(config, setup, batch)), 0, 0), config, setup)
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
         gradients = gradients if setup.accumulate else 0
-    needs = Estimate(states, _activations(config, setup, batch), gradients * setup.accumulate, gradients)
+    others, block = _activations(config, setup, batch)
+    own = gradients * held_counts(config, setup)[1] / model  # of the block, which its backward pass makes
+    last = max(0, block - own)
+    needs = Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
     return _streamed(needs, config, setup)
 
 
@@ -209,6 +225,33 @@ def saved(config: DiTConfig, setup: Setup) -> int:
     """Return the bytes that --base_precision saves in all."""
     numbers, stored, _ = stored_weights(config, setup)
     return BYTES[setup.precision] * numbers - stored
+
+
+@functools.cache
+def matrix_count(config: DiTConfig) -> int:
+    """Count the weights of a model's matrices that Muon steps."""
+    shapes, _ = model_shapes(config)
+    return sum(math.prod(shapes[name]) for name in matrix_rows(config))
+
+
+@functools.cache
+def muon_flops(config: DiTConfig) -> int:
+    """Count the FLOPs of orthogonalising all matrices once."""
+    shapes, _ = model_shapes(config)
+    return sum(flops(shapes[name], rows) for name, rows in matrix_rows(config).items())
+
+
+def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
+    """Take the second moments of matrices out of an estimate, and add what Muon's step needs: what ranks exchange, and
+    the matrices between two products."""
+    ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
+    matrices = matrix_count(config)
+    copies = 1 if setup.plugin == "ddp" else ranks
+    moments = needs.states["moments"] - 4 * matrices / copies
+    exchanged = 0 if ranks == 1 else 4 * matrices if setup.plugin == "ddp" else 3 * size * matrices / ranks
+    step = exchanged + 4 * size * min(ELEMENTS, matrices / ranks)
+    at_the_end = needs.gradients_at_the_end + step
+    return replace(needs, states=needs.states | {"moments": moments}, gradients_at_the_end=at_the_end)
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
@@ -259,14 +302,14 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
     frozen = 0 if setup.lora is None else model
-    share, activations = 4 * trained / ranks, _activations(config, setup, batch)
+    share, (others, last_block) = 4 * trained / ranks, _activations(config, setup, batch)
+    activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
-        states |= {
-            "weights": size * (trained + frozen) - saved(config, setup),
-            "masters": 0 if setup.precision == "fp32" else share,
-        }
-        return Estimate(states, activations, size * trained * setup.accumulate, size * trained)
+        states["weights"] = size * (trained + frozen) - saved(config, setup)
+        states["masters"] = 0 if setup.precision == "fp32" else share
+        last_block = max(0, last_block - size * trained * block / model)  # whose gradients are not there yet
+        return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
@@ -288,7 +331,10 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         left = size * outside + whole
     else:
         gathered = left = size * outside + min(GATHERED, config.depth) * whole
-    return Estimate(states, activations, before, after, gathered + kept, left + size * own)
+    # Gradients of the first block and the embedders are not there yet, and no next block is gathered.
+    ahead = 0 if setup.reshard == "never" else (min(GATHERED, config.depth) - 1) * whole
+    last_block = max(0, last_block - size * trained_block - size * outside - ahead)
+    return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
 
 
 RING = 48 << 20  # bytes of the ring buffer through which both moments pass
@@ -360,7 +406,9 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
         return 0
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
-    return max(0, int(room // (one.activations - fixed.activations)))
+    largest = max(0, int(room // (one.activations - fixed.activations)))
+    # As many fit when the backward pass begins; its end may need more.
+    return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
 def block_float8(config: DiTConfig, setup: Setup) -> float:
@@ -368,9 +416,11 @@ def block_float8(config: DiTConfig, setup: Setup) -> float:
     return plan_of(config).kept(config, setup.execution).weights
 
 
-def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
-    """Return the bytes that all blocks keep, by the terms of the architecture's plan, and those that the backward pass
-    of one block takes beyond that."""
+def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
+    """Return the bytes of activations when the backward pass begins, by the terms of the architecture's plan.
+
+    First what all other blocks keep, then what one block keeps and its backward pass needs.
+    """
     plan, size = plan_of(config), BYTES[setup.precision]
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = config.tokens
@@ -392,8 +442,8 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> float:
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
-        return setup.held_micro_batches * config.depth * given + (block - given) + backward_of_one
-    return setup.held_micro_batches * config.depth * block + backward_of_one
+        return (setup.held_micro_batches * config.depth - 1) * given, block + backward_of_one
+    return (setup.held_micro_batches * config.depth - 1) * block, block + backward_of_one
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
@@ -559,7 +609,8 @@ def check_host(config: DiTConfig, setup: Setup, batch: int, ranks: int) -> None:
 def save_buffers(config: DiTConfig, setup: Setup) -> float:
     """Return the bytes of a rank's buffer for saves; the ranks share masters, averages and moments evenly."""
     trained = trained_count(config, replace(setup, tensor_parallel=1))
-    return 4 * trained * (3 + setup.averages) / setup.world
+    squares = trained - (0 if setup.muon is None else matrix_count(config))
+    return 4 * (trained * (2 + setup.averages) + squares) / setup.world
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:

@@ -20,7 +20,15 @@ from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
-from opendit.training.memory import Setup, held_counts, host_blocks, stage_setups, stored_weights, trained_count
+from opendit.training.memory import (
+    Setup,
+    held_counts,
+    host_blocks,
+    muon_flops,
+    stage_setups,
+    stored_weights,
+    trained_count,
+)
 
 # Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: it is written and
 # read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
@@ -204,13 +212,15 @@ class _Step:
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
-        """Return the seconds of AdamW and the averages on this rank's share of the state."""
+        """Return the seconds of the optimizer and the averages on this rank's share of the state."""
         setup = self.setup
         ranks = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
         trained = trained_count(self.config, setup)
         share = trained / (1 if setup.plugin == "ddp" else ranks)
         averaged = AVERAGE * setup.averages * trained / ranks
         seconds = (UPDATE * share + averaged) / self.hardware.memory
+        if setup.muon is not None:
+            seconds += muon_flops(self.config) / ranks / self.hardware.matmul
         state, _ = parse_offload(setup.offload)
         if state != "none":  # moments are read and written; averages change in place while other work runs
             moved = 16 * share if state == "state" else 0

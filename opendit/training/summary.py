@@ -62,8 +62,9 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
         "precision": flags.mixed_precision + (", blocks recomputed in backward" if flags.grad_checkpoint else ""),
         "trained": f"{weights:,} weights" + (f": {spec.lora}, and what is new" if spec.lora else ""),
         **({"frozen": _frozen(spec, engine)} if engine.stored or engine.streamed else {}),
-        "optimizer": engine.optimizer_name + ("; moments in host memory" if flags.offload == "state" else ""),
-        "EMA": f"decay {', '.join(map(str, ema.decays))}{', warm-up' if ema.warmup else ''}; "
+        "optimizer": _optimizer(engine) + ("; moments in host memory" if flags.offload == "state" else ""),
+        "EMA": f"{'power functions of widths' if ema.power else 'decay'} {', '.join(map(str, ema.decays))}"
+        f"{', warm-up' if ema.warmup else ''}; "
         f"{ema.bytes_per_rank() / 2**20:.1f} MiB a rank (4 bytes x parameters / ranks each)"
         + (" in host memory" if parse_offload(flags.offload)[0] != "none" else ""),
         "attention": attention_note(spec.kernels.attention_note, spec.sequence),
@@ -92,6 +93,14 @@ def _frozen(spec: RunSpecification, engine: Engine) -> str:
     kind = spec.flags.base_precision if engine.stored else spec.flags.mixed_precision
     where = "" if engine.streamed is None else f"; of {engine.streamed.blocks} of them in host memory, copied when due"
     return f"weights of blocks in {kind}{where}"
+
+
+def _optimizer(engine: Engine) -> str:
+    """Describe the optimizer, and what Muon steps if it steps anything."""
+    if engine.muon is None:
+        return engine.optimizer_name
+    weights = sum(math.prod(engine.shapes[name]) for name in engine.muon.names) / 1e6
+    return f"Muon for {weights:,.1f} M weights of blocks, each matrix on one rank; for the rest {engine.optimizer_name}"
 
 
 def _unit(flags: BatchFlags) -> str:

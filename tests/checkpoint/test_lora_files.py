@@ -20,9 +20,9 @@ from opendit.config.checks import path_and_weight
 from opendit.export.__main__ import main as export
 from opendit.models import build_model, model_config
 from opendit.models.families.public_config import public_config
-from opendit.models.lora import A, B, Lora, targets
-from opendit.models.zoo import empty_model
+from opendit.models.lora import A, B, Lora
 from tests.models.families.oracles import ORACLES, inputs
+from tests.sampling.small import write_lora
 
 LOADERS = {
     "flux": "FluxLoraLoaderMixin",
@@ -207,15 +207,8 @@ def check_same_outputs(oracle, folder, loras, files):
 
 def write_run(path, folder, config, name, seed=0, full=()):
     """Write what a run with --lora leaves, with random numbers; full: layers that it trained as a whole."""
-    model, generator = empty_model(config, parameters=False), torch.Generator().manual_seed(seed)
-    state = {key: torch.randn(dict(model.named_parameters())[key].shape, generator=generator) for key in full}
     lora = Lora(RANK, ALPHA, str(folder), LAYERS if name != "DiT-Ti/2" else ())
-    for layer, (rank, columns, rows) in targets(model, lora).items():
-        state[layer + A] = torch.randn(rank, columns, generator=generator) / 4
-        state[layer + B] = torch.randn(rows, rank, generator=generator) / 4
-    info = {"model": name, "config": config.to_dict(), "vae": "none", "lora": lora.to_dict()}
-    save_file(state, path, {METADATA_KEY: json.dumps(info)})
-    return path
+    return write_lora(path, lora, config, name, seed, full)
 
 
 def public_run(oracle, folder, path, seed=0):

@@ -135,3 +135,34 @@ def test_another_world_batch_split_or_plugin_goes_on_within_rounding(tmp_path, v
             bound = 1e-2 if plugin == "gemini" else 1e-5
             worst = off_by(curve.values(), [whole[step] for step in curve])
             assert worst < bound, (world, plugin, worst)
+
+
+def test_muon_resumes_bit_for_bit_and_on_other_ranks_within_rounding(tmp_path, capfd):
+    common = [*ARGV, "--warmup_steps", "1", "--vae", "none", "--mixed_precision", "fp32"]
+    common += ["--optimizer", "muon", "--muon_precision", "fp32"]
+    two = [*common, "--batch_size", "4", "--checkpoint_format", "sharded"]
+    whole, parts, alone = (tmp_path / name for name in ("whole", "parts", "alone"))
+    run_ranks(
+        2,
+        trainings,
+        [
+            [*two, "--max_steps", "4", "--ckpt_every", "2", "--outputs", str(whole)],
+            [*two, "--max_steps", "2", "--outputs", str(parts)],
+            [*two, "--max_steps", "4", "--outputs", str(parts), "--load", "latest"],
+        ],
+    )
+    assert losses(parts) == losses(whole) and list(losses(whole)) == [1, 2, 3, 4]
+    assert_same_bits(run_of(whole) / "checkpoints/latest", run_of(parts) / "checkpoints/latest")
+    squares = json.loads((run_of(whole) / "checkpoints/latest/exp_avg_sq.shards.json").read_text())
+    matrices = {
+        f"blocks.{i}.{name}.weight" for i in range(4) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    }
+    assert "x_embedder.proj.weight" in squares["tensors"] and not matrices & squares["tensors"].keys()
+    source = run_of(whole) / "checkpoints/step_0000002"
+    one = [*common, "--batch_size", "4", "--grad_accumulation", "2", "--plugin", "fsdp", "--checkpoint_format", "whole"]
+    shutil.copytree(source, alone / "000-DiT-Ti-2/checkpoints" / source.name)
+    train.main([*one, "--max_steps", "4", "--outputs", str(alone), "--load", "latest"])
+    assert losses(alone) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, rel=1e-4)
+    with pytest.raises(SystemExit):  # without second moments AdamW can't go on
+        train.main([*ARGV, "--vae", "none", "--outputs", str(alone), "--load", str(source)])
+    assert "which Muon has stepped; give --optimizer muon" in capfd.readouterr().err

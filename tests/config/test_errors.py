@@ -152,6 +152,12 @@ LINES = {
         "--data_path picturs: doesn't exist; did you mean pictures? Or give digits, or a folder or CSV that does"
     ),
     "train --lora_alpha 3": "--lora_alpha: does nothing without --lora; add that, or leave it out",
+    "train --average power:0.5": (
+        "--average power:0.5: not power: and different widths between 0.01 and 0.28; give power:0.05,0.10"
+    ),
+    "train --muon_momentum 0.9": "--muon_momentum: does nothing without --optimizer muon; add that, or leave it out",
+    "train --optimizer muon --plugin gemini --mixed_precision bf16": "--optimizer muon: does not work with --plugin "
+    "gemini, which cuts whole layers into chunks for all processes; leave one of them out",
     "train --lora 4": "--lora: adds to trained weights; say which with --pretrained",
     "train --use_video --pretrained ./nowhere/a": "--pretrained ./nowhere/a: doesn't exist; name a file or folder that "
     "does",

@@ -12,6 +12,7 @@ from tests.kernels.test_adamw_ema import (
     check_against_torch,
     check_bad_steps_change_nothing,
     check_counted,
+    check_directions,
 )
 
 AVAILABLE, REASON = kernels_available("cuda", torch.float32)
@@ -42,6 +43,11 @@ def test_it_is_torchs_adamw():
 
 def test_some_squares_are_others_to_count():
     check_counted("cuda")
+
+
+@pytest.mark.parametrize("gradient", DTYPES, ids=str)
+def test_tensors_without_second_moments_go_where_they_are_told(gradient):
+    check_directions("cuda", gradient)
 
 
 @pytest.mark.parametrize("bad", (math.nan, math.inf))

@@ -89,11 +89,13 @@ def forward_and_backward(name: str, width: int, dtype: torch.dtype, lengths: tup
 
 
 def optimizer_step() -> None:
-    masters, moments, squares, average = ([torch.zeros(4096)] for _ in range(4))
-    step = FusedStep(masters, moments, squares, [torch.zeros(4096, dtype=BFLOAT16)], count=torch.zeros(()))
+    masters, moments, average = ([torch.zeros(4096), torch.zeros(4096)] for _ in range(3))
+    gradients, working = ([torch.zeros(4096, dtype=BFLOAT16) for _ in masters] for _ in range(2))
+    step = FusedStep(masters, moments, [torch.zeros(4096), None], working, count=torch.zeros(()))
     step.attach([average], constant_decays((0.9,), torch.device("cpu")), torch.zeros(()))
     step.kernels = True  # not on a CPU, otherwise
-    step.decide(step.square_sum([torch.zeros(4096, dtype=BFLOAT16)]), clip=1.0)
+    step.decide(step.square_sum(gradients), clip=1.0)
+    step.momentum(0.95)
     step.update(lr=1e-3)
 
 

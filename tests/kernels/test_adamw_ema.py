@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opendit.kernels.adamw_ema import FusedStep, constant_decays
+from opendit.kernels.adamw_ema import FusedStep, constant_decays, momentum_reference
 from opendit.kernels.common import TRITON, interpreting
 
 SIZES = (1, 7, 1023, 1024, 1025, 5000, 0, 2048)
@@ -234,6 +234,58 @@ def check_counted(device: str) -> None:
 
 def test_some_squares_are_others_to_count():
     check_counted("cpu")
+
+
+def check_directions(device: str, gradient: torch.dtype) -> None:
+    """Tensors without second moments go where they are told, from momentum that keeps the scale of gradients; the
+    others take AdamW's step."""
+    case, directed, momentum, scale = Case(device, gradient), (1, 4, 5), 0.9, 64.0
+    squares = [None if i in directed else square for i, square in enumerate(case.exp_avg_sqs)]
+    case.step = FusedStep(
+        case.masters, case.exp_avgs, squares, case.working, count=case.count, betas=BETAS, eps=EPS, block=1024
+    )
+    case.step.attach(case.averages, constant_decays(case.decays, torch.device(device)), case.updates)
+    for number in (1, 2):
+        gradients, before = case.gradients(0.1 * scale), [[t.clone() for t in tensors] for tensors in case.want]
+        norm = case.run_in_float64(gradients, number, scale=scale, clip=0.5)
+        factor = 0.5 / (norm + 1e-6) / scale
+        case.step.decide(
+            case.step.square_sum([g if g is None else g.clone() for g in gradients]), scale=scale, clip=0.5
+        )
+        moved = case.step.momentum(momentum)
+        (masters, exp_avgs, _, averages), old = case.want, before
+        for i, given in enumerate(gradients):
+            if i not in directed:
+                assert (moved[i] is None) if given is None else torch.equal(moved[i], given)
+                continue
+            own = factor * given.double()
+            exp_avgs[i] = momentum * old[1][i] + (1 - momentum) * own
+            nesterov = ((1 - momentum) * own + momentum * exp_avgs[i]) / factor
+            rounding = 4e-6 if gradient == FLOAT32 else 2**-7
+            torch.testing.assert_close(moved[i].double(), nesterov, rtol=rounding, atol=1e-6 * scale)
+            moved[i].copy_(torch.randn(moved[i].shape, generator=case.random))
+            masters[i] = old[0][i] * (1 - LR * WEIGHT_DECAY) - LR * moved[i].double()
+            averages[i] = case.decays[0] * old[3][i] + (1 - case.decays[0]) * masters[i]
+            case.want[2][i] = old[2][i]
+        case.step.update(lr=LR, weight_decay=WEIGHT_DECAY)
+        case.compare()
+    before = case.everything()
+    gradients[0][0] = math.nan
+    case.step.decide(case.step.square_sum(gradients), scale=scale)
+    case.step.momentum(momentum)
+    case.step.update(lr=LR, weight_decay=WEIGHT_DECAY)
+    assert all(torch.equal(a, b) for a, b in zip(before, case.everything(), strict=True))
+
+
+@pytest.mark.parametrize("gradient", (BFLOAT16, FLOAT16, FLOAT32), ids=str)
+def test_tensors_without_second_moments_go_where_they_are_told(gradient):
+    check_directions("cpu", gradient)
+
+
+def test_momentum_of_larger_gradients_stays_finite_in_fp16():
+    gradient, exp_avg = torch.full((4,), 100.0, dtype=FLOAT16), torch.full((4,), 1e6)
+    momentum_reference(gradient, exp_avg, 0.9, 1.0)
+    assert gradient.isfinite().all() and (gradient > 6e4).all()
 
 
 def test_what_does_not_fit_is_refused():

@@ -31,7 +31,8 @@ def test_estimates_are_what_they_were():
     """Activations of every model in every setup, totals and FLOPs, as recorded before they were sums. Since then blocks
     that are recomputed are given their modulation, and keep it: in half precision 2 bytes a number and sample. And
     ST-DiT's weights in float8 are counted of all its attentions, not of one. Those of qk_norm were recorded again when
-    one kernel began to normalise and rotate."""
+    one kernel began to normalise and rotate. DiT-S/4's total is at the end of the backward pass, where the activations
+    of a block count since then."""
     configs = recorded_estimates.configs()
     assert set(configs) == set(RECORDED) and len(configs) > 150
     for name, config in configs.items():

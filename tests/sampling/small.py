@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from opendit.checkpoint.pretrained import METADATA_KEY
-from opendit.models import TextConfig, build_model, model_config
+from opendit.models import DiTConfig, TextConfig, build_model, model_config
+from opendit.models.lora import A, B, Lora, targets
+from opendit.models.zoo import empty_model
 from tests.models.test_dit import randomised
 
 BYTES = TextConfig("bytes", 64, 16, False)
@@ -22,4 +24,17 @@ def write(path: Path, name: str = "DiT-Ti/2", *, info: dict | None = None, seed:
     said = {"model": name, "config": config.to_dict(), "vae": "none", "image_size": config.input_size[-1]}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(model.state_dict(), path, metadata={METADATA_KEY: json.dumps({**said, **(info or {})})})
+    return path
+
+
+def write_lora(path: Path, lora: Lora, config: DiTConfig, name: str, seed: int = 0, full=()) -> Path:
+    """What a run with --lora leaves, with random numbers. full: layers that it trained as a whole."""
+    model, generator = empty_model(config, parameters=False), torch.Generator().manual_seed(seed)
+    state = {key: torch.randn(dict(model.named_parameters())[key].shape, generator=generator) for key in full}
+    for layer, (rank, columns, rows) in targets(model, lora).items():
+        state[layer + A] = torch.randn(rank, columns, generator=generator) / 4
+        state[layer + B] = torch.randn(rows, rank, generator=generator) / 4
+    info = {"model": name, "config": config.to_dict(), "vae": "none", "lora": lora.to_dict()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(state, path, metadata={METADATA_KEY: json.dumps(info)})
     return path

@@ -79,6 +79,14 @@ class Objective(ABC):
         shapes that don't fit each other.
         """
 
+    asks_network: ClassVar[bool] = False  # whether ``complete`` has something to do
+
+    def complete(self, prepared: Prepared, network: Any) -> Prepared:
+        """Return ``prepared`` with the part of the loss's target that the network itself makes, without gradients.
+
+        network: see ``opendit.diffusion.objectives.meanflow.Network``."""
+        return prepared
+
     @abstractmethod
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
         """Return the loss of each sample, (B,) in float32 at least, from the network's output at ``prepared.x_t`` and

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
+from opendit.parallel.muon import Muon
 from opendit.parallel.optimizer import OnePassAdamW
 from opendit.parallel.tensor import ReplicatedGradients
 
@@ -34,11 +35,13 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         grad_norm: of the last step, unscaled and before clipping: 0-dim float64 on the device.
         finite: whether the last step was taken (its norm was finite): 0-dim bool on the device.
         replicated: which gradients are terms of a sum over ranks that divide the layers; None if none are.
+        muon: what makes the directions of matrices; None if AdamW steps all parameters.
     """
 
     grad_norm: Tensor
     finite: Tensor
     replicated: ReplicatedGradients | None = None
+    muon: Muon | None = None
     pg_to_param_list: dict[dist.ProcessGroup, list[nn.Parameter]]
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -160,6 +163,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             self.replicated.total(total)
         scale = 1.0 if scaler is None else scaler.scale
         self.grad_norm, self.finite = fused.decide(total, scale=scale, clip=self._clip_grad_norm)
+        if self.muon is not None:
+            self.muon.direct(fused)
         settings = self.optim.param_groups[0]
         gathers = []
         for start, stop in self._buckets():

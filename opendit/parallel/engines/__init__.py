@@ -9,9 +9,20 @@ from opendit.config.names import OFFLOAD, PLUGINS, check_precision
 from opendit.parallel.apply import Sharding
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult, Values
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.muon import MuonSettings
 from opendit.parallel.streamed_blocks import StreamedBlocks
 
-__all__ = ["MOMENTS", "PRECISIONS", "Engine", "Sharding", "StepResult", "Values", "build_engine", "engine_of"]
+__all__ = [
+    "MOMENTS",
+    "PRECISIONS",
+    "Engine",
+    "MuonSettings",
+    "Sharding",
+    "StepResult",
+    "Values",
+    "build_engine",
+    "engine_of",
+]
 
 
 def engine_of(plugin: str) -> type[Engine]:
@@ -34,6 +45,7 @@ def build_engine(
     offload: str = "none",
     streamed: StreamedBlocks | None = None,
     initial: Values | None = None,
+    muon: MuonSettings | None = None,
 ) -> Engine:
     """Wrap a module, the same on every rank, for training.
 
@@ -49,6 +61,8 @@ def build_engine(
         streamed: blocks whose frozen weights lie in host memory; not with fsdp.
         initial: returns the initial fp32 values of any shard, by the parameter's name, trained or not. None: the values
             of the module, of which every rank then keeps a copy in host memory for a while.
+        muon: of the parameters that Muon steps in place of AdamW (zero2, ddp, fsdp, without tensor or expert
+            parallelism and offload of the state).
 
     Raises:
         ValueError: unknown plugin, precision or offload, or one that the plugin does not work in.
@@ -58,6 +72,6 @@ def build_engine(
     check_precision(plugin, precision)
     if offload not in OFFLOAD or (offload != "none" and plugin != "fsdp"):
         raise ValueError(f"offload {offload} with plugin {plugin}: with fsdp it is one of {', '.join(OFFLOAD)}")
-    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload)
+    settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload, muon)
     settings = replace(settings, streamed=streamed)
     return engine_of(plugin)(module, mesh, precision, settings, initial)

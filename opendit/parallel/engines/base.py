@@ -24,6 +24,7 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import load
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
+from opendit.parallel.muon import Muon, MuonSettings
 from opendit.parallel.pipeline import on_every_stage
 from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.tensor import ReplicatedGradients, divided_parameters
@@ -61,6 +62,7 @@ class Settings:
         grad_clip: bound of the global gradient norm, 0 for none.
         grad_accumulation: micro-batches in a step.
         sharding, offload: only for fsdp; offload names the state that lies in host memory.
+        muon: of the parameters that Muon steps; None if AdamW steps all.
         streamed: blocks whose frozen weights lie in host memory; not with fsdp.
     """
 
@@ -71,6 +73,7 @@ class Settings:
     grad_accumulation: int
     sharding: Sharding = Sharding()
     offload: str = "none"
+    muon: MuonSettings | None = None
     streamed: StreamedBlocks | None = None
 
 
@@ -85,7 +88,11 @@ class Engine(ABC):
         shared: parameters that all ranks of a pipeline have.
         streamed: blocks whose frozen weights lie in host memory; None if none do.
         stored: layers whose weights --base_precision stores, by the names of these.
+        muon: of the parameters that Muon steps, whose only moment is the first; None if AdamW steps all.
     """
+
+    muon: Muon | None = None
+    copied = False  # every rank has gradients and moments in full, of which ``layout`` is only a view
 
     def __init__(
         self, module: nn.Module, mesh: Mesh, precision: str, settings: Settings, initial: Values | None = None
@@ -121,6 +128,10 @@ class Engine(ABC):
         for name, buffer in module.named_buffers():
             buffer.data = buffers[name].to(mesh.device)
         self._locate()
+        if settings.muon is not None:
+            self.muon = Muon(settings.muon, self.layout, list(self.shapes), self.copied)
+            adam.of_muon |= {self._optimizer_keys[name] for name in self.muon.names}
+            self._attach_muon(self.muon)
         for name in self.shapes:
             self.set_master(name, trained(name, self.held(name)))
         if initial is not None:
@@ -134,6 +145,10 @@ class Engine(ABC):
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
         """Move the module to this rank's device and put it under the plugin. Return (what forward calls, what steps,
         the AdamW that has the learning rate and the state, one line that names this AdamW and the reason)."""
+
+    def _attach_muon(self, muon: Muon) -> None:
+        """Make the optimizer's step take the directions of matrices from Muon."""
+        raise NotImplementedError(f"{self.plugin} has no Muon")
 
     # ---------------------------------------------------------------- training
 
@@ -259,13 +274,17 @@ class Engine(ABC):
         """Return this rank's live fp32 shards of all parameters, by name."""
         return {name: self.master(name) for name in self.shapes}
 
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """Return which moments of a parameter the optimizer keeps."""
+        return MOMENTS[:1] if self.muon is not None and name in self.muon.names else MOMENTS
+
     def moments(self, name: str) -> dict[str, Tensor]:
         """Return this rank's shards of the optimizer's moments of one parameter (zeros before the first step)."""
-        key, shard = self._optimizer_keys[name], self.layout.local(name)
+        key, shard, names = self._optimizer_keys[name], self.layout.local(name), self.moments_of(name)
         if key is None:
-            return {moment: torch.empty(0, device=self.mesh.device) for moment in MOMENTS}
+            return {moment: torch.empty(0, device=self.mesh.device) for moment in names}
         state = self.adam.init_state(key)
-        return {moment: state[moment].view(-1)[: shard.numel].view(shard.shape) for moment in MOMENTS}
+        return {moment: state[moment].view(-1)[: shard.numel].view(shard.shape) for moment in names}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
         """Set this rank's part (:meth:`held`) of the moments of one parameter, and its step count."""
@@ -322,6 +341,9 @@ def _values_of(module: nn.Module) -> Values:
 
 class OnePassEngine(Engine):
     """Base of engines whose optimizer steps this rank's shards by OnePassAdamW, averages included."""
+
+    def _attach_muon(self, muon: Muon) -> None:
+        self.optimizer.muon = muon
 
     @property
     def gradients(self) -> list[Tensor | None]:

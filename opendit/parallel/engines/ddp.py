@@ -9,14 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from opendit.parallel.engines.base import MOMENTS, BoosterEngine, StepResult
+from opendit.parallel.engines.base import BoosterEngine, StepResult
 from opendit.parallel.layout import Layout, Shard, flat_cut
+from opendit.parallel.muon import Muon
 
 
 class DDPEngine(BoosterEngine):
     """Full fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even shards."""
 
     plugin = "ddp"
+    copied = True
     no_graph = "torch's DDP steers its reductions from the host (--plugin ddp)"
 
     def _locate(self):
@@ -80,11 +82,27 @@ class DDPEngine(BoosterEngine):
             torch.nn.utils.clip_grads_with_norm_(params, bound, norm)
             norm = norm.item()
         if math.isfinite(norm):
+            if self.muon is not None:
+                self._step_muon(self.muon)
             self.adam.step()
         if self._torch_scaler.is_enabled():
             self._torch_scaler.update()
         self.adam.zero_grad(set_to_none=True)
         return self._on_host(norm, scale)
+
+    def _attach_muon(self, muon: Muon) -> None:
+        pass  # the step asks for it
+
+    def _step_muon(self, muon: Muon) -> None:
+        """Step the matrices, and clear their gradients, so that AdamW does not."""
+        stepped = {name: p for name, p in self._params.items() if name in muon.names and p.grad is not None}
+        states = {name: self.adam.init_state(p) for name, p in stepped.items()}
+        (settings,) = self.adam.param_groups
+        averages = {name: state["exp_avg"] for name, state in states.items()}
+        muon.step_copies(stepped, averages, settings["lr"], settings["weight_decay"])
+        for name, p in stepped.items():
+            states[name]["step"] += 1
+            p.grad = None
 
     def master(self, name: str) -> Tensor:
         return self._shares.take(name, self._params[name].detach())
@@ -101,11 +119,11 @@ class DDPEngine(BoosterEngine):
 
     def moments(self, name: str) -> dict[str, Tensor]:
         state = self.adam.init_state(self._params[name])
-        return {moment: self._shares.take(name, state[moment]) for moment in MOMENTS}
+        return {moment: self._shares.take(name, state[moment]) for moment in self.moments_of(name)}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
         state = self.adam.init_state(self._params[name])
-        for moment in MOMENTS:
+        for moment in self.moments_of(name):
             state[moment].copy_(parts[moment].view(self._params[name].shape))
         self._set_step(name, step)
 

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ from opendit.config.names import PARTS, SHARDS, WHOLE
 from opendit.diffusion.objectives import objective_from_dict
 from opendit.diffusion.objectives.base import Objective
 from opendit.encoders.folder import PIPELINE_INDEX
+from opendit.encoders.pictures import one_line
 from opendit.models.configuration import DiTConfig
 from opendit.models.weights import Weights
 from opendit.sampling.model_loading import class_names
 
 NEWEST = "newest"
+EXAMPLES, LONGEST_EXAMPLE = 3, 200  # captions that are shown of a model's, and their characters
 MOST_GRIDS, GRID_BYTES = 10_000, 64 * MIB
 _GRID = re.compile(r"[0-9]{7,12}\.png")
 
@@ -41,14 +43,15 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 class WeightsChoice:
     """Weights to draw from.
 
-    name: shown to users, "000-DiT-Ti-2, step_0001000, ema". path, which: arguments ``path`` and ``weights`` of
-    ``opendit.load``. mark: changes when the file does.
+    name: shown to users, "000-DiT-Ti-2, step_0001000, ema". path, which, lora: arguments ``path``, ``weights`` and
+    ``lora`` of ``opendit.load``. mark: changes when the file does.
     """
 
     name: str
     path: Path
     which: str
     mark: tuple[Any, ...] = ()
+    lora: tuple[tuple[Path, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class ModelCard:
     """The facts about a model that a request for samples needs.
 
     classes: the names of all classes; empty for a model of captions. samplers: names of usable samplers, the default
-    one first. guided: the model has a null condition. size: a text such as "256 x 256 pixels".
+    one first. guided: the model has a null condition. size: a text such as "256 x 256 pixels". examples: captions that
+    it was trained on. begins: its clips can begin with a picture.
     """
 
     model: str
@@ -67,6 +71,8 @@ class ModelCard:
     guided: bool
     size: str
     objective: str
+    examples: tuple[str, ...] = ()
+    begins: bool = False
 
     @classmethod
     def of(cls, config: DiTConfig, weights: Weights, objective: Objective) -> "ModelCard":
@@ -80,6 +86,10 @@ class ModelCard:
             guided=config.text is not None or config.null_class,
             size=f"{side} x {side} pixels" if side else f"latents of {' x '.join(map(str, config.input_size))}",
             objective=objective.name,
+            examples=tuple(
+                one_line(caption)[:LONGEST_EXAMPLE] for caption in weights.info.get("captions", ())[:EXAMPLES]
+            ),
+            begins=config.given_frames is not None,
         )
 
 
@@ -87,11 +97,13 @@ class ModelCard:
 class Catalog:
     """The runs in ``outputs`` and the checkpoints ``extra``, looked up again at every call.
 
-    outputs: the folder of runs; it may not exist yet. extra: name -> path of the checkpoints named at the start.
+    outputs: the folder of runs; it may not exist yet. extra, lora: name -> path of the checkpoints and of the LoRAs
+    that were named at the start.
     """
 
     outputs: Path
     extra: dict[str, Path] = field(default_factory=dict)
+    lora: dict[str, Path] = field(default_factory=dict)
 
     @property
     def root(self) -> Path:
@@ -159,7 +171,10 @@ class Catalog:
 
     def sources(self) -> list[str]:
         """Return the names of what can be drawn from: runs with checkpoints, and checkpoints named at the start."""
-        return [name for name in self.runs() if self._checkpoints(name)] + list(self.extra)
+        return [name for name in self.runs() if self.has_checkpoint(name)] + list(self.extra)
+
+    def has_checkpoint(self, run: str) -> bool:
+        return bool(self._checkpoints(run))
 
     def checkpoints(self, source: str) -> list[str]:
         """Return ``NEWEST`` and the names of a run's checkpoints; ``NEWEST`` alone for one named at the start."""
@@ -219,6 +234,28 @@ class Catalog:
         if average in ("ema", "model"):
             return WeightsChoice(name, self.run(source) if by_run else folder, average, mark)
         return WeightsChoice(name, find_weights(folder, average), "ema", mark)  # further averages are files
+
+    def loras(self) -> list[str]:
+        """Return the names of LoRAs: those named at the start, and runs of ``train.py --lora``."""
+        return [*self.lora, *(name for name in self.runs() if self.has_checkpoint(name) and self._is_lora(name))]
+
+    def _is_lora(self, run: str) -> bool:
+        try:
+            choice = self.weights(run, NEWEST, self.averages(run, NEWEST)[0])
+            return "lora" in read_info(find_weights(choice.path, choice.which))
+        except (ValueError, OSError):  # damaged: it says so where it is chosen to draw from
+            return False
+
+    def with_loras(self, choice: WeightsChoice, chosen: list[tuple[str, float]]) -> WeightsChoice:
+        """Return weights with LoRAs, by their listed names and weights, on top. Raises ValueError for another name."""
+        listed, found = self.loras() if chosen else [], []
+        for name, weight in chosen:
+            if name not in listed:
+                raise ValueError("a LoRA that is not, or no longer, listed: choose among those of the list")
+            found.append((self.lora[name] if name in self.lora else self.weights(name, NEWEST, "ema").path, weight))
+        named = ", ".join([choice.name, *(f"{name}:{weight:g}" for name, weight in chosen)])
+        marks = tuple(_mark(path) for path, _ in found)
+        return replace(choice, name=named, mark=(choice.mark, marks), lora=tuple(found)) if found else choice
 
     def _refuse_links_out(self, checkpoint: Path) -> None:
         """Raise ValueError if a checkpoint, or one of its files that are read, leads out of the folder of runs."""

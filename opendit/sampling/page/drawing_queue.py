@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
+from opendit.sampling.conditioning_frames import note_on_missing_frames
 from opendit.sampling.page import views
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.sample_store import SampleStore
+from opendit.sampling.page.training_queue import TrainingQueue
 from opendit.sampling.pipeline import DrawSettings, Pipeline
 
 MOST_WAITING = 16  # requests
@@ -35,11 +38,13 @@ class TooManyRequests(Exception):
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """A request to draw: weights, classes or captions (or a number of samples without them), and settings."""
+    """A request to draw: weights, classes or captions (or a number of samples without them), settings, and the picture
+    that clips begin with."""
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
     settings: DrawSettings
+    image: Image.Image | None = None
 
     @property
     def count(self) -> int:
@@ -187,6 +192,8 @@ class DrawingQueue:
     def _draw(self, pending: PendingDrawing) -> list[Any]:
         request, pipe = pending.request, self._pipeline(pending.request.weights)
         pending.notes = [note for note in pipe.notes if not note.startswith(("kernels: ", "attention: "))]
+        if request.image is None and not pipe.config.given_beside:
+            pending.notes += note_on_missing_frames(pipe.config)
         batches, done = math.ceil(request.count / self._batch_size), 0
 
         def after_step(_: int, latents: Tensor) -> None:
@@ -201,7 +208,7 @@ class DrawingQueue:
         pending.stage = "drawing"
         what = request.what if isinstance(request.what, int) else list(request.what)
         how = {**vars(request.settings), "batch_size": self._batch_size, "progress": False, "callback": after_step}
-        return pipe(what, **how)
+        return pipe(what, image=request.image, **how)
 
     def _pipeline(self, choice: WeightsChoice) -> Pipeline:
         if self._pipe is None or self._choice != choice:
@@ -238,6 +245,7 @@ class Page:
         cards: by name, of checkpoints without metadata.
         most_samples: of one request.
         evaluations: the folder of ``opendit evaluate``'s results.jsonl.
+        training: runs that are started from the page; None if it must not start any.
     """
 
     catalog: Catalog
@@ -246,6 +254,7 @@ class Page:
     cards: dict[str, ModelCard] = field(default_factory=dict)
     most_samples: int = 64
     evaluations: Path | None = None
+    training: TrainingQueue | None = None
     _pending: dict[str, set[PendingDrawing]] = field(default_factory=lambda: defaultdict(set))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -1,10 +1,16 @@
 """Turn the fields that a browser sends into a request to draw, checked here or by the ``Pipeline``."""
 
+import base64
 import math
 import random
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
+from opendit.config.checks import check_lora_weight
+from opendit.data.base import BadSample
+from opendit.data.picture_file import read_picture
 from opendit.encoders.pictures import one_line
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingRequest, LabelledRequest
@@ -12,6 +18,8 @@ from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, Draw
 
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000
+MOST_LORAS = 8
+MOST_PICTURE, PICTURE_S = 800_000, 5.0  # characters of a picture, which the browser makes smaller; seconds to decode it
 CACHES = (
     "taylor:2",
     "taylor:3",
@@ -34,36 +42,41 @@ class SettingsForm:
     interval: Any
     cache: Any = "exact"
     guidance_every: Any = 1
+    loras: Any = None
+    lora_weights: Any = ""
 
     def choice(self, catalog: Catalog) -> WeightsChoice:
         """Return the chosen weights. Raises ValueError for names that are not listed."""
-        return catalog.weights(_text(self.source), _text(self.checkpoint), _text(self.average))
+        choice = catalog.weights(text_of(self.source), text_of(self.checkpoint), text_of(self.average))
+        return catalog.with_loras(choice, _loras(self.loras, self.lora_weights))
 
 
 @dataclass(frozen=True)
 class WhatForm:
-    """Fields that choose what to draw: class numbers, or captions one a line; the count and the seed."""
+    """Fields that choose what to draw: class numbers, or captions one a line; the count and the seed; the picture that
+    clips begin with, as a data URL."""
 
     classes: Any
     captions: Any
     negative: Any
     count: Any
     seed: Any
+    picture: Any = ""
 
 
 def read_forms(
     what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int
 ) -> LabelledRequest:
     """Return the request that two forms make. Raises ValueError, with a line for the user, if a field is invalid."""
-    count = _number("count", what.count, 1, most_samples, whole=True)
-    seed = _number("seed", what.seed, 0, MOST_SEED, whole=True)
-    steps = _number("steps", how.steps, 1, MOST_STEPS, whole=True)
-    guidance = _number("guidance", how.guidance, 0, MOST_GUIDANCE)
+    count = number_in("count", what.count, 1, most_samples, whole=True)
+    seed = number_in("seed", what.seed, 0, MOST_SEED, whole=True)
+    steps = number_in("steps", how.steps, 1, MOST_STEPS, whole=True)
+    guidance = number_in("guidance", how.guidance, 0, MOST_GUIDANCE)
     if how.sampler not in card.samplers:
         raise ValueError(f"this model's samplers are {', '.join(card.samplers)}: choose one of them")
     interval = _interval(how.interval)
     negative = _caption(what.negative or "") or None
-    every = _number("guide every so many steps", how.guidance_every, 1, MOST_STEPS, whole=True)
+    every = number_in("guide every so many steps", how.guidance_every, 1, MOST_STEPS, whole=True)
     if how.cache not in ("exact", *CACHES):
         raise ValueError(f"blocks left out: choose exact or one of {', '.join(CACHES)}")
     cache = None if how.cache == "exact" else how.cache
@@ -89,7 +102,8 @@ def read_forms(
         guidance_every=every,
         cache=cache,
     )
-    request = DrawingRequest(choice, wanted, drawn)
+    picture = _picture(what.picture) if card.begins else None
+    request = DrawingRequest(choice, wanted, drawn, picture)
     settings = {
         "weights": choice.name,
         "model": card.model,
@@ -103,6 +117,8 @@ def read_forms(
         "cache": cache,
         "seed": seed,
         "count": count,
+        "lora": [f"{path.name}:{weight:g}" for path, weight in choice.lora],
+        "begins with": None if picture is None else "a picture",
     }
     return LabelledRequest(request, labels, settings)
 
@@ -121,6 +137,34 @@ def another_seed() -> int:
     return random.SystemRandom().randrange(2**31)
 
 
+def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
+    """Return the LoRAs' names and weights, which are 1 if none is written."""
+    names = names if isinstance(names, list) else []
+    words = text_of(weights).replace(",", " ").split()
+    if len(names) > MOST_LORAS or (words and len(words) != len(names)):
+        raise ValueError(f"LoRAs: at most {MOST_LORAS}, and as many weights as LoRAs, or none")
+    try:
+        found = [(text_of(name), float(word)) for name, word in zip(names, words or ["1"] * len(names), strict=True)]
+        for name, weight in found:
+            check_lora_weight(name, weight)
+    except ValueError:
+        raise ValueError("weights of LoRAs: numbers such as 0.8 0.5, in the order of the LoRAs") from None
+    return found
+
+
+def _picture(url: Any) -> Image.Image | None:
+    """Return the picture that a browser sends as a data URL; None for none."""
+    kind, _, content = (text_of(url) if url is not None else "").partition(";base64,")
+    if not kind:
+        return None
+    if kind not in ("data:image/png", "data:image/jpeg") or len(content) > MOST_PICTURE:
+        raise ValueError("the picture can't be read: choose a PNG or JPEG file")
+    try:
+        return read_picture("the picture", PICTURE_S, base64.b64decode(content, validate=True))
+    except (ValueError, BadSample):
+        raise ValueError("the picture can't be read: choose another file") from None
+
+
 def _classes(chosen: Any, card: ModelCard) -> list[int]:
     numbers = chosen if isinstance(chosen, list) else []
     for number in numbers:
@@ -130,7 +174,7 @@ def _classes(chosen: Any, card: ModelCard) -> list[int]:
 
 
 def _captions(text: Any) -> list[str]:
-    text = _text(text)
+    text = text_of(text)
     if len(text) > MOST_TEXT:
         raise ValueError(f"captions of {len(text):,} characters: at most {MOST_TEXT:,}, one caption a line")
     return [caption for line in text.splitlines() if (caption := _caption(line))]
@@ -138,13 +182,13 @@ def _captions(text: Any) -> list[str]:
 
 def _caption(line: Any) -> str:
     """Return a caption without lone surrogates and control characters."""
-    line = _text(line)
+    line = text_of(line)
     if len(line) > MOST_CAPTION:
         raise ValueError(f"a caption of {len(line):,} characters: at most {MOST_CAPTION:,}")
     return one_line(line)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("text was expected")
     return value
@@ -152,7 +196,7 @@ def _text(value: Any) -> str:
 
 def _interval(written: Any) -> tuple[float, float] | None:
     """Parse two noise levels, such as "0.3 5" or "0.3 inf"; None for an empty text."""
-    words = _text(written).replace(",", " ").split()
+    words = text_of(written).replace(",", " ").split()
     if not words:
         return None
     try:
@@ -165,7 +209,7 @@ def _interval(written: Any) -> tuple[float, float] | None:
     return low, high
 
 
-def _number(name: str, value: Any, low: float, high: float, whole: bool = False) -> Any:
+def number_in(name: str, value: Any, low: float, high: float, whole: bool = False) -> Any:
     fits = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     if not fits or (whole and value != int(value)):
         raise ValueError(f"{name}: {'a whole number' if whole else 'a number'} from {low:,} to {high:,}")

@@ -23,13 +23,14 @@ from fastapi import FastAPI, HTTPException  # noqa: E402
 from fastapi.responses import FileResponse, Response  # noqa: E402
 
 from opendit.checkpoint.pretrained import find_weights, read_info  # noqa: E402
-from opendit.sampling.conditioning_frames import note_on_missing_frames  # noqa: E402
 from opendit.sampling.page import views  # noqa: E402
 from opendit.sampling.page.catalog import Catalog, ModelCard, WeightsChoice  # noqa: E402
 from opendit.sampling.page.connections import PatientProtocol  # noqa: E402
 from opendit.sampling.page.drawing_queue import DrawingQueue, Page  # noqa: E402
 from opendit.sampling.page.sample_store import SampleStore, is_token  # noqa: E402
 from opendit.sampling.page.tabs import HTML, compare_tab, runs_tab, sample_tab  # noqa: E402
+from opendit.sampling.page.training_queue import TrainingQueue  # noqa: E402
+from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
 MOST_EVENTS = 64  # waiting for an answer, of all browsers; further ones are told to try again
@@ -44,7 +45,7 @@ GET = re.compile(
     r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
 )
 POST = re.compile(r"/gradio_api/(queue/join|cancel|reset)/?")
-BODY_BYTES = 256 * 1024  # of a request: the longest prompts take a tenth of it
+BODY_BYTES = 1024 * 1024  # of a request: the largest picture takes four fifths of it
 WRONG_PASSWORD_S = 1.0  # delay of the answer
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
@@ -182,16 +183,19 @@ async def _answer(send: Send, status: int, text: str) -> None:
 
 
 def build(page: Page) -> gr.Blocks:
-    """Create the page with its three tabs."""
+    """Create the page with its tabs."""
     with gr.Blocks(title="OpenDiT", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
         folder = views.escaped(page.catalog.outputs)
         gr.HTML(f'<div id="title"><h1>OpenDiT</h1><p>{folder}</p></div>', **HTML)
-        with gr.Tab("Sample"):
-            sample_tab(page, blocks)
+        with gr.Tab("Sample") as tab:
+            sample_tab(page, blocks, tab)
         with gr.Tab("Runs"):
             runs_tab(page, blocks)
         with gr.Tab("Compare"):
             compare_tab(page, blocks)
+        if page.training is not None:
+            with gr.Tab("Train") as tab:
+                train_tab(page, blocks, tab)
 
         def leave(request: gr.Request) -> None:
             page.cancel(str(request.session_hash))
@@ -273,27 +277,23 @@ class Loader:
             arguments["text_encoder"] = options["text_encoder"]
         if options["model"] is not None and not info:
             arguments["model"] = options["model"]
-        pipe = load(
+        return load(
             choice.path,
             weights=choice.which,
+            lora=list(choice.lora),
             precision=options["mixed_precision"],
             vae_tiling=options["vae_tiling"],
             fp8=options["fp8"],
             **arguments,
         )
-        pipe.notes += note_on_missing_frames(pipe.config)
-        return pipe
 
 
 @contextlib.contextmanager
 def opened(options: dict[str, Any]):
     """Yield the :class:`Page` of these flags, and close it on exit. Raises ValueError or OSError for a ``--ckpt`` that
     can't be read."""
-    extra = {}
-    for name in options["ckpt"]:
-        path = Path(name).expanduser()
-        extra[path.name if path.name not in extra else str(path)] = path
-    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra), Loader(options)
+    extra, lora = _named(options["ckpt"]), _named(options["lora"])
+    catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), Loader(options)
     cards = {}
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
@@ -302,9 +302,22 @@ def opened(options: dict[str, Any]):
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
-    with SampleStore() as store, DrawingQueue(loader, options["batch_size"]) as queue:
+    with contextlib.ExitStack() as stack:
+        training = None
+        if (root := options["allow_train"]) is not None:
+            training = stack.enter_context(TrainingQueue(Path(root).expanduser(), catalog))
+        store = stack.enter_context(SampleStore())
+        queue = stack.enter_context(DrawingQueue(loader, options["batch_size"]))
         evaluations = Path(options["evaluation"]).expanduser()
-        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations)
+        yield Page(catalog, queue, store, cards, options["most_samples"], evaluations, training)
+
+
+def _named(paths: list[str]) -> dict[str, Path]:
+    """Return paths by their last names, which a browser shows; of those with the same name, by their whole paths."""
+    found: dict[str, Path] = {}
+    for path in (Path(name).expanduser() for name in paths):
+        found[path.name if path.name not in found else str(path)] = path
+    return found
 
 
 class PageServer(uvicorn.Server):

@@ -8,11 +8,10 @@ from typing import Any
 
 import gradio as gr
 import numpy as np
-import pandas
 
 from opendit.sampling.output_files import VideoClip
 from opendit.sampling.page import views
-from opendit.sampling.page.catalog import METRICS, NEWEST, ModelCard, changed_flags, curves
+from opendit.sampling.page.catalog import METRICS, NEWEST, Catalog, ModelCard, changed_flags, curves
 from opendit.sampling.page.catalog import results as read_results
 from opendit.sampling.page.catalog import starts as read_starts
 from opendit.sampling.page.drawing_queue import Page
@@ -34,6 +33,34 @@ HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
 FIRST_CLASSES = 10  # preselected when a model is chosen
 FIRST_RUNS = 8  # the newest runs, whose curves are shown before any is chosen
 REFRESH_S = 10
+EXACT = (
+    "<b>exact</b> evaluates the whole network, and guidance, at every step: the samples that sample.py draws. "
+    "What leaves blocks or guidance out is faster, and draws other samples: Compare shows by how much."
+)
+# A picture is read and made smaller by the browser; nothing is uploaded as a file.
+PICTURE_HTML = (
+    '<label>Clips begin with a picture <input type="file" accept="image/*"></label>'
+    '${value ? `<img class="begins" alt="the first frame" src="${value}">` : ""}'
+)
+PICTURE_SCRIPT = """
+element.addEventListener("change", async (event) => {
+  const file = event.target.files[0];
+  if (!file) { props.value = ""; return; }
+  let url = "data:image/png;base64,";  // of what is no picture: the page says so
+  try {
+    const picture = await createImageBitmap(file);
+    const scale = Math.min(1, 1280 / Math.max(picture.width, picture.height));
+    const canvas = document.createElement("canvas");
+    canvas.width = Math.max(1, Math.round(picture.width * scale));
+    canvas.height = Math.max(1, Math.round(picture.height * scale));
+    canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+    url = canvas.toDataURL("image/png");
+    for (let quality = 0.95; url.length > 700000 && quality > 0.2; quality -= 0.15)
+      url = canvas.toDataURL("image/jpeg", quality);
+  } catch (error) {}
+  props.value = url;
+});
+"""
 COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c3aed", "#dc2626", "#65a30d", "#475569"]
 
 
@@ -53,6 +80,13 @@ class WeightsPicker:
             with gr.Row():
                 self.checkpoint = gr.Dropdown([NEWEST], value=NEWEST, label="Step", interactive=True, min_width=110)
                 self.average = gr.Dropdown(["ema"], value="ema", label="Weights", interactive=True, min_width=110)
+            with gr.Row(visible=bool(self.page.catalog.loras())):
+                self.loras = gr.Dropdown(
+                    self.page.catalog.loras(), multiselect=True, label="LoRA", interactive=True, min_width=150
+                )
+                self.lora_weights = gr.Textbox(
+                    "", label="Their weights", placeholder="1 each; or 0.8 0.5", max_length=100, min_width=110
+                )
         self.card = gr.HTML("", **HTML)
 
     def settings(self) -> None:
@@ -74,6 +108,7 @@ class WeightsPicker:
                 self.every = gr.Number(
                     1, label="Guide every ... steps", precision=0, minimum=1, maximum=MOST_STEPS, min_width=110
                 )
+            gr.HTML(EXACT, elem_classes="in-group", **HTML)
 
     @property
     def fields(self) -> list[Any]:
@@ -81,6 +116,7 @@ class WeightsPicker:
         return [
             *(self.source, self.checkpoint, self.average),
             *(self.sampler, self.step_count, self.scale, self.interval, self.cache, self.every),
+            *(self.loras, self.lora_weights),
         ]
 
     @property
@@ -96,7 +132,8 @@ class WeightsPicker:
         """Return updates of the fields ``followed`` for the chosen weights, and the model's card."""
         catalog = self.page.catalog
         if source is None:
-            text = f"no run with a checkpoint in {catalog.outputs} yet"
+            train = "" if self.page.training is None else "; the tab Train makes one"
+            text = f"no run with a checkpoint in {catalog.outputs} yet{train}"
             return [gr.skip(), gr.skip(), gr.skip(), views.message(text), gr.skip()], None
         try:
             steps = catalog.checkpoints(source)
@@ -142,6 +179,11 @@ class WhatPicker:
             self.negative = gr.Textbox(
                 label="Guide away from", max_length=MOST_CAPTION, visible=False, placeholder="nothing"
             )
+            self.picture = gr.HTML(
+                "", html_template=PICTURE_HTML, js_on_load=PICTURE_SCRIPT, apply_default_css=False, visible=False,
+                elem_classes="in-group",
+                elem_id=f"picture-{self.count}",
+            )  # fmt: skip
             with gr.Row():
                 self.number = gr.Number(
                     min(self.count, most), label="Count", precision=0, minimum=1, maximum=most, min_width=90
@@ -151,24 +193,25 @@ class WhatPicker:
     @property
     def fields(self) -> list[Any]:
         """All fields, in the order of :class:`WhatForm`."""
-        return [self.classes, self.captions, self.negative, self.number, self.seed]
+        return [self.classes, self.captions, self.negative, self.number, self.seed, self.picture]
 
     @property
     def followed(self) -> list[Any]:
-        return [self.classes, self.captions, self.negative]
+        return [self.classes, self.captions, self.negative, self.picture]
 
     def follow(self, card: ModelCard | None, chosen: Any) -> list[Any]:
         """Return updates of the fields ``followed`` for another model."""
         if card is None:
-            return [gr.skip()] * 3
+            return [gr.skip()] * 4
         choices = [(_class_label(number, name), number) for number, name in enumerate(card.classes)]
         kept = [n for n in chosen or [] if type(n) is int and n < len(choices)] or list(
             range(min(FIRST_CLASSES, len(choices)))
         )
         return [
             gr.Dropdown(choices, value=[] if card.captions else kept, visible=not card.captions),
+            gr.Textbox(visible=card.captions, placeholder="\n".join(card.examples) or "a seven moving left"),
             gr.Textbox(visible=card.captions),
-            gr.Textbox(visible=card.captions),
+            gr.HTML(visible=card.begins),
         ]
 
 
@@ -176,8 +219,9 @@ def _class_label(number: int, name: str) -> str:
     return name if name == str(number) else f"{number} {name}"
 
 
-def sample_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Sample: draw pictures or clips from one checkpoint."""
+def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
+    """Create the tab Sample: draw pictures or clips from one checkpoint. tab: where it is; when a user comes back to
+    it, it lists the runs again."""
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             weights = WeightsPicker(page)
@@ -223,8 +267,9 @@ def sample_tab(page: Page, blocks: gr.Blocks) -> None:
     inputs = [*weights.chosen, what.classes]
     for chosen in weights.chosen:
         chosen.input(follow, inputs, followed, **PRIVATE)
-    loaded = blocks.load(weights.refresh_sources, weights.source, weights.source, **PRIVATE)
-    loaded.then(follow, inputs, followed, **PRIVATE)
+    for event in (blocks.load, tab.select):
+        listed = event(weights.refresh_sources, weights.source, weights.source, **PRIVATE)
+        listed.then(follow, inputs, followed, **PRIVATE)
     fields, outputs = [*weights.fields, *what.fields], [status, gallery]
     draw.click(start, fields, outputs, concurrency_limit=None, **PRIVATE)
     again.click(another_seed, None, what.seed, **PRIVATE).then(
@@ -241,13 +286,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         live = gr.Checkbox(False, label=f"Refresh every {REFRESH_S} s", scale=0, min_width=190)
         refresh = gr.Button("Refresh", elem_id="refresh", scale=0, size="sm", min_width=90)
     with gr.Row():
-        plots = [
-            gr.LinePlot(
-                None, x="step", y="value", color="run", title=title, y_title=title, x_title="step", height=250,
-                min_width=280, colors_in_legend=[], elem_id=f"plot-{metric}",
-            )
-            for metric, title in METRICS.items()
-        ]  # fmt: skip
+        drawn = [gr.HTML("", **HTML, elem_id=f"plot-{metric}", min_width=280) for metric in METRICS]
     legend = gr.HTML("", **HTML)
     run = gr.Dropdown([], label="Run", interactive=True, elem_id="run")
     problem = gr.HTML("", **HTML)
@@ -271,14 +310,8 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
     def draw(chosen: list[str] | None) -> list[Any]:
         runs = catalog.runs()
-        drawn = [name for name in chosen or [] if name in runs]
-        try:
-            found = curves(catalog, drawn)
-        except (ValueError, OSError):  # a run was deleted while it was read
-            found = curves(catalog, [])
-        colors = dict(zip(drawn, itertools.cycle(COLORS), strict=False))
-        frames = [pandas.DataFrame(points, columns=["step", "value", "run"]) for points in found.values()]
-        return [*(gr.LinePlot(frame, color_map=colors) for frame in frames), views.legend(colors)]
+        shown, legend = plots(catalog, [name for name in chosen or [] if name in runs])
+        return [*shown, legend]
 
     def tell(name: str | None) -> list[Any]:
         nothing = [gr.Slider(visible=False), views.grid("", None), "", "", ""]
@@ -304,7 +337,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
         number = min(max(int(position), 0), len(grids) - 1)
         return [gr.Slider(label=_label(grids, number)), views.grid(name or "", grids[number] if grids else None)]
 
-    plotted = [*plots, legend]
+    plotted = [*drawn, legend]
     every, details = [shown, run, problem], [slider, picture, results, starts, flags]
     for event in (blocks.load, refresh.click, timer.tick):
         event(look, [shown, run], every, **PRIVATE).then(draw, shown, plotted, **PRIVATE).then(
@@ -314,6 +347,16 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
     run.input(tell, run, details, **PRIVATE)
     slider.input(slide, [run, slider], [slider, picture], trigger_mode="always_last", **PRIVATE)
     live.input(lambda on: gr.Timer(REFRESH_S, active=bool(on)), live, timer, **PRIVATE)
+
+
+def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
+    """Return a plot of these runs' curves for each of ``METRICS``, and their legend."""
+    colors = dict(zip(runs, itertools.cycle(COLORS), strict=False))
+    try:
+        found = curves(catalog, runs)
+    except (ValueError, OSError):  # a run was deleted while it was read
+        found = curves(catalog, [])
+    return [views.plot(title, found[metric], colors) for metric, title in METRICS.items()], views.legend(colors)
 
 
 def starts_table(starts: list[dict[str, Any]]) -> str:

@@ -1,8 +1,10 @@
 """Render the page's HTML. All text from a browser, a checkpoint or a folder goes through :func:`escaped`."""
 
+import base64
 import html
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -12,6 +14,8 @@ from opendit.sampling.page.sample_store import StoredSample
 SHOWN = 132  # pixels: smaller samples are magnified to about this side
 LONGEST_VALUE = 500
 PAGE_ROWS, MOST_PAGES = 100, 20  # of a table
+LOG_LINES = 40
+LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # of a plot, in its own units, and how many numbers an axis has
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
@@ -49,8 +53,23 @@ CSS = """
 .flags { columns: 3 260px; column-gap: 28px; font-size: 12.5px; }
 .flags div { break-inside: avoid; padding: 1px 0; overflow-wrap: anywhere; }
 .flags span { color: var(--muted); }
+.plot h4 { margin: 2px 0; text-align: center; font-weight: 500; } .plot p { color: var(--muted); text-align: center; }
+.plot { border: 1px solid var(--border-color-primary); border-radius: 6px; padding: 4px; }
+.plot svg { display: block; width: 100%; max-height: 300px; } .plot polyline { fill: none; stroke-width: 1.6; }
+.plot path { stroke: var(--border-color-primary); } .plot text { font-size: 13px; text-anchor: end;
+  fill: var(--muted); } .plot .step { text-anchor: middle; }
+#plot-train svg { max-height: 230px; }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 18px; font-size: 13px; padding: 0 4px; }
 .legend i { display: inline-block; width: 14px; height: 3px; margin-right: 6px; vertical-align: middle; }
+.log { display: flex; flex-direction: column-reverse; max-height: 330px; overflow: auto; padding: 8px;
+  border: 1px solid var(--border-color-primary); border-radius: 6px; } /* reversed: it shows its end */
+.log pre { font-size: 12px; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+#details td:first-child { white-space: nowrap; }
+.sheet img { max-width: 100%; border-radius: 6px; }
+.block.in-group { background: var(--block-background-fill); padding: 7px 12px !important; font-size: 13px; }
+.in-group { color: var(--muted); }
+.in-group input { display: block; margin-top: 4px; } .in-group b { color: var(--body-text-color); }
+.begins { max-width: 160px; max-height: 120px; border-radius: 4px; margin: 4px; }
 .grid img { max-width: 100%; max-height: 620px; border-radius: 6px; image-rendering: pixelated; }
 """
 
@@ -130,6 +149,57 @@ def pairs(first: list[StoredSample], second: list[StoredSample], differences: li
     return f'<div class="samples" data-count="{len(shown)}">{"".join(shown)}</div>'
 
 
+def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str]) -> str:
+    """Render curves as a picture. points: (step, value, run). colors: of the runs."""
+    if not points:
+        return f'<div class="plot"><h4>{escaped(title)}</h4><p>no values yet</p></div>'
+    steps, values = [point[0] for point in points], [point[1] for point in points]
+    across, up = _axis(min(steps), max(steps)), _axis(min(values), max(values))
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return LEFT + WIDTH * across.share(step), TOP + HEIGHT * (1 - up.share(value))
+
+    shown = []
+    for tick in up.ticks:
+        y = place(across.low, tick)[1]
+        shown.append(f'<path d="M{LEFT} {y:.1f}h{WIDTH}"/><text x="{LEFT - 6}" y="{y + 4:.1f}">{tick:.4g}</text>')
+    for tick in across.ticks:
+        x = place(tick, up.low)[0]
+        shown.append(f'<text class="step" x="{x:.1f}" y="{TOP + HEIGHT + 18}">{tick:,.6g}</text>')
+    for run, color in colors.items():
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, value) for step, value, of in points if of == run))
+        x, y = line.rpartition(" ")[2].split(",") if line else ("", "")
+        named = f"<title>{escaped(run)}</title>"
+        dot = f'<circle cx="{x}" cy="{y}" r="2.5" fill="{escaped(color)}"/>' if line else ""
+        shown.append(f'<polyline points="{line}" stroke="{escaped(color)}">{named}</polyline>{dot}')
+    box = f"0 0 {LEFT + WIDTH + 16} {TOP + HEIGHT + 26}"
+    return f'<div class="plot"><h4>{escaped(title)}</h4><svg viewBox="{box}">{"".join(shown)}</svg></div>'
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A scale between two numbers, and round ones on it."""
+
+    low: float
+    high: float
+    ticks: list[float]
+
+    def share(self, value: float) -> float:
+        return (value - self.low) / (self.high - self.low)
+
+
+def _axis(low: float, high: float) -> Axis:
+    """Return an axis on which both numbers are."""
+    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # one value: it is in the middle
+        low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
+    rough = (high / TICKS - low / TICKS) or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    by = next((power * times for times in (1, 2, 5) if power * times >= rough), 10 * power)
+    first = math.ceil(low / by)
+    ticks = [by * (first + i) for i in range(2 * TICKS) if by * (first + i) <= high]
+    return Axis(low, high, ticks)
+
+
 def legend(colors: dict[str, str]) -> str:
     """Render the legend that gives each run's colour."""
     runs = (f'<span><i style="background:{escaped(color)}"></i>{escaped(run)}</span>' for run, color in colors.items())
@@ -141,6 +211,18 @@ def grid(run: str, name: str | None) -> str:
         return '<div class="card">no sample grids yet</div>'
     source = f"/grid/{quote(run, safe='')}/{quote(name)}"
     return f'<div class="grid"><img src="{source}" alt="samples at step {int(name[:-4])}"></div>'
+
+
+def log(text: str, lines: int = LOG_LINES) -> str:
+    """Render the end of what a program has printed; of a line that it has written over, the last state."""
+    shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
+    text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
+    return f'<div class="log"><pre>{text}</pre></div>' if text else ""
+
+
+def sheet(jpeg: bytes) -> str:
+    source = f"data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}"
+    return f'<div class="sheet"><img alt="pictures of the data" src="{source}"></div>'
 
 
 def table(rows: list[list[str]], heads: list[str]) -> str:

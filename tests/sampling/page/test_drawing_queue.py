@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import opendit
+from opendit.models import model_config
 from opendit.sampling.page.catalog import WeightsChoice
 from opendit.sampling.page.drawing_queue import DrawingQueue, DrawingRequest, TooManyRequests
 from opendit.sampling.pipeline import DrawSettings
@@ -27,6 +28,8 @@ class Pipe:
     """Stands in for a pipeline: draws a name, holds on to a step until it is told to go on, or fails."""
 
     alive: "weakref.WeakSet[Pipe]" = weakref.WeakSet()
+
+    config = model_config("DiT-Ti/2", input_size=(8, 8), in_channels=1, num_classes=5)
 
     def __init__(self, choice: WeightsChoice):
         gc.collect()

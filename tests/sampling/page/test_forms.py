@@ -1,8 +1,13 @@
 """A browser's fields become settings of a sampling job, or are refused."""
 
+import base64
+import io
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from opendit.sampling.page.catalog import ModelCard, WeightsChoice
 from opendit.sampling.page.forms import SettingsForm, WhatForm, read_forms, same_conditions
@@ -16,7 +21,7 @@ def asked(card=CLASSES, **fields):
     values = {"source": "a", "checkpoint": "b", "average": "c", "sampler": card.samplers[0], "steps": 5, "guidance": 3,
               "interval": "", "cache": "exact", "guidance_every": 1,
               "classes": [2, 0], "captions": "a\n\n b ", "negative": "", "count": 5,
-              "seed": 9}  # fmt: skip
+              "seed": 9, "loras": [], "lora_weights": "", "picture": ""}  # fmt: skip
     values |= fields
     how, what = (cls(**{name: values[name] for name in cls.__dataclass_fields__}) for cls in (SettingsForm, WhatForm))
     return read_forms(what, how, CHOICE, card, most_samples=8)
@@ -120,3 +125,53 @@ def test_comparisons_are_of_the_same_conditions():
         same_conditions(CLASSES, WORDS, what)
     with pytest.raises(ValueError, match="class 2 is 'two' of the one model and 'not there' of the other"):
         same_conditions(CLASSES, other, what)
+
+
+def data_url(picture: Image.Image, kind: str = "png") -> str:
+    memory = io.BytesIO()
+    picture.save(memory, kind)
+    return f"data:image/{kind};base64,{base64.b64encode(memory.getvalue()).decode()}"
+
+
+def test_a_picture_that_clips_begin_with():
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    url, clips = data_url(Image.fromarray(pixels)), replace(WORDS, begins=True)
+    got = asked(clips, picture=url)
+    assert np.array_equal(np.asarray(got.request.image), pixels) and got.settings["begins with"] == "a picture"
+    assert asked(clips).request.image is None is asked(WORDS, picture=url).request.image
+    wrong = [
+        "data:image/png;base64,",
+        "data:image/png;base64,AAAA",
+        "data:image/png;base64,Ä",
+        "/etc/passwd",
+        url[:-90],
+    ]
+    wrong += [data_url(Image.fromarray(pixels), "gif"), "data:text/html;base64,AAAA", 5, ["x"], {"path": "/etc/passwd"}]
+    wrong += ["data:image/png;base64," + "A" * 800_001]
+    for each in wrong:
+        with pytest.raises(ValueError, match="the picture can't be read|text was expected") as refused:
+            asked(clips, picture=each)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+
+
+class Listed:
+    """Stands in for a catalog: notes what it is asked for."""
+
+    def weights(self, *names):
+        return CHOICE
+
+    def with_loras(self, choice, chosen):
+        return chosen
+
+
+def test_loras_and_their_weights():
+    def chosen(loras, weights=""):
+        return SettingsForm("a", "b", "c", None, 1, 1, "", loras=loras, lora_weights=weights).choice(Listed())
+
+    assert chosen(["x", "y"], " 0.5, -2 ") == [("x", 0.5), ("y", -2.0)]
+    assert chosen(["x", "y"]) == [("x", 1.0), ("y", 1.0)] and chosen([]) == chosen(None) == []
+    for loras, weights in ((["x"], "1 2"), (["x"], "nan"), (["x"], "1e9"), ([5], ""), (["x"], "a"), (["x"] * 9, ""),
+                           (["x"], None), (["x"], "9" * 10**6)):  # fmt: skip
+        with pytest.raises(ValueError, match="LoRAs|text was expected") as refused:
+            chosen(loras, weights)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 200

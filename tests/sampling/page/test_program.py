@@ -54,16 +54,33 @@ def test_a_password_where_others_can_come(tmp_path, monkeypatch):
         ("--port 65536", "--port 65536: out of range; give a whole number from 0 to 65,535"),
         ("--host 300.1.1.1 --password long-enough", "--host 300.1.1.1 --port 7860"),
         ("--most_samples 0", "--most_samples"),
+        ("--allow_train nowhere", "--allow_train nowhere: no such folder"),
+        (
+            "--allow_train . --host 0.0.0.0",
+            "--allow_train .: with --host 0.0.0.0 others could start programs here; give",
+        ),
+        ("--allow_train . --outputs ..", "--outputs ..: is not below --allow_train ."),
+        ("--allow_train . --outputs link", "--outputs link: is not below --allow_train ."),
     ],
 )
 def test_mistakes(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "link").symlink_to("/tmp")
     monkeypatch.chdir(tmp_path)
     words = words.split() if "--outputs" in words else ["--outputs", ".", *words.split()]
     with pytest.raises(SystemExit) as stop:
         program.main(words)
     told = capsys.readouterr().err
     assert stop.value.code == 2 and said in told and told.count("\n") == 1
+
+
+def test_training_with_a_password_or_on_this_machine(tmp_path, monkeypatch):
+    """Runs are written below the folder, which is made for them."""
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: name)
+    for words in ("", "--host 0.0.0.0 --password long-enough"):
+        options = flags("--allow_train", str(tmp_path), *words.split())
+        program.check(options)
+        assert options["outputs"] == str(tmp_path / "outputs") and (tmp_path / "outputs").is_dir()
 
 
 def test_without_gradio(capsys, tmp_path, monkeypatch):

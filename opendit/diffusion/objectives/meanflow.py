@@ -1,0 +1,178 @@
+"""MeanFlow: a network that predicts the mean velocity over an interval of times, for samples in one or two steps.
+
+    [M] Geng et al., "Mean Flows for One-step Generative Modeling", arXiv 2505.13447
+    [I] Geng et al., "Improved Mean Flows", arXiv 2512.02012
+
+x_t = (1 - t) x_0 + t noise as in ``flow``, with the velocity v = noise - x_0. The network predicts u(x_t, r, t), the
+mean of the velocity on the path through x_t from r to t, so that x_r = x_t - (t - r) u. Its identity ([M] eq. 6)
+
+    u = v - (t - r) du/dt,     where du/dt along the path is v . grad_x u + the partial derivative by t
+
+is the loss: the right side, without a gradient, is what u is compared with. In du/dt v is the network's own u(x_t, t,
+t), not noise - x_0, which varies from sample to sample ([I] sec. 4.1). At r = t the identity is the loss of ``flow``.
+
+Guidance is inside of the target ([M] eq. 19): there v is w v + (1 - w) u(x_t, t, t) without a condition, so a guided
+sample costs one evaluation a step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from opendit.config.names import DESCRIPTIONS
+from opendit.diffusion.objectives.base import Objective, Prepared, above_0
+from opendit.diffusion.objectives.flow import FlowTrajectory, interpolate, logit_normal_times, sampling_times
+from opendit.diffusion.random import Stream, uniform
+from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32
+
+SETTINGS = DESCRIPTIONS["meanflow"].settings
+SMALLEST = 1e-3  # what is added to the squared error by which a sample's gradient is divided ([M] sec. 4.3)
+
+
+class Network(Protocol):
+    """The network as the target needs it: without gradients, for some rows of the micro-batch (None: for all)."""
+
+    dropped: Tensor  # (B,) bool: the samples whose condition is the null one
+
+    def __call__(self, x: Tensor, time: Tensor, rows: Tensor) -> Tensor: ...
+
+    def unconditional(self, x: Tensor, time: Tensor) -> Tensor:
+        """Return the output for the null condition."""
+        ...
+
+    def derivative(self, x: Tensor, time: Tensor, dx: Tensor, dtime: Tensor, rows: Tensor) -> Tensor:
+        """Return the derivative of the output along (dx, dtime)."""
+        ...
+
+
+class MeanFlowContext(NamedTuple):
+    """Input of the loss besides the prepared tensors.
+
+    target: (B, C, ...), what the output is compared with; noise - x_0 until :meth:`MeanFlowObjective.complete`.
+    interval: (B,), t - r.
+    """
+
+    target: Tensor
+    interval: Tensor
+
+
+def network_times(t: Tensor, interval: Tensor) -> Tensor:
+    """Return what the network is told: (t, -1 - (t - r)), (B, 2) float32.
+
+    A model embeds both by the same embedder and adds them. They never coincide, so it tells one from the other. Times
+    are not scaled to 1000: their sinusoids' derivatives would be.
+    """
+    return torch.stack((t, -1 - interval), 1).to(torch.float32)
+
+
+class MeanFlowTrajectory(FlowTrajectory):
+    """A ``point`` is t, (B,). The model is told of the whole step from there, (B, 2), and returns its mean velocity, so
+    that Euler's method is exact."""
+
+    def __init__(self, times: Tensor):
+        super().__init__(times, times)
+        self._starts, self._lengths = times[:-1], times[:-1] - times[1:]
+
+    def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        starts, lengths = (table.to(point.device, point.dtype) for table in (self._starts, self._lengths))
+        step = (point[:, None] - starts).abs().argmin(1)  # samples of a batch may be at different steps
+        return model(x, network_times(point, lengths[step])).to(x.dtype)
+
+    def slope_weights(self, k: int) -> LinearForm | None:
+        return None  # kernels of sampling steps have one time a sample
+
+
+@dataclass(frozen=True)
+class MeanFlowObjective(Objective):
+    """Improved MeanFlow.
+
+    mean, std: of logit(t) and logit(r). share: of samples with r < t; the others have r = t. guidance: w above; 1 is
+    none. power: a sample's gradient is divided by its squared error to this power; 0 is the mean squared error.
+    """
+
+    name: ClassVar[str] = "meanflow"
+    preview_sampler: ClassVar[str] = "euler"
+    learn_sigma: ClassVar[bool] = False
+    asks_network: ClassVar[bool] = True
+
+    mean: float = SETTINGS["mean"].default
+    std: float = SETTINGS["std"].default
+    share: float = SETTINGS["share"].default
+    guidance: float = SETTINGS["guidance"].default
+    power: float = SETTINGS["power"].default
+
+    def __post_init__(self) -> None:
+        above_0("--meanflow_std", self.std)
+        above_0("--meanflow_share", self.share)
+        if not math.isfinite(self.mean + self.guidance + self.power):
+            raise ValueError("--meanflow_mean, --meanflow_guidance, --meanflow_power: not finite; give numbers")
+
+    def times(self, seed: int, step: int, index: Tensor, tokens: Sequence[int] | None = None) -> Tensor:
+        """Return (t, r), (B, 2), r <= t."""
+        first, second = (uniform(seed, step, index, stream) for stream in (Stream.TIMESTEP, Stream.INTERVAL))
+        one, other = self._time(first), self._time((second / self.share).clamp(max=1 - 1e-7))
+        other = torch.where(second < self.share, other, one)
+        return torch.stack((torch.maximum(one, other), torch.minimum(one, other)), 1)
+
+    def times_at(self, u: Tensor) -> Tensor:
+        return self._time(u)[:, None].repeat(1, 2)
+
+    def _time(self, u: Tensor) -> Tensor:
+        return logit_normal_times(u, self.mean, self.std)
+
+    def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
+        """Return x_t, what the network is told, and the velocity. t: (t, r) of each sample, (B, 2)."""
+        if x0.shape != noise.shape or t.shape != (len(x0), 2):
+            raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
+        velocity, (now, before) = at_least_float32(noise) - at_least_float32(x0), t.unbind(1)
+        context = MeanFlowContext(velocity, (now - before).to(velocity.dtype))
+        return Prepared(interpolate(x0, noise, now), network_times(now, now - before), context)
+
+    @torch.no_grad()
+    def complete(self, prepared: Prepared, network: Network) -> Prepared:
+        x, times, (velocity, interval) = prepared
+        now = network_times(times[:, 0], torch.zeros_like(times[:, 0]))
+        target = velocity
+        if self.guidance != 1:
+            guided = self.guidance * velocity + (1 - self.guidance) * network.unconditional(x, now)
+            target = torch.where(_like(network.dropped, x), velocity, guided)
+        rows = interval.nonzero()[:, 0]
+        if len(rows):
+            own = x[rows], times[rows]
+            dtime = own[1].new_tensor([1.0, -1.0]).expand_as(own[1])
+            change = network.derivative(*own, network(own[0], now[rows], rows), dtime, rows)
+            target = target.index_add(0, rows, -_like(interval[rows], change) * change)
+        return prepared._replace(context=MeanFlowContext(target, interval))
+
+    def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
+        """Squared error of the mean velocity ``output`` (B, C, ...), whose gradient is divided by its power."""
+        target, _ = prepared.context
+        if output.shape != target.shape:
+            shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
+            raise ValueError(f"a mean velocity has the shape of x0 {shapes}")
+        error = (at_least_float32(output) - target).square().flatten(1).mean(1)
+        weighted = error / (error.detach() + SMALLEST) ** self.power
+        return error.detach() + weighted - weighted.detach()  # the error's value: the weighted one is about 1
+
+    def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
+        return MeanFlowTrajectory(sampling_times(steps))
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        return ("euler",)  # others ask for a slope where a step ends, too
+
+    def noise_level(self, timestep: Tensor) -> Tensor:
+        t = timestep[:, 0]
+        return t / (1 - t)
+
+
+def _like(values: Tensor, x: Tensor) -> Tensor:
+    """View (B,) as (B, 1, ...), to go with x."""
+    return values.view(-1, *(1,) * (x.dim() - 1))
+
+
+OBJECTIVE = MeanFlowObjective

@@ -1,0 +1,371 @@
+"""Runs of train.py that the page starts, as files below the folder of ``--allow_train``, so that they outlive the page.
+
+ROOT/page_runs/0001/ holds ``job.json`` (:class:`Job`), ``config.yaml`` (the flags, as ``train.py --config`` reads
+them), ``output.txt`` (what the program has printed) and ``run`` (the run's folder, which train.py writes there once it
+trains). A page that is started again reads them, finds what still runs, and goes on with what waits.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from opendit.checkpoint.lock import FolderLock, boot, start_time
+from opendit.checkpoint.run_folders import ENDED
+from opendit.common.json_file import MIB, read_bounded, read_json
+from opendit.common.json_models import Count, FileKind, JsonObject, Word, read_file
+from opendit.common.safe_files import make_folder, open_to_append, remove, remove_tree, write_whole
+from opendit.common.yaml_file import read_yaml
+from opendit.config.recipes import RECIPES
+from opendit.sampling.page.catalog import Catalog
+
+FOLDER = "page_runs"
+JOB, CONFIG, OUTPUT, RUN = "job.json", "config.yaml", "output.txt", "run"
+MOST_WAITING = 32  # jobs in the queue
+MOST_SHOWN = 200  # jobs, the newest
+TICK_S = 1.0  # between two looks at what runs
+PROGRAM_S = 300  # for a plan, or a look at data
+TAIL_BYTES = 16 * 1024  # of a program's output
+# As in opendit/training/run_end.py, which is in a room above this one.
+RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
+ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
+
+
+class Job(JsonObject):
+    """A run that was asked for.
+
+    title: for people. state: "waiting", "started" or "dropped" (from the queue). pid, started, boot: the process, the
+    time when it started, in ticks since boot, and which boot; together they name one process for ever. began: the
+    clock's time of the last start. gpu: the one that it runs on; None for the CPU. stopped: the user has stopped it.
+    """
+
+    title: Word
+    state: Word
+    pid: Count = 0
+    started: Count = 0
+    boot: Word = ""
+    began: float = 0.0
+    gpu: Word | None = None
+    stopped: bool = False
+
+
+JOB_FILE = FileKind(Job, 64 * 1024)
+
+
+class Busy(Exception):
+    """Another plan is being made, or the queue is full. The message is for the user."""
+
+
+class TrainingQueue:
+    """Starts one run a GPU, and further ones when those have ended; a context manager.
+
+    Args:
+        root: the folder of ``--allow_train``.
+        catalog: lists the runs.
+        gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU.
+
+    Raises ValueError if another page has the folder, and OSError.
+    """
+
+    def __init__(self, root: Path, catalog: Catalog, gpus: Sequence[str | None] | None = None):
+        self.root, self._catalog = root.resolve(strict=True), catalog
+        self._gpus = find_gpus() if gpus is None else gpus
+        self._folder = self.root / FOLDER
+        make_folder(self._folder, root=self.root)
+        self._owner = FolderLock(self._folder, f"--allow_train {root}", "close that page first")
+        self._lock, self._ended = threading.RLock(), threading.Event()
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._program: subprocess.Popen[bytes] | None = None
+        self._program_lock = threading.Lock()
+        self._jobs = self._read_all()
+        self._thread = threading.Thread(target=self._work, name="training-queue", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "TrainingQueue":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End this page's part; runs go on."""
+        self._ended.set()
+        self._thread.join()
+        if (program := self._program) is not None:
+            _end(program)
+        self._owner.release()
+
+    @property
+    def has_gpu(self) -> bool:
+        return None not in self._gpus
+
+    # ------------------------------------------------------------------------------------------ what a user does
+
+    def add(self, title: str, config: dict[str, Any]) -> str:
+        """Put a run into the queue; return the job's name. Raises Busy if the queue is full, and OSError."""
+        with self._lock:
+            if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
+                raise Busy(f"{MOST_WAITING} runs wait already: drop one of them first")
+            name = f"{max(map(int, self._jobs), default=0) + 1:04d}"
+            while (self._folder / name).exists():  # of a job that can't be read
+                name = f"{int(name) + 1:04d}"
+            self._write_config(name, config)
+            self._keep(name, Job(title=title[:64], state="waiting"))
+        return name
+
+    def stop(self, name: str) -> str:
+        """Stop a run as a queue does, by SIGTERM, at which it saves and ends, or drop it from the queue. Return what
+        was done."""
+        with self._lock:
+            job = self._job(name)
+            if job.state == "waiting":
+                self._keep(name, job.model_copy(update={"state": "dropped"}))
+                return "dropped from the queue"
+            if job.stopped and alive(job):  # a second signal would end it before it has saved
+                raise ValueError(f"{name} is stopping already: it saves and ends; kill {job.pid} ends it at once")
+            if not send(job, signal.SIGTERM):
+                raise ValueError(f"{name} does not run")
+            self._keep(name, job.model_copy(update={"stopped": True}))
+        return "it saves and ends"
+
+    def go_on(self, name: str) -> None:
+        """Put a run that has ended into the queue again, to go on from its newest checkpoint, or from the start if it
+        has none. Raises ValueError if it runs or waits, and OSError."""
+        with self._lock:
+            job = self._job(name)
+            if (now := self.status(name)) in ("running", "stopping", "waiting", "done"):
+                raise ValueError(f"{name}: it can't go on, for it is {now}")
+            config = self.config(name)
+            config.pop("load", None)
+            if (run := self.run_of(name)) is not None and self._catalog.has_checkpoint(run):
+                config["load"] = str(self._catalog.run(run).resolve())
+                if not trains_lora(config):  # whose base is not in the run
+                    config.pop("pretrained", None)
+            self._write_config(name, config)
+            self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))
+
+    def program(self, words: Sequence[str]) -> tuple[int, str]:
+        """Run a program of OpenDiT to its end; return its exit code and the end of its output. Raises Busy if another
+        one runs, and ValueError if it takes too long."""
+        if not self._program_lock.acquire(blocking=False):
+            raise Busy("another plan is being made: try again in a moment")
+        try:
+            with self._appending("plan.txt", empty=True) as output:
+                self._program = _start(words, output)
+            try:
+                code = self._program.wait(PROGRAM_S)
+            except subprocess.TimeoutExpired:
+                raise ValueError(f"it took more than {PROGRAM_S} seconds, and was ended") from None
+            return code, tail(self._folder / "plan.txt", self.root)
+        finally:
+            program, self._program = self._program, None
+            if program is not None:
+                _end(program)
+            self._program_lock.release()
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Yield a path below the folder for a program's files, and delete it on exit."""
+        folder = self._folder / f"look-{os.getpid()}-{threading.get_ident()}"
+        try:
+            yield folder
+        finally:
+            remove_tree(folder, root=self.root)
+
+    def plan_config(self, config: dict[str, Any]) -> Path:
+        """Write a configuration for a plan; return its file."""
+        path = self._folder / "plan.yaml"
+        write_whole(path, _yaml(config), root=self.root)
+        return path
+
+    # ------------------------------------------------------------------------------------------ what a user sees
+
+    def names(self) -> list[str]:
+        """Return the names of the jobs, the newest first."""
+        with self._lock:
+            return sorted(self._jobs, reverse=True)[:MOST_SHOWN]
+
+    def title(self, name: str) -> str:
+        return self._job(name).title
+
+    def status(self, name: str) -> str:
+        """Return "waiting", "dropped", "running", "stopping", "stopped", "done" or "failed"."""
+        job = self._job(name)
+        if job.state != "started":
+            return job.state
+        if alive(job):
+            return "stopping" if job.stopped else "running"
+        run = self.run_of(name)
+        ended = None if run is None else self._catalog.file(run, ENDED)
+        with contextlib.suppress(OSError, ValueError):
+            if ended is not None and ended.stat().st_mtime >= job.began - 1:
+                how = read_json(ended, MIB)
+                return next((word for key, word in ENDINGS.items() if how.get(key) is True), "failed")
+        return "stopped" if job.stopped else "failed"
+
+    def run_of(self, name: str) -> str | None:
+        """Return the name of the job's run, once it trains; None before."""
+        try:
+            content = read_bounded(self._folder / self._known(name) / RUN, 4096).decode()
+        except (OSError, ValueError):
+            return None
+        run = Path(content.strip()).name
+        return run if run in self._catalog.runs() else None
+
+    def config(self, name: str) -> dict[str, Any]:
+        """Return the job's flags. Raises ValueError or OSError."""
+        found = read_yaml(self._folder / self._known(name) / CONFIG, CONFIG)
+        if not isinstance(found, dict):
+            raise ValueError(f"{name}: {CONFIG} has no flags")
+        return found
+
+    def output(self, name: str) -> str:
+        """Return the end of what the job's program has printed."""
+        return tail(self._folder / self._known(name) / OUTPUT, self.root)
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def _known(self, name: Any) -> str:
+        with self._lock:
+            if not isinstance(name, str) or name not in self._jobs:
+                raise ValueError("no such run: choose one of the list")
+        return name
+
+    def _job(self, name: Any) -> Job:
+        with self._lock:
+            return self._jobs[self._known(name)]
+
+    def _read_all(self) -> dict[str, Job]:
+        found = {}
+        for folder in self._folder.iterdir():
+            if folder.name.isascii() and folder.name.isdecimal() and not folder.is_symlink():
+                with contextlib.suppress(OSError, ValueError):  # a damaged one is not shown
+                    found[folder.name] = Job(**read_file(folder / JOB, JOB_FILE))
+        return found
+
+    def _keep(self, name: str, job: Job) -> None:
+        write_whole(self._folder / name / JOB, job.model_dump_json().encode(), root=self.root, make=True)
+        self._jobs[name] = job
+
+    def _write_config(self, name: str, config: dict[str, Any]) -> None:
+        write_whole(self._folder / name / CONFIG, _yaml(config), root=self.root, make=True)
+
+    @contextlib.contextmanager
+    def _appending(self, name: str, empty: bool = False) -> Iterator[int]:
+        """Yield the descriptor of a file for what a program prints."""
+        if empty:
+            remove(self._folder / name, root=self.root)
+        file = open_to_append(self._folder / name, root=self.root, make=True)
+        try:
+            yield file
+        finally:
+            os.close(file)
+
+    # ------------------------------------------------------------------------------------------ the queue
+
+    def _work(self) -> None:
+        while not self._ended.wait(TICK_S):
+            self._children = [child for child in self._children if child.poll() is None]
+            with self._lock:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        waiting = [name for name, job in sorted(self._jobs.items()) if job.state == "waiting"]
+        if not waiting:
+            return
+        taken = {job.gpu for job in self._jobs.values() if job.state == "started" and alive(job)}
+        for name, gpu in zip(waiting, [gpu for gpu in self._gpus if gpu not in taken], strict=False):
+            job = self._jobs[name].model_copy(update={"state": "started", "gpu": gpu, "began": time.time(), "pid": 0})
+            try:
+                self._keep(name, job)  # first: a page that ends in these lines must not start it twice
+                folder = self._folder / name
+                more = {RUN_FOLDER_FILE: str(folder / RUN)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+                with self._appending(f"{name}/{OUTPUT}") as output:
+                    child = _start(["train", "--config", str(folder / CONFIG)], output, **more)
+                self._children.append(child)
+                # It has not been waited for, so its number is still its own.
+                of_process = {"pid": child.pid, "started": start_time(child.pid) or 0, "boot": boot()}
+                self._keep(name, job.model_copy(update=of_process))
+            except OSError as error:  # a full disk: the row says "failed"
+                self._jobs[name] = job
+                print(f"{name}: {error}", file=sys.stderr)
+
+
+def alive(job: Job) -> bool:
+    """Return True if the job's own process runs, not another one that has got its number since."""
+    return job.pid > 0 and job.started > 0 and job.boot == boot() and start_time(job.pid) == job.started
+
+
+def send(job: Job, number: int) -> bool:
+    """Send a signal to the job's process, and to no other; return False if it is gone."""
+    if job.pid <= 0:
+        return False
+    try:
+        process = os.pidfd_open(job.pid)  # from here on it names one process, whatever becomes of the number
+    except OSError:
+        return False
+    try:
+        if not alive(job):
+            return False
+        signal.pidfd_send_signal(process, number)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(process)
+
+
+def trains_lora(config: dict[str, Any]) -> bool:
+    """Return True if flags of train.py, or their recipe, train a LoRA."""
+    recipe = RECIPES.get(str(config.get("recipe")))
+    return "lora" in config or recipe is not None and "--lora" in recipe.flags
+
+
+def find_gpus() -> Sequence[str | None]:
+    """Return the names of the GPUs that this process may use; (None,) without any."""
+    if not torch.cuda.is_available():
+        return (None,)
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(number) for number in range(torch.cuda.device_count())]
+
+
+def tail(path: Path, root: Path) -> str:
+    """Return the end of a text file below ``root``; empty if there is none."""
+    try:
+        if not path.resolve(strict=True).is_relative_to(root) or not path.is_file():
+            return ""
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return file.read(TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _start(words: Sequence[str], output: int, **more: str) -> subprocess.Popen[bytes]:
+    """Start a program of OpenDiT in a session of its own, which signals to the page do not reach."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "opendit", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **more},
+    )
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """End a program and all that it has started."""
+    with contextlib.suppress(OSError):
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+    program.wait()
+
+
+def _yaml(config: dict[str, Any]) -> bytes:
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()

@@ -1,0 +1,291 @@
+"""The tab Train: says what is trained on what, plans it, starts it, and shows what runs."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from PIL import Image
+
+from opendit.checkpoint.schema import RUN_CONFIG
+from opendit.common.json_models import read_file
+from opendit.sampling.page import views
+from opendit.sampling.page.catalog import Catalog
+from opendit.sampling.page.drawing_queue import Page
+from opendit.sampling.page.forms import text_of
+from opendit.sampling.page.tabs import HTML, PRIVATE, plots
+from opendit.sampling.page.training_form import (
+    AS_RECIPE,
+    CARD_NAMES,
+    DIGITS,
+    NO_RECIPE,
+    NOTHING,
+    PICTURE_MODELS,
+    VAES,
+    TrainingForm,
+    base_choices,
+    below,
+    data_choices,
+    read_training_form,
+    recipes,
+)
+from opendit.sampling.page.training_queue import FOLDER, Busy, TrainingQueue, tail
+
+REFRESH_S = 3
+LOOKED, SHOWN = 200, 24  # rows that a look opens, and pictures that it shows
+LOOK_BYTES = 16 << 20  # of its contact sheet
+ERRORS = (ValueError, OSError, Busy)
+
+
+def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
+    """Create the tab Train. tab: where it is; it is refreshed from when a user first looks at it."""
+    queue, catalog = page.training, page.catalog
+    assert queue is not None, "the page was started without --allow_train"
+    root, skipped = queue.root, (FOLDER, catalog.outputs.name)
+    with gr.Row():
+        with gr.Column(scale=3, min_width=380):
+            with gr.Group():
+                base = _path(base_choices(root, skipped, catalog), NOTHING, "Base: a run, or a model's folder")
+                data = _path(data_choices(root, skipped), DIGITS, "Data: a folder or a table")
+                with gr.Row():
+                    recipe = gr.Dropdown(
+                        [NO_RECIPE, *recipes()], value="digits", label="Recipe", interactive=True, min_width=140
+                    )
+                    card = gr.Dropdown(
+                        list(CARD_NAMES), value=CARD_NAMES[0], label="Card", interactive=True, min_width=120
+                    )
+                with gr.Row():
+                    steps = _number("Steps")
+                    batch = _number("Batch size")
+                    lr = _number("Learning rate", 120)
+            with gr.Accordion("More", open=False):
+                with gr.Row():
+                    model = _choice(PICTURE_MODELS, "Model")
+                    vae = _choice(VAES, "VAE")
+                with gr.Row():
+                    side = _number("Picture side")
+                    frames = _number("Frames of clips")
+                with gr.Row():
+                    lora = _number("LoRA rank")
+                    every = _number("Save every")
+            with gr.Row():
+                look = gr.Button("Look", size="md", elem_id="look", min_width=110)
+                plan = gr.Button("Plan", size="md", elem_id="plan", min_width=80)
+                start = gr.Button("Start", variant="primary", size="md", elem_id="start", min_width=80)
+            told = gr.HTML(views.message(f"folders are below {root}"), **HTML, elem_id="told")
+            details = gr.HTML("", **HTML, elem_id="details")
+        with gr.Column(scale=5, min_width=380):
+            table = gr.HTML("", **HTML, elem_id="jobs")
+            with gr.Row():
+                job = gr.Dropdown([], label="Show", interactive=True, elem_id="job", scale=3, min_width=200)
+                stop = gr.Button("Stop", size="md", elem_id="stop", scale=1, min_width=80)
+                go_on = gr.Button("Go on", size="md", elem_id="go-on", scale=1, min_width=80)
+            state = gr.HTML("", **HTML, elem_id="state")
+            others = gr.Dropdown([], multiselect=True, label="Compare its curve with", interactive=True)
+            plot = gr.HTML("", **HTML, elem_id="plot-train")
+            legend = gr.HTML("", **HTML)
+            grid = gr.HTML("", **HTML, elem_id="train-grid")
+            output = gr.HTML("", **HTML, elem_id="output")
+    timer = gr.Timer(REFRESH_S, active=False)
+
+    fields = [base, data, recipe, card, model, vae, side, frames, steps, batch, lr, lora, every]
+    shown = [table, job, others, state, plot, legend, grid, output]
+
+    def refresh(chosen: Any, compared: Any) -> list[Any]:
+        names = queue.names()
+        chosen = chosen if chosen in names else names[0] if names else None
+        runs = catalog.runs()
+        compared = [run for run in compared or [] if run in runs] if isinstance(compared, list) else []
+        choices = gr.Dropdown([(f"{name} {queue.title(name)}", name) for name in names], value=chosen)
+        own = None if chosen is None else queue.run_of(chosen)
+        drawn = list(dict.fromkeys([*([own] if own else []), *compared]))
+        try:
+            grids = catalog.grids(own) if own else []
+        except ERRORS:  # a run was deleted while it was read
+            grids = []
+        curves, named = plots(catalog, drawn)
+        return [
+            jobs_table(queue, catalog, names),
+            choices,
+            gr.Dropdown([run for run in runs if run != own], value=compared),
+            "" if chosen is None else state_of(queue, catalog, chosen),
+            curves[0],
+            named,
+            views.grid(own, grids[-1]) if own and grids else "",
+            "" if chosen is None else views.log(queue.output(chosen)),
+        ]
+
+    def look_at(written: Any, size: Any) -> Iterator[list[Any]]:
+        yield [views.message("looking at the data ..."), ""]
+        try:
+            name = text_of(written)
+            source = "digits" if name == DIGITS else str(below(root, name, "data"))
+            yield looked(queue, source, size)
+        except ERRORS as error:
+            yield [views.error(str(error)), ""]
+
+    def make_plan(*values: Any) -> Iterator[list[Any]]:
+        yield [views.message("planning ..."), ""]
+        try:
+            _, flags, more = read_training_form(TrainingForm(*values), catalog, root, queue.has_gpu)
+            yield planned(queue, {**flags, **more})
+        except ERRORS as error:
+            yield [views.error(str(error)), ""]
+
+    def begin(chosen: Any, *values: Any) -> list[Any]:
+        try:
+            title, flags, _ = read_training_form(TrainingForm(*values), catalog, root, queue.has_gpu)
+            chosen = queue.add(title, flags)
+            text = views.message(f"{chosen} starts, or waits for what runs")
+        except ERRORS as error:
+            text = views.error(str(error))
+        return [text, *refresh(chosen, None)]
+
+    def change(action: Any) -> Any:
+        def changed(chosen: Any, compared: Any) -> list[Any]:
+            try:
+                text = views.message(f"{chosen}: {action(chosen) or 'goes on, or waits for what runs'}")
+            except ERRORS as error:
+                text = views.error(str(error))
+            return [text, *refresh(chosen, compared)]
+
+        return changed
+
+    def again(chosen_base: Any, chosen_data: Any) -> list[Any]:
+        """Look for new folders and runs."""
+        return [
+            gr.Timer(REFRESH_S, active=True),
+            gr.Dropdown(base_choices(root, skipped, catalog), value=chosen_base),
+            gr.Dropdown(data_choices(root, skipped), value=chosen_data),
+        ]
+
+    look.click(look_at, [data, side], [told, details], **PRIVATE)
+    plan.click(make_plan, fields, [told, details], **PRIVATE)
+    start.click(begin, [job, *fields], [told, *shown], **PRIVATE)
+    stop.click(change(queue.stop), [job, others], [told, *shown], **PRIVATE)
+    go_on.click(change(queue.go_on), [job, others], [told, *shown], **PRIVATE)
+    tab.select(again, [base, data], [timer, base, data], **PRIVATE)
+    for event in (tab.select, timer.tick, job.input, others.input):
+        event(refresh, [job, others], shown, **PRIVATE)
+
+
+def _path(choices: list[str], value: str, label: str) -> gr.Dropdown:
+    info = "or another one below that folder: write its path"
+    return gr.Dropdown(choices, value=value, label=label, info=info, interactive=True, allow_custom_value=True)
+
+
+def _number(label: str, min_width: int = 100) -> gr.Textbox:
+    return gr.Textbox("", label=label, placeholder=AS_RECIPE, max_length=20, min_width=min_width)
+
+
+def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
+    return gr.Dropdown(list(choices), value=choices[0], label=label, interactive=True, min_width=130)
+
+
+# ------------------------------------------------------------------------------------------ what programs say
+
+
+def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
+    """Return what ``train.py --dry_run`` says of these flags: its memory and hours, and a table of the rest."""
+    code, text = queue.program(["train", "--config", str(queue.plan_config(flags)), "--dry_run"])
+    lines = text.splitlines()
+    if code:
+        return [views.error(last_line(text)), ""]
+    rows = [list(found.groups()) for line in lines if (found := re.fullmatch(r" {2,4}(\S.*?) {2,}(.*)", line))]
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    known = {row[0]: row[1] for row in rows}
+    memory = next((value for name, value in known.items() if name.startswith("memory")), "?")
+    main = [f"memory: {memory.partition(' estimated')[0]}", f"hours: {known.get('hours', 'not known')}"]
+    return [views.message("; ".join(main), notes), views.table(rows, ["Plan", ""])]
+
+
+def looked(queue: TrainingQueue, source: str, size: Any) -> list[str]:
+    """Return what ``preprocess.py look`` says of data, and its contact sheet."""
+    more = ["--image_size", size] if isinstance(size, str) and size.isascii() and size.isdecimal() else []
+    with queue.scratch() as folder:
+        words = ["preprocess", "look", source, "--output", str(folder), "--samples", str(LOOKED)]
+        code, text = queue.program([*words, "--pictures", str(SHOWN), *more])
+        if code:
+            return [views.error(last_line(text)), ""]
+        lines = [line for line in text.splitlines() if not line.startswith(("wrote ", "looking: "))]
+        return [views.message(lines[0] if lines else "", lines[1:]), views.sheet(_jpeg(folder / "contact_sheet.png"))]
+
+
+def _jpeg(path: Path) -> bytes:
+    if path.stat().st_size > LOOK_BYTES:
+        raise ValueError("the contact sheet is too large to be shown")
+    memory = io.BytesIO()
+    with Image.open(path, formats=["PNG"]) as picture:
+        picture.convert("RGB").save(memory, "JPEG", quality=85)
+    return memory.getvalue()
+
+
+def last_line(text: str) -> str:
+    """Return the last error that a program has printed, without the word, or else its last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [rest for head, _, rest in (line.partition(": ") for line in lines) if head == "error"]
+    return (errors or lines or ["it printed nothing"])[-1]
+
+
+# ------------------------------------------------------------------------------------------ what runs
+
+
+def jobs_table(queue: TrainingQueue, catalog: Catalog, names: list[str]) -> str:
+    """Render the runs that were started here, the newest first."""
+    rows = []
+    for name in names:
+        run = queue.run_of(name)
+        entry = newest_entry(queue, catalog, run)
+        progress = [run or "-", str(entry.get("step", "-")), _figure(entry, "loss")]
+        rows.append([name, queue.title(name), queue.status(name), *progress])
+    if not rows:
+        return views.message("nothing has been trained here yet: choose data and a recipe, and press Plan or Start")
+    return views.table(rows, ["", "Run", "State", "Folder", "Step", "Loss"])
+
+
+def state_of(queue: TrainingQueue, catalog: Catalog, name: str) -> str:
+    """Render one run's state in a line."""
+    status, run = queue.status(name), queue.run_of(name)
+    if status == "failed":
+        return views.error(f"{name} has failed: {last_line(queue.output(name))}")
+    entry = newest_entry(queue, catalog, run)
+    words = [f"{name}: {status}"]
+    if entry:
+        last = last_step(catalog, run)
+        words.append(f"step {entry.get('step')}{f' of {last:,}' if last else ''}")
+        words += [f"{label} {_figure(entry, key)}" for key, label in FIGURES.items() if entry.get(key) is not None]
+    elif status == "running":
+        words.append("it prepares its first steps")
+    return views.message(", ".join(words))
+
+
+FIGURES = {"loss": "loss", "samples_per_s": "samples a second", "memory_gib": "memory in GiB"}
+
+
+def _figure(entry: dict[str, Any], key: str) -> str:
+    value = entry.get(key)
+    return f"{value:.4g}" if isinstance(value, float) or type(value) is int and abs(value) < 2**53 else "-"
+
+
+def newest_entry(queue: TrainingQueue, catalog: Catalog, run: str | None) -> dict[str, Any]:
+    """Return the last whole line of a run's log; empty without one."""
+    log = None if run is None else catalog.file(run, "log.jsonl")
+    for line in reversed(tail(log, queue.root).splitlines() if log else []):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):  # it is still being written
+            continue
+        return entry if isinstance(entry, dict) else {}
+    return {}
+
+
+def last_step(catalog: Catalog, run: str | None) -> int | None:
+    path = None if run is None else catalog.file(run, "config.json")
+    try:
+        found = None if path is None else read_file(path, RUN_CONFIG).get("last_step")
+    except ERRORS:
+        return None
+    return found if isinstance(found, int) else None

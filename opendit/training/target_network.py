@@ -1,0 +1,66 @@
+"""The network that is trained, as an objective asks it for the target of its loss: without gradients."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.autograd.forward_ad as forward
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from opendit.models.attention import Attention, local_attention
+from opendit.models.dit import DiT
+from opendit.models.layers import BlockOps
+from opendit.parallel.engines import Engine
+
+
+@contextmanager
+def torch_operations(model: DiT) -> Iterator[None]:
+    """Let a model compute by torch expressions that have forward-mode derivatives, without kernels, inside."""
+    parts = (model, *model.blocks, model.final_layer)
+    attentions = [module for module in model.blocks.modules() if isinstance(module, Attention)]
+    before = [part.ops for part in parts], [module.attend for module in attentions]
+    for part in parts:
+        part.ops = BlockOps()
+    for module in attentions:
+        module.attend = local_attention
+    try:
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield
+    finally:
+        for part, ops in zip(parts, before[0], strict=True):
+            part.ops = ops
+        for module, attend in zip(attentions, before[1], strict=True):
+            module.attend = attend
+
+
+class TargetNetwork:
+    """See :class:`opendit.diffusion.objectives.meanflow.Network`.
+
+    Args:
+        engine: holds the model, whole on every rank.
+        labels: (B,) int64, of the micro-batch.
+    """
+
+    def __init__(self, engine: Engine, labels: Tensor):
+        self._engine, self._model, self._labels = engine, engine.module, labels
+        self.dropped = labels == self._model.config.num_classes
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, time: Tensor, rows: Tensor) -> Tensor:
+        return self._output(x, time, self._labels[rows])
+
+    @torch.no_grad()
+    def unconditional(self, x: Tensor, time: Tensor) -> Tensor:
+        return self._output(x, time, torch.full_like(self._labels, self._model.config.num_classes))
+
+    @torch.no_grad()
+    def derivative(self, x: Tensor, time: Tensor, dx: Tensor, dtime: Tensor, rows: Tensor) -> Tensor:
+        with torch_operations(self._model), forward.dual_level():
+            dual = forward.make_dual(x, dx.to(x.dtype)), forward.make_dual(time, dtime)
+            _, tangent = forward.unpack_dual(self._output(*dual, self._labels[rows]))
+            return tangent
+
+    def _output(self, x: Tensor, time: Tensor, labels: Tensor) -> Tensor:
+        with self._engine.autocast():
+            return self._model(x, time, labels).float()

@@ -1,0 +1,156 @@
+"""Muon against torch.optim.Muon's algorithm written out in fp32, in one process and divided among ranks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opendit.models import model_config
+from opendit.parallel.engines import MuonSettings, build_engine
+from opendit.parallel.mesh import init_mesh
+from opendit.parallel.muon import flops, orthogonalise, owners
+from opendit.parallel.rules import matrix_rows
+from tests.parallel.engines.test_engines import BETAS, CLIP, GLOBAL_BATCH, LR, batch
+from tests.parallel.engines.test_fsdp import CONFIG, FREED, backward, build_model, gathered
+from tests.ranks import run_ranks
+
+STEPS, DECAY, MOMENTUM = 4, 0.01, 0.9
+MATRICES = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
+FP32 = MuonSettings(matrix_rows(CONFIG), MOMENTUM, torch.float32)
+
+
+def off_by(ours: Tensor, theirs: Tensor) -> float:
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def parts(name: str, weight: Tensor) -> list[Tensor]:
+    """The matrices of a parameter: q, k and v are three."""
+    return list(weight.chunk(3)) if "qkv" in name else [weight]
+
+
+def muon_update(gradient: Tensor, buffer: Tensor, momentum: float) -> Tensor:
+    """torch.optim.Muon's update of one matrix with Nesterov momentum and match_rms_adamw, in the gradient's precision;
+    its learning rate is 1 and ``buffer`` is changed."""
+    buffer.lerp_(gradient, 1 - momentum)
+    x = gradient.lerp(buffer, momentum)
+    tall = x.size(0) > x.size(1)
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x.T if tall else x) * 0.2 * math.sqrt(max(gradient.shape))
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (7, 40), (40, 7), (1, 5)])
+def test_an_orthogonalised_matrix_is_torchs(shape):
+    torch.manual_seed(0)
+    gradient, weight = torch.randn(shape), nn.Parameter(torch.randn(shape))
+    ours, fp32 = gradient.clone(), muon_update(gradient.clone(), torch.zeros(shape), 0.95)
+    orthogonalise([ours], torch.float32)
+    assert off_by(ours, fp32) < 1e-6
+    weight.grad, before = gradient.clone(), weight.detach().clone()
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
+    assert off_by(before - weight.detach(), fp32) < 3e-2  # it computes in bf16
+
+
+def test_matrices_of_all_shapes_at_once_and_in_several_parts(monkeypatch):
+    torch.manual_seed(1)
+    matrices = [torch.randn(shape) for shape in [(4, 9), (9, 4), (4, 4), (9, 4), (4, 4), (4, 9), (9, 4)]]
+    alone = [matrix.clone() for matrix in matrices]
+    for matrix in alone:
+        orthogonalise([matrix], torch.float32)
+    monkeypatch.setattr("opendit.parallel.muon.ELEMENTS", 2 * 36)
+    orthogonalise(matrices, torch.float32)
+    assert all(off_by(got, want) < 1e-6 for got, want in zip(matrices, alone, strict=True))
+
+
+def test_a_matrix_of_zeros_stays_zero():
+    zeros = torch.zeros(3, 5)
+    orthogonalise([zeros], torch.float32)
+    assert not zeros.any()
+
+
+def test_the_matrices_of_blocks_are_muons_and_nothing_else():
+    rows, width = matrix_rows(CONFIG), CONFIG.hidden_size
+    assert set(rows) == {f"blocks.{i}.{name}" for i in range(CONFIG.depth) for name in MATRICES}
+    assert rows["blocks.0.attn.qkv.weight"] == (width,) * 3 and rows["blocks.1.attn.proj.weight"] == (width,)
+    gated = matrix_rows(replace(CONFIG, mlp="swiglu"))
+    assert gated["blocks.0.mlp.fc1.weight"] == (CONFIG.mlp_hidden,) * 2
+
+
+def test_ranks_share_the_work_evenly():
+    config = model_config("DiT-XL/2", input_size=(32, 32), in_channels=4, num_classes=10)
+    rows = matrix_rows(config)
+    shapes = {name: (sum(r), 4608 if "fc2" in name else 1152) for name, r in rows.items()}
+    work = {name: flops(shapes[name], rows[name]) for name in rows}
+    assert sum(work.values()) == 28 * 1152**3 * 5 * (4 * 6 + 2 * 18)
+    for ranks in (2, 8):
+        load = [sum(work[n] for n, owner in owners(work, ranks).items() if owner == r) for r in range(ranks)]
+        assert max(load) < 1.06 * sum(work.values()) / ranks
+
+
+# ------------------------------------------------------------------------------------------ training
+
+
+def plain_run(momentum: float = MOMENTUM) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, weights and Muon's buffers of one process, with torch's AdamW for the rest."""
+    model = build_model()
+    named = dict(model.named_parameters())
+    matrices = {name: p for name, p in named.items() if name.endswith(MATRICES)}
+    rest = [p for name, p in named.items() if name not in matrices]
+    adam = torch.optim.AdamW(rest, lr=LR, weight_decay=DECAY, betas=BETAS)
+    buffers, losses = {name: torch.zeros_like(p) for name, p in matrices.items()}, []
+    for step in range(STEPS):
+        x, t, y, target = batch(step, torch.arange(GLOBAL_BATCH))
+        loss = (model(x, t, y) - target).square().mean()
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        adam.step()
+        with torch.no_grad():
+            for name, p in matrices.items():
+                p *= 1 - LR * DECAY
+                for weight, grad, buffer in zip(*(parts(name, one) for one in (p, p.grad, buffers[name])), strict=True):
+                    weight -= LR * muon_update(grad, buffer, momentum)
+        model.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in named.items()}, buffers
+
+
+WAYS = {  # plugin, copies of an fsdp model, micro-batches, precision
+    1: [("zero2", 1, 1), ("ddp", 1, 1), ("fsdp", 1, 2)],
+    2: [("zero2", 1, 2), ("ddp", 1, 2), ("fsdp", 1, 1), ("fsdp", 2, 1)],
+    4: [("zero2", 1, 1), ("ddp", 1, 1), ("fsdp", 1, 1), ("fsdp", 2, 1)],
+}
+
+
+def all_trained(mesh, ways) -> list[tuple]:
+    found = []
+    for plugin, copies, accumulation in ways:
+        own = init_mesh(replicate=copies) if copies > 1 else mesh
+        settings = dict(lr=LR, weight_decay=DECAY, betas=BETAS, grad_clip=CLIP, sharding=FREED, muon=FP32)
+        engine = build_engine(
+            build_model(), own, plugin=plugin, precision="fp32", grad_accumulation=accumulation, **settings
+        )
+        losses = []
+        for step in range(STEPS):
+            loss = backward(engine, own, step, accumulation)
+            assert engine.step().finite
+            losses.append(own.sum(loss).item() / own.world_size)
+        assert engine.optimizer_steps() == STEPS
+        moments = {name: engine.moments(name)["exp_avg"] for name in FP32.rows}
+        assert all(set(engine.moments(name)) == {"exp_avg"} for name in FP32.rows)
+        found.append((losses, gathered(engine, engine.masters()), gathered(engine, moments)))
+    return found
+
+
+@pytest.mark.parametrize("world", sorted(WAYS))
+def test_curves_are_those_of_one_plain_process(world):
+    losses, weights, buffers = plain_run()
+    for (one, *_), found in zip(WAYS[world], run_ranks(world, all_trained, WAYS[world])[0], strict=True):
+        got, masters, moments = found
+        assert got == pytest.approx(losses, rel=1e-4), one
+        assert max(off_by(masters[name], weights[name]) for name in weights) < 1e-4, one
+        assert max(off_by(moments[name], buffers[name]) for name in buffers) < 1e-4, one
