@@ -21,9 +21,11 @@ if TYPE_CHECKING:  # torch, and all that needs it, is imported once the flags ha
     import torch
     from torch import Tensor
 
+    from opendit.config.token_routing import TokenRoute
     from opendit.data import Batch
     from opendit.diffusion import Objective
     from opendit.encoders.conditioner import Conditioner
+    from opendit.encoders.vision import VisionTeacher
     from opendit.models import Condition
     from opendit.parallel.engines import Engine
     from opendit.training.build import Run
@@ -80,6 +82,8 @@ class Inputs:
         given_frames: which frames of a clip the model is given (``--given_frames``).
         in_place: it takes them in their places, without noise.
         beside: it is always given the first frame, of an image-to-video model.
+        route: the blocks that see a part of the tokens (``--route``).
+        teacher: the encoder that tokens are aligned with (``--repa``).
     """
 
     latents: Latents
@@ -93,9 +97,12 @@ class Inputs:
     given_frames: str | None = None
     in_place: bool = False
     beside: bool = False
+    route: TokenRoute | None = None
+    teacher: VisionTeacher | None = None
 
     def of(self, batch: Batch) -> MicroBatch | PackedMicroBatch:
         """Return the micro-batch on the device, without waiting for it."""
+        from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
         from opendit.training.micro_batch import MicroBatch
 
@@ -111,7 +118,9 @@ class Inputs:
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
             condition, given = self.first_frames(condition, x)
-        return MicroBatch.of(x0, t, noise, condition, given, self.in_place)
+        kept = self.kept(x0, batch.step, index)
+        alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
+        return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept, alignment)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
         """Return the latents x0 (B, C, ...) fp32 of samples x of one shape."""
@@ -145,6 +154,14 @@ class Inputs:
         from opendit.diffusion.conditioning_frames import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
+
+    def kept(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
+        """Draw the tokens that routed blocks see, (B, n); None without ``route``."""
+        from opendit.diffusion.token_routing import draw_kept_tokens
+
+        if self.route is None or self.tokens_of is None:
+            return None
+        return draw_kept_tokens(self.route, self.tokens_of(tuple(x0.shape[2:])), self.seed, step, index)
 
 
 @dataclass(frozen=True)

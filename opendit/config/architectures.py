@@ -30,6 +30,7 @@ SIZES = {
 }
 GIVEN = "first, prefix:K or random"  # values of --given_frames
 PATCHES = (2, 4, 8)  # of pictures; clips have three numbers from 1 to 8
+PIXEL_PATCHES = (16, 32)  # of pictures without a VAE
 
 
 @dataclass(frozen=True)
@@ -112,15 +113,15 @@ def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
             if kind.clips and re.fullmatch("[1-8]{3}", digits := patch.replace("x", "")):
                 frames, rows, columns = map(int, digits)
                 return kind_name, size, (frames, rows, columns)
-            if kind.pictures and patch in map(str, PATCHES):
+            if kind.pictures and patch in map(str, PATCHES + PIXEL_PATCHES):
                 return kind_name, size, int(patch)
     own = [known for known in _LISTED if known.lower().startswith(name.partition("-")[0].lower() + "-")]
     candidates = own if name[:1] in ("v", "V") and own else _LISTED
     sizes = "; ".join(f"{known}: {', '.join(kind.sizes)}" for known, kind in KINDS.items())
     raise ValueError(
         f"--model {name}: no such model; did you mean {nearest(name, candidates)}? (KIND-SIZE/PATCH, with a patch of "
-        f"{', '.join(map(str, PATCHES))} for pictures, or for clips of T frames, H rows and W columns as THW, 1 to 8 "
-        f"each. {sizes})"
+        f"{', '.join(map(str, PATCHES + PIXEL_PATCHES))} for pictures, or for clips of T frames, H rows and W "
+        f"columns as THW, 1 to 8 each. {sizes})"
     )
 
 

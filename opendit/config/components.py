@@ -87,10 +87,18 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
         None, "of a block; the other one's width keeps its weights (default: gelu; MovieGen: swiglu)", choices=MLP_KINDS
     )
 
+    patch_bottleneck: int | None = flag(
+        None,
+        "project patches to so many numbers first, as 128 for patches of 16 x 16 pixels (JiT)",
+        at_least=1,
+        at_most=16_384,
+        unit="channels",
+    )
+
     @property
     def architecture(self) -> dict[str, Any]:
         """Flags that change how a model of its kind and size is built; None keeps the default of the kind."""
-        names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp"]
+        names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp", "patch_bottleneck"]
         return {name: getattr(self, name) for name in (*names, *(s.flag for k in KINDS.values() for s in k.settings))}
 
 
@@ -243,6 +251,37 @@ class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values()
         "; ".join(f"{name}: {objective.predicts}" for name, objective in DESCRIPTIONS.items()),
         choices=tuple(DESCRIPTIONS),
         common="what is learned",
+    )
+
+
+@dataclass(frozen=True)
+class RoutingFlags(Flags):
+    """Token routing."""
+
+    group: ClassVar[str] = "Token routing: blocks that see a part of the tokens in training"
+
+    route: str | None = flag(
+        None, "FIRST:LAST:SHARE: blocks FIRST to LAST - 1, from 0, do without this share of the tokens", unit="route"
+    )
+
+
+@dataclass(frozen=True)
+class AlignmentFlags(Flags):
+    """Representation alignment."""
+
+    group: ClassVar[str] = "Alignment: a block's tokens with a vision encoder's features (REPA)"
+
+    repa: str | None = flag(
+        None, "folder of a frozen vision transformer of transformers, such as DINOv2", unit="folder"
+    )
+    repa_block: int | None = flag(
+        None, "tokens after this many blocks (default: two sevenths)", at_least=1, at_most=1024, unit="blocks"
+    )
+    repa_weight: float = flag(0.5, "of its term in the loss", above=0, at_most=1000, unit="weight")
+    repa_projector: str = flag(
+        "mlp",
+        "of the tokens: three layers (REPA), or conv, with features normalised over places (iREPA)",
+        choices=("mlp", "conv"),
     )
 
 

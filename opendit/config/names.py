@@ -17,6 +17,7 @@ from typing import NamedTuple
 from opendit.config.flags import Bounds, Setting
 
 ALL_SAMPLERS = ("ddim", "ddpm", "dpmpp", "euler", "heun", "unipc")
+LOGIT: Bounds = {"at_most": 10, "unit": "number"}
 SHIFT: Bounds = {"at_least": 0.01, "at_most": 100, "unit": "factor"}
 
 
@@ -96,6 +97,32 @@ DESCRIPTIONS = {
                 "samples of this many tokens have --flow_shift, others by the root of theirs",
                 "int",
                 {"at_least": 1, "at_most": 10**9, "unit": "tokens"},
+            ),
+            "mean": Setting(
+                "flow_mean", 0.0, "of logit_normal times, above 0 to more noise", bounds=LOGIT | {"at_least": -10}
+            ),
+            "std": Setting("flow_std", 1.0, "their standard deviation", bounds=LOGIT | {"at_least": 0.001}),
+            "prediction": Setting(
+                "flow_prediction",
+                "v",
+                "of flow: the velocity, or x, the clean sample (JiT); the loss is the velocity's",
+                bounds={"choices": ("v", "x")},
+            ),
+            "noise_scale": Setting(
+                "flow_noise_scale", 1.0, "of flow's noise, as 2 for pixels at 512 (JiT)", bounds=SHIFT
+            ),
+            "min_snr": Setting(
+                "flow_min_snr",
+                None,
+                "of flow: gamma of min-SNR loss weights, as --min_snr",
+                "float",
+                {"at_least": 0.001, "at_most": 1e6, "unit": "gamma"},
+            ),
+            "contrast": Setting(
+                "flow_contrast",
+                0.0,
+                "away from the velocity of another sample by so much, as 0.05 (contrastive flow matching)",
+                bounds={"at_least": 0, "at_most": 0.9, "unit": "weight"},
             ),
         },
     ),

@@ -53,6 +53,7 @@ from opendit.config.parallel_sizes import (
 )
 from opendit.config.public_models import PUBLIC, commit_of_run, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
+from opendit.config.token_routing import TokenRoute, parse_route
 
 KIND_FLAGS = {setting.flag: name for name, kind in KINDS.items() for setting in kind.settings}
 OBJECTIVE_FLAGS = {setting.flag: name for name, of in DESCRIPTIONS.items() for setting in of.settings.values()}
@@ -70,6 +71,8 @@ class TrainConfig(
     component.LoaderFlags,
     component.StartFlags,
     component.ObjectiveFlags,
+    component.RoutingFlags,
+    component.AlignmentFlags,
     component.BatchFlags,
     component.OptimizerFlags,
     component.TrainSpeedFlags,
@@ -157,9 +160,12 @@ class TrainConfig(
         flags, note = flags._resolve_tokens()
         notes += note
         flags._check_packs()
+        flags._check_route()
+        flags._check_alignment()
         if flags.parallel != "auto":  # which chooses the batch itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
+        flags._check_contrast()
         notes += crossing(
             flags.node_size(world_size), world_size, flags.tensor_parallel_size, flags.sequence_parallel_size
         )
@@ -191,6 +197,10 @@ class TrainConfig(
             raise ValueError(f"--model {self.model}: {source} holds {name}; leave the flag out")
         if "objective" in self.given and self.objective != "flow":
             raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
+        if given := self.given & {"flow_prediction", "flow_noise_scale", "flow_contrast"}:
+            raise ValueError(
+                f"--{min(given)}: {source} has learned velocities by a loss of its own; leave the flag out"
+            )
         changed = self.architecture | {"cross_attention": self.cross_attention or None}
         own = [flag for flag, value in changed.items() if flag in self.given and value is not None]
         if own:
@@ -326,6 +336,8 @@ class TrainConfig(
             ),
             "--enable_cuda_graph, because a step's number of intervals is drawn": self.enable_cuda_graph,
             "--compile, which has no forward-mode derivatives": self.compile,
+            "--route, because the target is made of all tokens": self.token_route is not None,
+            "--repa, whose term has not been tried beside it": self.repa is not None,
             "--lora, whose layers have none": self.lora is not None,
             "--pack_tokens, whose tokens have one time each": self.pack_tokens is not None,
             "--parallel auto, which may divide the model": self.parallel == "auto",
@@ -381,6 +393,8 @@ class TrainConfig(
             if self.dry_run is None:
                 check_weights(self.load, "--load", pipeline=True)
         check_vae(self.vae)
+        if self.repa is not None:
+            check_exists(self.repa, "--repa", "the folder of a vision transformer")
         if self.dry_run is None:
             check_loggers(self.loggers)
             read_prompts(self.sample_prompts, "--sample_prompts")
@@ -401,6 +415,9 @@ class TrainConfig(
             unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
             unused["max_upscale"] = "does nothing without --bucket_tokens or --pack_tokens"
+        if self.repa is None:
+            of_it = ("repa_block", "repa_weight", "repa_projector")
+            unused |= dict.fromkeys(of_it, "does nothing without --repa")
         if self.pretrained is None:
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
@@ -512,6 +529,77 @@ class TrainConfig(
             raise ValueError(
                 f"--pack_tokens {tokens}: {ranks} ranks can't share {tokens * self.batch_size:,} tokens evenly; take a "
                 f"multiple of {ranks}"
+            )
+
+    def _check_contrast(self) -> None:
+        """Raise ValueError for micro-batches in which not every sample has a neighbour to be compared with."""
+        if not (weight := vars(self)["flow_contrast"]):
+            return
+        asked = f"--flow_contrast {weight:g}"
+        if self.tokens is not None:
+            name = "bucket_tokens" if self.pack_tokens is None else "pack_tokens"
+            raise ValueError(f"{asked}: compares samples of one size, which --{name} has not; leave one of them out")
+        if self.batch_size % 2:
+            raise ValueError(
+                f"{asked}: compares samples in pairs, and --batch_size {self.batch_size} is odd; take an even one"
+            )
+
+    @property
+    def token_route(self) -> TokenRoute | None:
+        """The route of --route; None if all blocks see all tokens."""
+        route = None if self.route is None else parse_route(self.route)
+        return route if route is not None and route.share > 0 else None
+
+    def _check_route(self) -> None:
+        """Raise ValueError, with the reason, for flags that can't be combined with --route."""
+        if self.route is None:
+            return
+        route, kind, sizes = parse_route(self.route), self.model.rpartition("-")[0], depth_and_heads(self.model)
+        clashes = {
+            f"--model {self.model}, whose blocks attend along the axes of a clip": kind == "ST-DiT",
+            f"--model {self.model}, whose experts choose among all tokens of a sample": kind == "EC-DiT",
+            f"--model {self.model}, whose blocks have tokens of captions as well": sizes is None,
+            "--lora, which adds to blocks that have learned to see all tokens": self.lora is not None,
+            "--pack_tokens, whose packs have samples of several lengths": self.pack_tokens is not None,
+            "--sequence_parallel_size, whose ranks each have a part of the tokens": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, whose ranks each have a part of the tokens": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages are sent all tokens": self.pipeline_parallel_size > 1,
+            "--parallel auto, which counts with all tokens": self.parallel == "auto",
+        }
+        self._reject("route", clashes)
+        if sizes is not None and route.last > sizes[0]:
+            raise ValueError(f"--route {self.route}: --model {self.model} has {sizes[0]} blocks; end at {sizes[0]}")
+
+    @property
+    def aligned_block(self) -> int:
+        """The number of blocks after which tokens are aligned (--repa)."""
+        depth = (depth_and_heads(self.model) or (0, 0))[0]
+        return self.repa_block or max(1, round(depth * 2 / 7))  # 8 of 28, as in REPA's paper
+
+    def _check_alignment(self) -> None:
+        """Raise ValueError, with the reason, for flags that can't be combined with --repa."""
+        if self.repa is None:
+            return
+        sizes, at, route = depth_and_heads(self.model), self.aligned_block, self.token_route
+        clashes = {
+            f"--model {self.model}, whose blocks have tokens of captions as well": sizes is None,
+            "--use_video, for the features are of pictures": self.use_video,
+            "--lora, which trains additions to blocks alone": self.lora is not None,
+            "--pack_tokens, whose packs have samples of several sizes": self.pack_tokens is not None,
+            "--bucket_tokens, whose samples have several sizes": self.bucket_tokens is not None,
+            "--sequence_parallel_size, whose ranks each have a part of the tokens": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, whose ranks each have a part of the tokens": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages each have some of the blocks": self.pipeline_parallel_size > 1,
+            "--parallel auto, which counts without the encoder": self.parallel == "auto",
+            "--data_path mock, whose samples are no pictures": self.data_path == "mock",
+        }
+        self._reject("repa", clashes)
+        if sizes is not None and at > sizes[0]:
+            raise ValueError(f"--repa_block {at}: --model {self.model} has {sizes[0]} blocks; give {sizes[0]} or less")
+        if route is not None and route.first < at < route.last:
+            raise ValueError(
+                f"--repa_block {at}: --route {self.route} has a part of the tokens there; give {route.first} or less, "
+                f"or {route.last} or more"
             )
 
     def check_lora(self) -> None:

@@ -37,6 +37,7 @@ class Stream(IntEnum):
     CONDITIONING_FRAMES = 8
     PLACE = 9
     TAGS = 10
+    ROUTE = 11
     INTERVAL = 12
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 from opendit.config.architectures import MLP_KINDS, NORMS, POSITIONS, parse_given
 from opendit.config.names import BUT_ATTENTION
 from opendit.models import bytes_text
+from opendit.models.alignment import AlignmentConfig
 from opendit.models.blocks import ATTENTION, CAPTION, MLP, MLPS, BlockSpec, Branch
 from opendit.models.conditioning import TextConfig
 from opendit.models.given_frames import given_channels
@@ -21,6 +22,7 @@ from opendit.models.positions import rotary_shares
 #      block, and by name all of its sizes but Ti have 8 heads of keys and values.
 # Runs are begun with the newest; a checkpoint keeps its own wherever it goes.
 REVISION = 2
+LATER = ("alignment", "patch_bottleneck")  # fields that are stored only where they are set
 EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # parts of a block that every kind may have otherwise: field -> values
 
 
@@ -55,6 +57,8 @@ class DiTConfig:
     given_frames: str | None = None  # first, prefix:K (of latent frames) or random: see opendit.models.given_frames
     norm: str = "layer"  # layer or rms: before every branch of a block
     mlp: str = "gelu"  # gelu or swiglu
+    alignment: AlignmentConfig | None = None  # of --repa
+    patch_bottleneck: int | None = None  # numbers that a patch is projected to before its token; None: none
 
     @property
     def options(self) -> Options:
@@ -216,9 +220,10 @@ class DiTConfig:
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as JSON has them; ``norm`` and ``mlp`` only if they are not the kind's own, so
-        that earlier versions read what they know."""
+        """Return the fields and the kind as JSON has them; ``norm``, ``mlp`` and what LATER names only if they are
+        not the kind's own, so that earlier versions read what they know."""
         values = {"kind": self.kind, **asdict(self)}
+        values = {key: value for key, value in values.items() if key not in LATER or value is not None}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
 
     @property
@@ -233,6 +238,8 @@ class DiTConfig:
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:
             values["text"] = TextConfig(**values["text"])
+        if values.get("alignment") is not None:
+            values["alignment"] = AlignmentConfig(**values["alignment"])
         config = cls(**{"revision": 1, **values})
         config.check_revision()
         return config if config.depends_on_revision else replace(config, revision=REVISION)
@@ -251,6 +258,12 @@ class DiTConfig:
             raise ValueError(
                 f"--adaln_lora {self.adaln_lora}: out of range; give a rank from 1 to below the width, "
                 f"{self.hidden_size}"
+            )
+        values = math.prod(self.patch) * self.embedded_channels
+        if self.patch_bottleneck is not None and not 0 < self.patch_bottleneck < min(values, self.hidden_size):
+            raise ValueError(
+                f"--patch_bottleneck {self.patch_bottleneck}: out of range; give fewer numbers than a patch has, "
+                f"{values}, and than the width, {self.hidden_size}"
             )
         if self.given_frames is not None:
             count = parse_given(self.given_frames)
@@ -310,7 +323,10 @@ class DiTConfig:
     def parameters(self) -> int:
         """Number of trainable weights, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
-        embed = (patch * self.embedded_channels + 1) * d + (TIME_FREQUENCIES + 1 + d + 1) * d
+        narrow = self.patch_bottleneck
+        embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
+        embed += 0 if narrow is None else (narrow + 1) * d
+        embed += 0 if self.alignment is None else self.alignment.parameters(d)
         final = 2 * d * d + 2 * d + (d + 1) * patch * self.out_channels
         if self.positions == "learned":
             embed += sum(self.grid) * d

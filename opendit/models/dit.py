@@ -6,11 +6,15 @@ Parameter names are those of Meta's release, so its checkpoints load strictly.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from opendit.config.token_routing import TokenRoute
+from opendit.models.alignment import Projector, run_tapped
 from opendit.models.attention import Attention, SequenceShards, TokenGrid, local_attention, of_rows
 from opendit.models.blocks import Block, Context, FinalLayer, Modulation, ResidualStream, run_blocks
 from opendit.models.bytes_text import BytesEncoder
@@ -29,6 +33,7 @@ from opendit.models.initialization import (
 from opendit.models.layers import BlockOps, LabelEmbedder, Options, PatchEmbed, TimestepEmbedder, modulation
 from opendit.models.positions import LearnedPositions, grid_coordinates, rotary_table, sincos_position_table
 from opendit.models.segments import PlacedSegments, Segments, Varlen
+from opendit.models.token_routing import run_routed
 
 if TYPE_CHECKING:
     from opendit.models.blocks import Blocks
@@ -46,7 +51,9 @@ class DiT(nn.Module):
         config.check()
         self.config = config
         dim, text = config.hidden_size, config.text
-        self.x_embedder: PatchEmbed = PatchEmbed(config.patch, config.in_channels, dim, config.given_channels)
+        self.x_embedder: PatchEmbed = PatchEmbed(
+            config.patch, config.in_channels, dim, config.given_channels, config.patch_bottleneck
+        )
         self.t_embedder: TimestepEmbedder = TimestepEmbedder(dim)
         self.text_encoder: BytesEncoder | None = BytesEncoder(text) if text and text.inside else None
         classes = cast(int, config.num_classes), dim, config.null_class  # (given of a model without a text)
@@ -64,11 +71,14 @@ class DiT(nn.Module):
         )
         self.blocks: Blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
         self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
+        # What tokens in the middle are aligned through, of a run with --repa.
+        self.projector: Projector | None = None if config.alignment is None else Projector(dim, config.alignment)
         self.ops: BlockOps = BlockOps()
         self.grad_checkpoint: bool | str = False  # as ``checkpointed`` of run_blocks
         self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
         # N tokens, in a grid of these sizes, as the ranks of a group share them.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
+        self.route: TokenRoute | None = None  # of calls that give ``kept``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -99,7 +109,8 @@ class DiT(nn.Module):
                 blocks |= initial_attention(f"blocks.*.{branch.name}", xavier if branch.modulated else zero)
         return {
             "**.bias": zero,
-            "x_embedder.proj.weight": xavier,
+            "x_embedder.*.weight": xavier,
+            "projector.layers.*.weight": xavier,
             "t_embedder.mlp.*.weight": embedder,
             "y_embedder.embedding_table.weight": embedder,
             "y_embedder.mlp.*.weight": xavier,
@@ -161,7 +172,15 @@ class DiT(nn.Module):
             setattr(self.get_submodule(owner), attribute, table)
         return self
 
-    def forward(self, x: Tensor, t: Tensor, y: Condition, segments: Segments | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        y: Condition,
+        segments: Segments | None = None,
+        kept: Tensor | None = None,
+        aligned: bool = False,
+    ) -> Any:
         """Predicts noise (and, with learned sigma, the variance fraction) of noised latents.
 
         A picture is a clip with T = 1. Where the patch holds more frames, the frame, with its noise, is repeated to
@@ -174,10 +193,12 @@ class DiT(nn.Module):
             y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
                 TextCondition, or with the bytes encoder the ids (B, L) int64.
             segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments.
+            kept: (B, n) int64, the tokens that the blocks of ``route`` see; None: all blocks see all tokens.
+            aligned: also return the projected tokens (B, N, width) of the configuration's ``alignment``.
 
         Returns:
             (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; of a pack (N, out_channels,
-            *patch).
+            *patch). If ``aligned``, a pair of this and the projected tokens.
 
         Raises:
             ValueError: the patch does not divide a side.
@@ -185,7 +206,28 @@ class DiT(nn.Module):
         c, context = self.condition(t, y)
         if segments is not None:
             return self._predict_pack(x, self.modulations(c), context, segments)
-        return self.predict(x, self.modulations(c), context)
+        projected: list[Tensor] = []
+        output = self.predict(x, self.modulations(c), context, run=self._runs(kept, aligned, x, projected.append))
+        return (output, projected[0]) if aligned else output
+
+    def _runs(
+        self, kept: Tensor | None, aligned: bool, x: Tensor, take: Callable[[Tensor], None]
+    ) -> Callable[..., Tensor]:
+        """Return what takes the tokens of x through the blocks; arguments as of :meth:`forward`. take: gets the
+        projected tokens."""
+        route, routed = self.route, run_blocks
+        if kept is not None:
+            assert route is not None, "some tokens are kept for the blocks of a route"
+            routed = partial(run_routed, route=route, kept=kept)
+        if not aligned:
+            return routed
+        assert self.projector is not None and self.config.alignment is not None, "a model of --repa"
+        at, project, grid = self.config.alignment.block, self.projector, self.config.grid_of(tuple(x.shape[2:]))
+        below, above = (routed, run_blocks) if route is not None and route.last <= at else (run_blocks, routed)
+        if kept is not None and route is not None and above is routed:
+            above = partial(run_routed, route=replace(route, first=route.first - at, last=route.last - at), kept=kept)
+        tap = lambda tokens: take(project(tokens, grid))  # noqa: E731
+        return partial(run_tapped, at=at, take=tap, below=below, above=above)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
         """Embed a condition, the same for every time: the vector (B, D) that is added to the time's, and the context

@@ -518,14 +518,18 @@ class PatchEmbed(nn.Module):
     W), frame by frame.
 
     The input may have ``given`` more channels after the ``in_channels``; zeros stand in for them if they are left out.
+    bottleneck: patches are projected to so many numbers first, then to D (JiT; Li & He 2025, sec. 4); None: at once.
     """
 
-    def __init__(self, patch: tuple[int, ...], in_channels: int, dim: int, given: int = 0):
+    def __init__(
+        self, patch: tuple[int, ...], in_channels: int, dim: int, given: int = 0, bottleneck: int | None = None
+    ):
         super().__init__()
         self.in_channels: int = in_channels
         self.given: int = given
         convolution = {2: nn.Conv2d, 3: nn.Conv3d}[len(patch)]
-        self.proj: nn.Conv2d | nn.Conv3d = convolution(in_channels + given, dim, patch, stride=patch)
+        self.proj: nn.Conv2d | nn.Conv3d = convolution(in_channels + given, bottleneck or dim, patch, stride=patch)
+        self.expand: nn.Linear | None = None if bottleneck is None else nn.Linear(bottleneck, dim)
 
     def patches(self, x: Tensor) -> Tensor:
         """The patches' values (B, N, C * prod(patch)), in the order of the convolution's weight."""
@@ -539,7 +543,8 @@ class PatchEmbed(nn.Module):
 
     def project(self, patches: Tensor) -> Tensor:
         """(B, N, C * prod(patch)) to (B, N, D)."""
-        return _convolve_patches(patches, self.proj.weight, cast(Tensor, self.proj.bias))
+        tokens = _convolve_patches(patches, self.proj.weight, cast(Tensor, self.proj.bias))
+        return tokens if self.expand is None else self.expand(tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(self.patches(x))

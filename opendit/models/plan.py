@@ -236,7 +236,8 @@ def rules(config: DiTConfig) -> dict[str, Rule]:
     """Return the rules of all parameters. Products of single vectors, outside of the blocks, are not worth a
     collective, except for the modulations, which have many weights."""
     found: dict[str, Rule] = {
-        "x_embedder.proj.*": Replicated(),
+        "x_embedder.*.*": Replicated(),
+        "projector.layers.*.*": Replicated(),
         "t_embedder.mlp.*.*": Replicated(),
         "y_embedder.embedding_table.weight": Vocabulary(),
         "y_embedder.mlp.*.*": Replicated(),
@@ -483,7 +484,8 @@ def _caption_keys(config: DiTConfig) -> int:
 
 
 def _patches(config: DiTConfig) -> int:
-    return 2 * config.tokens * math.prod(config.patch) * config.embedded_channels * config.hidden_size
+    values, narrow, d = math.prod(config.patch) * config.embedded_channels, config.patch_bottleneck, config.hidden_size
+    return 2 * config.tokens * (values * d if narrow is None else narrow * (values + d))
 
 
 def _time(config: DiTConfig) -> int:

@@ -19,6 +19,7 @@ from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a
 from opendit.common.records import WriteFailures
 from opendit.config.names import BUT_ATTENTION, PLUGINS
 from opendit.config.parallel_sizes import parse_offload
+from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
 from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8_weight import keep_weights
@@ -79,9 +80,9 @@ class LearningRate:
 class TrainingFlops:
     """FLOPs of a model's training passes over latents of any size. lora: all that is trained; None if all is."""
 
-    def __init__(self, config: DiTConfig, lora: Lora | None = None):
+    def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
-        self._of_size = cache(lambda size: training_flops(replace(config, input_size=size), lora))
+        self._of_size = cache(lambda size: training_flops(replace(config, input_size=size), lora, route))
 
     def of(self, micro_batch: MicroBatch | PackedMicroBatch) -> float:
         """Return the FLOPs of this rank's micro-batch, forward and backward; a pack's padding is not counted."""
@@ -450,6 +451,7 @@ def build(
     with spec.lock:
         announce_memory(spec)
         engine = build_model_and_engine(spec)
+        engine.module.route = flags.token_route
         ema = EMA(engine, flags.ema_decays, spec.ema_warmup, power=flags.average is not None)
         if spec.resume:
             load_checkpoint(spec.resume, engine, ema)
@@ -469,6 +471,8 @@ def build(
             given_frames=spec.given_frames,
             in_place=spec.model_config.given_in_place,
             beside=spec.model_config.given_beside,
+            route=flags.token_route,
+            teacher=spec.teacher,
         )
         evaluated = None if evaluation is None else evaluation.of
         count = flags.grad_accumulation
@@ -494,7 +498,7 @@ def build(
                 runner=runner,
                 batches=Batches(loader, count, monitor, pace, diagnosis, interrupt, _interchangeable(spec)),
                 inputs=inputs,
-                flops=TrainingFlops(spec.model_config, spec.lora),
+                flops=TrainingFlops(spec.model_config, spec.lora, flags.token_route),
                 learning_rate=LearningRate(flags.lr, flags.warmup_steps, flags.lr_schedule, spec.last_step),
                 interrupt=interrupt,
                 periodic=PeriodicWork(flags, spec.last_step),

@@ -92,12 +92,14 @@ def _dry_run(flags: TrainConfig) -> None:
         *_, config = check_pretrained(flags.pretrained, flags.model, config, notes)
     elif flags.pretrained:
         notes.append(f"--pretrained {flags.pretrained} isn't there: its blocks are not compared with the model's")
+    if flags.token_route is not None:
+        notes.append(f"--route {flags.route}: time and memory are those of blocks that see all tokens, which is more")
     if config.adaln_lora is not None:
         notes.append(saved_by_adaln_lora(config))
     ranks = world // flags.sharing
     samples = flags.batch_size * ranks * flags.grad_accumulation
     together = samples_at_once(flags, config)
-    flop, tensor = training_flops(config, lora_of(flags)), flags.tensor_parallel_size
+    flop, tensor = training_flops(config, lora_of(flags), flags.token_route), flags.tensor_parallel_size
     missing = isinstance(dataset, MockDataset) and flags.data_path != "mock"
     steps, last = _steps(flags, None if missing else dataset, samples, config)
     rows = {} if flags.recipe is None else {"recipe": describe_recipe(flags)}

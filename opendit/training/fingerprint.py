@@ -55,7 +55,7 @@ FREE = frozenset(
 )
 OF_THE_MODEL = frozenset(
     "model num_classes max_text_tokens cross_attention qk_norm adaln_lora bias positions norm mlp full_attention "
-    "expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
+    "patch_bottleneck expert_capacity use_video lora lora_alpha lora_targets given_frames".split()
 )
 # Flags that are compared by what was derived from them, and the names of that.
 MADE_INTO = {

@@ -30,8 +30,10 @@ from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, tex
 from opendit.encoders.vae import STEM as VAE_STEM
 from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
+from opendit.encoders.vision import vision_config
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
+from opendit.models.alignment import AlignmentConfig
 from opendit.models.families.public_config import PublicConfig, family_of, public_config
 from opendit.models.lora import Lora, check_targets, lora_layers
 from opendit.models.weights import Weights
@@ -285,6 +287,7 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
             given_frames=_given_frames(flags.given_frames, flags.num_frames, frames),
             **_condition(flags, dataset),
             **flags.architecture,
+            alignment=_alignment(flags, dataset),
         )
     if flags.objective == "meanflow" and (config.text is not None or config.kind not in FORWARD_MODE):
         what = "has captions" if config.text is not None else f"is a {flags.model.partition('-')[0]}"
@@ -301,6 +304,17 @@ def plan_model(flags: TrainConfig, dataset: MediaDataset, resume: Checkpoint | N
         check_targets(config, lora)
         _check_stages(config, lora, flags.pipeline_schedule, pipeline)
     return ModelPlan(flags, objective, config, vae, notes)
+
+
+def _alignment(flags: TrainConfig, dataset: MediaDataset) -> AlignmentConfig | None:
+    """Return what --repa aligns; None without it. Raises ValueError for data or an encoder that it can't do with."""
+    if flags.repa is None:
+        return None
+    if dataset.describe().kind != "pixels":
+        raise ValueError(
+            f"--repa {flags.repa}: cached latents have no pictures for it; give the pictures to --data_path"
+        )
+    return AlignmentConfig(flags.aligned_block, vision_config(flags.repa).hidden_size, flags.repa_projector)
 
 
 def lora_of(flags: StartFlags, base: str = "") -> Lora | None:

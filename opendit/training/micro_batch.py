@@ -17,6 +17,7 @@ from opendit.diffusion.random import Stream, normal
 from opendit.encoders.vae import ImageCodec, PerChannel, sample_moments
 from opendit.encoders.video_vae import VideoCodec
 from opendit.models import Condition, TextCondition
+from opendit.models.alignment import Alignment
 from opendit.models.given_frames import give_beside, times_of_frames, with_given
 from opendit.models.segments import PlacedSegments, Segments, segment_means, to_patches
 
@@ -31,6 +32,8 @@ class MicroBatch(NamedTuple):
         given: mask and latents (B, 1 + C, T, H, W) of the frames that a model is given; see
             opendit/models/given_frames.py.
         in_place: the model takes them in their places, and has no loss on them.
+        kept: (B, n) int64, the tokens that routed blocks see (opendit/models/token_routing.py); None: all.
+        alignment: what tokens are aligned with (opendit/models/alignment.py); None: nothing.
     """
 
     x0: Tensor
@@ -39,12 +42,15 @@ class MicroBatch(NamedTuple):
     condition: Condition
     given: Tensor | None = None
     in_place: bool = False
+    kept: Tensor | None = None
+    alignment: Alignment | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the same order for every micro-batch of a run."""
         y = self.condition
         parts = [self.x0, self.t, self.noise, *([y] if isinstance(y, Tensor) else y.tensors())]
-        return parts if self.given is None else [*parts, self.given]
+        features = None if self.alignment is None else self.alignment.features
+        return [*parts, *(tensor for tensor in (self.given, self.kept, features) if tensor is not None)]
 
     @property
     def full(self) -> bool:
@@ -58,14 +64,19 @@ class MicroBatch(NamedTuple):
 
     def network_inputs(self, x_t: Tensor, timestep: Tensor) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """Return the arguments of the network for noised rows x_t and the times (B,) that it is told of them."""
-        return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition}
+        more: dict[str, Any] = {} if self.kept is None else {"kept": self.kept}
+        more |= {} if self.alignment is None else {"aligned": True}
+        return (with_given(x_t, self.given), self.told(timestep)), {"y": self.condition, **more}
 
     def told(self, timestep: Tensor) -> Tensor:
         """Return the times that the network is told, (B,), or (B, T) for every frame, of those of the samples (B,)."""
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
-    def losses(self, objective: Objective, output: Tensor, prepared: Prepared) -> Tensor:
+    def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
         """Return the losses of the samples, (B,), of the network's output; frames given in place count for nothing."""
+        if self.alignment is not None:
+            output, projected = output
+            return objective.loss(output, prepared) + self.alignment.losses(projected)
         if not self.in_place or self.given is None:
             return objective.loss(output, prepared)
         # Their x0 and noise are equal, and so their target is 0: with an output of 0 they add nothing to the mean.
@@ -86,21 +97,31 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls, x0: Tensor, t: Tensor, noise: Tensor, condition: Condition, given: Tensor | None, in_place: bool
+        cls,
+        x0: Tensor,
+        t: Tensor,
+        noise: Tensor,
+        condition: Condition,
+        given: Tensor | None,
+        in_place: bool,
+        kept: Tensor | None = None,
+        alignment: Alignment | None = None,
     ) -> "MicroBatch":
         """Make a micro-batch. Frames that are given in place get no noise."""
         if in_place and given is not None:
             noise = torch.where(given[:, :1] > 0, x0, noise)
-        return cls(x0, t, noise, condition, given, in_place)
+        return cls(x0, t, noise, condition, given, in_place, kept, alignment)
 
     def clone(self) -> "MicroBatch":
         """Copy all tensors. Captions are full or, if one is padded, of any lengths."""
         x0, t, noise, *y = (tensor.clone() for tensor in self.tensors())
+        alignment = None if self.alignment is None else self.alignment._replace(features=y.pop())
+        kept = None if self.kept is None else y.pop()
         given = None if self.given is None else y.pop()
         if isinstance(self.condition, Tensor):
-            return MicroBatch(x0, t, noise, y[0], given, self.in_place)
+            return MicroBatch(x0, t, noise, y[0], given, self.in_place, kept, alignment)
         condition = TextCondition(*y, shortest=y[0].shape[1] * self.full)
-        return MicroBatch(x0, t, noise, condition, given, self.in_place)
+        return MicroBatch(x0, t, noise, condition, given, self.in_place, kept, alignment)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from opendit.encoders.published_text import load_published_text
 from opendit.encoders.text import load_text_encoder
 from opendit.encoders.vae import ImageCodec, load_codec
 from opendit.encoders.video_vae import VideoCodec, load_video_codec
+from opendit.encoders.vision import VisionTeacher
 from opendit.kernels.attention import HALF, LocalAttention, resolve_attention
 from opendit.kernels.select import KernelChoice, select_kernels
 from opendit.models import Condition, DiTConfig
@@ -151,6 +152,10 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         if validated_apart is not None:
             notes += validated_apart.describe().notes
             notes += caption_notes(validated_apart, config.text, encoder, "captions of --validate_path")
+    teacher = None
+    if flags.repa is not None:
+        spatial, dtype = flags.repa_projector == "conv", PRECISIONS[flags.mixed_precision]
+        teacher = VisionTeacher(flags.repa, config.grid, flags.repa_weight, spatial, mesh.device, dtype)
     kernels = _kernels(flags, config, mesh, stored.get("attention"), notes)
     memory = replace(
         memory_setup(flags, config, mesh.world_size, dataset),
@@ -201,6 +206,7 @@ def prepare(flags: TrainConfig, mesh: Mesh, notes: list[str]) -> RunSpecificatio
         ema_warmup=ema_warmup,
         validation=validation,
         prompts=prompts,
+        teacher=teacher,
         samples_at_once=samples,
     )
     spec.clip_fps, note = mesh.broadcast_object(clip_fps(flags, dataset) if mesh.is_main else None)

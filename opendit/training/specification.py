@@ -22,6 +22,7 @@ from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN
 from opendit.encoders.vae import ImageCodec, codec_geometry
 from opendit.encoders.video_vae import VideoCodec, video_geometry
+from opendit.encoders.vision import VisionTeacher
 from opendit.kernels.select import KernelChoice
 from opendit.models import Condition, DiTConfig, config_from_dict
 from opendit.models.lora import Lora
@@ -66,6 +67,7 @@ class RunSpecification:
     notes: list[str]
     ema_warmup: float  # of the averages, see opendit.checkpoint.ema.EMA
     samples_at_once: int  # in a rank's micro-batch, by the model's configured size
+    teacher: VisionTeacher | None = None  # of --repa
     validation: MediaDataset | None = None  # samples of the held-out loss
     prompts: tuple[list[str], Condition] | None = None  # what sample grids show instead of captions of the data set
     clip_fps: float | None = None  # frames a second of the clips that the model draws; None: not known
@@ -292,10 +294,11 @@ def check_resume(checkpoint: Checkpoint, config: DiTConfig, objective: Objective
     if ("lora" in info) != adds:
         raise ValueError(f"--load: {folder} was made with{'out' if adds else ''} --lora; do so again")
     if found != config:
+        there, here = found.to_dict(), config.to_dict()
         differences = [
-            f"{key} {value} there, {config.to_dict()[key]} here"
-            for key, value in found.to_dict().items()
-            if value != config.to_dict()[key]
+            f"{key} {there.get(key)} there, {here.get(key)} here"
+            for key in dict.fromkeys([*there, *here])
+            if there.get(key) != here.get(key)
         ]
         raise ValueError(
             f"--load: {folder} is a checkpoint of another model ({', '.join(differences)}); give that model's flags"

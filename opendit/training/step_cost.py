@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from opendit.config.names import AXIAL, BYTES
 from opendit.config.parallel_sizes import parse_offload
+from opendit.config.token_routing import TokenRoute
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
 from opendit.models.lora import Lora, lora_layers
@@ -134,10 +135,10 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
     return tuple(part for part in found if part[1])
 
 
-def training_flops(config: DiTConfig, lora: Lora | None = None) -> int:
+def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
     """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients; its
-    own products are counted as if all layers but modulations saw the media's tokens."""
-    whole = 3 * config.forward_flops()
+    own products are counted as if all layers but modulations saw the media's tokens. route: of ``--route``."""
+    whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
     if lora is None:
         return whole
     linear = (term for term in plan_of(config).flops if term.keys is None)
@@ -146,6 +147,22 @@ def training_flops(config: DiTConfig, lora: Lora | None = None) -> int:
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
         thin += (1 if "modulation" in name else config.tokens) * rank * (inputs + outputs)
     return whole - frozen + 3 * 2 * thin
+
+
+class _FewerTokens:
+    """A configuration whose samples have fewer tokens, for the terms of a plan."""
+
+    def __init__(self, config: DiTConfig, tokens: int):
+        self._config, self.tokens = config, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def saved_flops(config: DiTConfig, route: TokenRoute) -> int:
+    """Count the FLOPs of one sample's forward pass that a route saves."""
+    plan, routed = plan_of(config), cast(DiTConfig, _FewerTokens(config, route.kept(config.tokens)))
+    return (route.last - route.first) * (plan.flops_at(config, "block") - plan.flops_at(routed, "block"))
 
 
 class _Step:

@@ -55,7 +55,7 @@ def announce(spec: RunSpecification, failures: WriteFailures, engine: Engine, em
     rows = {"recipe": describe_recipe(flags)} if flags.recipe else {}
     rows |= {
         "model": f"{flags.model}: {config.parameters() / 1e6:.1f} M parameters, {config.tokens} tokens, "
-        f"{training_flops(config, spec.lora) / 1e9:.2f} GFLOP a training sample",
+        f"{training_flops(config, spec.lora, flags.token_route) / 1e9:.2f} GFLOP a training sample",
         "data": spec.dataset.describe().text,
         "latents": f"{' x '.join(map(str, (config.in_channels, *config.input_size)))} (--vae {spec.vae})",
         "processes": f"{mesh.world_size} ({processor}), plugin {flags.plugin}",

@@ -10,7 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from scipy import stats
 from torch import Tensor
 
+from opendit.config.command_line import parse
 from opendit.config.names import ALL_SAMPLERS
+from opendit.config.train import TrainConfig
 from opendit.diffusion import FlowTrajectory, sample
 from opendit.diffusion.objectives import DDPMObjective, FlowObjective, flow, objective_from_dict
 from tests.objectives import losses_of
@@ -194,3 +196,123 @@ def test_the_objective_samples_at_its_shifted_times(shift, sampler):
     times = [1000 * shift * t / (1 + (shift - 1) * t) for t in (1, 0.75, 0.5, 0.25, 0)]
     expected = times[:-1] if sampler == "euler" else [t for pair in itertools.pairwise(times) for t in pair]
     assert told == pytest.approx(expected, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------ predictions of the sample
+
+
+def gaussian_mean(x: Tensor, timestep: Tensor, scale: float = 1.0) -> Tensor:
+    """E[x_0 | x_t] for x_0 ~ N(MU, S^2) and noise of ``scale``."""
+    t = (timestep.double() / 1000).view(-1, *(1,) * (x.dim() - 1))
+    gain = (1 - t) * S**2 / ((1 - t) ** 2 * S**2 + (scale * t) ** 2)
+    return MU + gain * (x.double() - (1 - t) * MU)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
+def test_both_predictions_of_gaussian_data_have_the_same_field_and_draw_the_same(sampler):
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64).view(3, 1, 3)
+    v, of_x = FlowObjective().trajectory(7), FlowObjective(prediction="x").trajectory(7)
+    for k, point in enumerate(v.points(x)[:-1]):
+        slope = of_x.slope(gaussian_mean, x, point)
+        torch.testing.assert_close(slope, v.slope(gaussian_velocity, x, point), rtol=1e-5, atol=1e-5)  # times are fp32
+        weights = of_x.slope_weights(k)
+        torch.testing.assert_close(
+            weights.x * x + weights.output * gaussian_mean(x, point), slope, rtol=1e-5, atol=1e-5
+        )
+    assert not of_x.has_slope(7) and v.has_slope(7)
+    if sampler == "euler":
+        drawn = [sample(sampler, *pair) for pair in ((gaussian_velocity, x, v), (gaussian_mean, x, of_x))]
+        torch.testing.assert_close(*drawn, rtol=1e-5, atol=1e-5)
+    fine = sample(sampler, gaussian_mean, x, FlowObjective(prediction="x").trajectory(2000))
+    torch.testing.assert_close(fine, exact_end(x), atol=2e-3, rtol=0)
+
+
+def test_the_loss_of_a_predicted_sample_is_that_of_its_velocity():
+    torch.manual_seed(0)
+    x0, noise = torch.randn(2, 6, 2, 3, 3, dtype=torch.float64)
+    t = torch.tensor([1.0, 0.7, 0.3, 0.051, 0.05, 0.01], dtype=torch.float64)
+    output = torch.randn_like(x0)
+    for scale in (1.0, 2.5):
+        objective = FlowObjective(prediction="x", noise_scale=scale)
+        prepared = objective.prepare(x0, t, noise)
+        at = t.view(-1, 1, 1, 1)
+        torch.testing.assert_close(prepared.x_t, (1 - at) * x0 + at * scale * noise)
+        velocity = (prepared.x_t - output) / at
+        wanted = (velocity - (scale * noise - x0)).square().flatten(1).mean(1)
+        wanted[-1] *= (0.01 / 0.05) ** 2  # the clipped denominator
+        torch.testing.assert_close(objective.loss(output, prepared), wanted)
+        torch.testing.assert_close(objective.noise_level(prepared.timestep[1:]).double(), scale * t[1:] / (1 - t[1:]))
+
+
+def test_scaled_noise_leads_to_the_same_data():
+    x = torch.linspace(-2, 2, 9, dtype=torch.float64).view(3, 1, 3)
+    path = FlowObjective(prediction="x", noise_scale=2.0).trajectory(3000)
+    assert torch.equal(path.start(x), 2 * x) and path.levels[1] == 2 * path.times[1] / (1 - path.times[1])
+    drawn = sample("heun", lambda x, t: gaussian_mean(x, t, 2.0), path.start(x), path)
+    torch.testing.assert_close(drawn, exact_end(x), atol=2e-3, rtol=0)
+
+
+def test_logit_normal_times_have_their_mean_and_deviation():
+    t = FlowObjective(times_are="logit_normal", mean=0.8, std=0.6).times(1, 2, torch.arange(20_000))
+    logits = (t / (1 - t)).log()
+    assert abs(logits.mean() - 0.8) < 0.02 and abs(logits.std() - 0.6) < 0.02
+    with pytest.raises(ValueError, match="--flow_mean, --flow_std: .*logit_normal"):
+        FlowObjective(mean=0.5)
+
+
+def test_what_a_sample_predicting_network_learns_is_stored():
+    made = FlowObjective(prediction="x", noise_scale=2.0)
+    assert objective_from_dict(made.to_dict()) == made and FlowObjective().predicts == {"objective": "flow"}
+    assert made.predicts == {"objective": "flow", "flow_prediction": "x", "flow_noise_scale": 2.0}
+    with pytest.raises(ValueError, match="--flow_prediction eps: not known"):
+        FlowObjective(prediction="eps")
+
+
+@pytest.mark.parametrize("prediction", ["v", "x"])
+def test_contrast_drives_away_from_the_velocity_of_the_neighbour(prediction):
+    torch.manual_seed(0)
+    x0, noise, output = torch.randn(3, 5, 2, 3, 3, dtype=torch.float64)
+    t = torch.tensor([0.2, 0.4, 0.6, 0.8, 0.9], dtype=torch.float64)
+    objective = FlowObjective(prediction=prediction, contrast=0.05)
+    prepared = objective.prepare(x0, t, noise)
+    velocity = output if prediction == "v" else (prepared.x_t - output) / t.view(-1, 1, 1, 1)
+    true = noise - x0
+    wanted = [
+        (velocity[row] - true[row]).square().mean() - 0.05 * (velocity[row] - true[other]).square().mean()
+        for row, other in ((0, 1), (1, 0), (2, 3), (3, 2), (4, 4))
+    ]
+    torch.testing.assert_close(objective.loss(output, prepared), torch.stack(wanted))
+    pair = objective.prepare(x0[2:4], t[2:4], noise[2:4])  # another rank's micro-batch
+    torch.testing.assert_close(objective.loss(output[2:4], pair), torch.stack(wanted[2:4]))
+    torch.testing.assert_close(
+        FlowObjective(prediction=prediction).loss(output, FlowObjective(prediction=prediction).prepare(x0, t, noise)),
+        FlowObjective(prediction=prediction, contrast=0.0).loss(
+            output, prepared._replace(context=prepared.context[:2])
+        ),
+    )
+
+
+def test_contrast_is_refused_where_samples_have_no_neighbours():
+    for flags, said in (
+        (["--batch_size", "5"], "--batch_size 5 is odd"),
+        (["--bucket_tokens", "64"], "--bucket_tokens"),
+    ):
+        with pytest.raises(ValueError, match=f"--flow_contrast 0.05: .*{said}"):
+            parse(TrainConfig, ["--objective", "flow", "--flow_contrast", "0.05", *flags]).resolve(1, has_gpu=True)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_min_snr_weighs_errors_of_the_sample_whatever_is_predicted(scale):
+    torch.manual_seed(0)
+    x0, noise, output = torch.randn(3, 4, 2, 3, 3, dtype=torch.float64)
+    t = torch.tensor([0.01, 0.2, 0.5, 0.9], dtype=torch.float64)
+    at = t.view(-1, 1, 1, 1)
+    for prediction in ("v", "x"):
+        objective = FlowObjective(prediction=prediction, noise_scale=scale, min_snr=5.0)
+        prepared = objective.prepare(x0, t, noise)
+        predicted = prepared.x_t - at * output if prediction == "v" else output
+        snr = ((1 - t) / (scale * t)) ** 2
+        wanted = snr.clamp(max=5.0) * (predicted - x0).square().flatten(1).mean(1)
+        torch.testing.assert_close(objective.loss(output, prepared), wanted)
+    with pytest.raises(ValueError, match="--flow_min_snr 0"):
+        FlowObjective(min_snr=0.0)

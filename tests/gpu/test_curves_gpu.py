@@ -11,6 +11,7 @@ from opendit.kernels.fp8_linear import float8_available
 AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 KERNELS = "--enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn --enable_cuda_graph"
+ROUTED = "--route 2:10:0.5 --positions rope --objective flow"
 RUN = (
     "--model DiT-S/2 --data_path digits --image_size 8 --vae none --lr 3e-4 --mixed_precision bf16 --num_workers 0 "
     "--log_every 1 --ckpt_every 0 --sample_every 100000 --sample_steps 2"
@@ -30,6 +31,7 @@ RUN = (
             marks=pytest.mark.skipif(not AVAILABLE, reason=REASON),
         ),
         pytest.param(KERNELS, "", 300, 64, 0.025, id="kernels"),
+        pytest.param(f"{KERNELS} {ROUTED}", ROUTED, 300, 64, 0.025, id="routed"),
     ],
 )
 def test_the_mean_of_every_fifty_losses(tmp_path, flags, reference, steps, batch, bound):

@@ -242,3 +242,18 @@ def test_position_table_tells_rows_from_columns():
     assert len(torch.unique(table, dim=0)) == 6
     with pytest.raises(ValueError, match="divisible by 4"):
         sincos_position_table(6, 2, 2)
+
+
+def test_patches_go_through_a_bottleneck_of_two_products():
+    config = DiTConfig((8, 12), 4, 3, 36, 1, 3, num_classes=7, patch_bottleneck=5)
+    assert (
+        DiTConfig.from_dict(config.to_dict()) == config
+        and "patch_bottleneck" not in DiTConfig((8, 12), 4, 3, 36, 1, 3, num_classes=7).to_dict()
+    )
+    embedder, x = randomised(DiT(config)).x_embedder.double(), torch.randn(2, 3, 8, 12, dtype=torch.float64)
+    narrow = torch.nn.functional.conv2d(x, embedder.proj.weight, embedder.proj.bias, stride=4)
+    assert narrow.shape == (2, 5, 2, 3)
+    torch.testing.assert_close(embedder(x), embedder.expand(narrow.flatten(2).transpose(1, 2)))
+    for wrong in (36, 48, 0):
+        with pytest.raises(ValueError, match=f"--patch_bottleneck {wrong}: .*48, .*36"):
+            DiTConfig((8, 12), 4, 3, 36, 1, 3, num_classes=7, patch_bottleneck=wrong).check()

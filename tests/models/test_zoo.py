@@ -42,7 +42,7 @@ CONFIGS = [
     MovieGenConfig(**PICTURE, text=TextConfig("bytes", 32, 7, True), kv_heads=1, bias=True, **OPTIONS),
     ECDiTConfig(**PICTURE, num_classes=5, **EXPERTS),
     ECDiTConfig(**CLIP, text=TEXT, expert_capacity=1.3, bias=False, **EXPERTS, **OPTIONS),
-    DiTConfig(**PICTURE, text=TEXT, norm="rms", mlp="swiglu", mlp_ratio=8 / 3, **OPTIONS),
+    DiTConfig(**PICTURE, text=TEXT, norm="rms", mlp="swiglu", mlp_ratio=8 / 3, patch_bottleneck=7, **OPTIONS),
     STDiTConfig(**CLIP, text=TEXT, full_attention=True, norm="rms", mlp="swiglu"),
     MovieGenConfig(**CLIP, text=TEXT, norm="layer", mlp="gelu"),
     ECDiTConfig(**PICTURE, num_classes=5, norm="rms", **EXPERTS),

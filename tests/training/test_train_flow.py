@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import opendit
 import sample
 import train
 from opendit.checkpoint.pretrained import METADATA_KEY
@@ -65,6 +66,29 @@ def test_two_ranks_follow_the_plain_loop_and_the_checkpoint_draws(tmp_path, no_r
     with pytest.raises(SystemExit):
         sample.main(["--ckpt", str(run), "--sampler", "ddim", "--output", str(tmp_path / "no")])
     assert "give euler or heun" in capsys.readouterr().err
+
+
+def test_a_network_that_predicts_the_sample_is_trained_and_draws(tmp_path, no_ranks, capsys):
+    """Patches of 16 x 16 pixels through a bottleneck, without a VAE."""
+    size = "--model DiT-Ti/16 --data_path digits --image_size 32 --vae none --num_workers 0 --sample_every 0".split()
+    flags = [*size, *"--objective flow --flow_prediction x --patch_bottleneck 24 --max_steps 2".split()]
+    flags += ["--batch_size", "8", "--outputs", str(tmp_path)]
+    train.main([*flags, "--flow_noise_scale", "1.5", "--validate_path", "digits", "--validate_samples", "10"])
+    pipe = opendit.load(tmp_path / "000-DiT-Ti-16", weights="model")
+    heun, euler = (pipe([3, 7], steps=3, guidance=2, sampler=name, progress=False) for name in ("heun", "euler"))
+    assert heun[0].size == (32, 32) and heun[0].tobytes() != euler[0].tobytes()
+    assert pipe.objective.predicts["flow_noise_scale"] == 1.5 and pipe.config.patch_bottleneck == 24
+    with pytest.raises(SystemExit):
+        train.main([*flags, "--load", "latest", "--max_steps", "3"])
+    assert "repeat its --objective flow --flow_prediction x --flow_noise_scale 1.5" in capsys.readouterr().err
+
+
+def test_contrast_pairs_the_same_samples_on_any_number_of_ranks(tmp_path, no_ranks):
+    flags = [*TINY, *"--objective flow --flow_contrast 0.2 --max_steps 3 --lr 3e-3 --sample_every 0 --no_save".split()]
+    run_ranks(2, start, [*flags, "--batch_size", "4", "--grad_accumulation", "2", "--outputs", str(tmp_path / "two")])
+    train.main([*flags, "--batch_size", "16", "--outputs", str(tmp_path / "one")])
+    two, one = ([line["loss"] for line in log_of(tmp_path / name / "000-DiT-Ti-2")] for name in ("two", "one"))
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=0)
 
 
 def test_a_resume_keeps_what_the_network_predicts(tmp_path, no_ranks, capsys):

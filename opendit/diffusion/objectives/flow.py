@@ -1,18 +1,26 @@
 """Rectified flow: straight lines from data to noise, and a network that predicts their direction.
 
+    [H] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
     [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
     [E] Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (SD3), 2024
+    [C] Stoica et al., "Contrastive Flow Matching", 2025
+    [J] Li, He, "Back to Basics: Let Denoising Generative Models Denoise" (JiT), 2025
 
 x_t = (1 - t) x_0 + t noise for t from 0 (data) to 1 (noise), and the network predicts the velocity dx_t/dt = noise -
 x_0 ([E] eq. 13 and the text below it). The network's time is ``1000 t``, the range that timestep embeddings are made
 for. Its loss weights an error of the predicted x_0 by 1/t^2, where that of eps-prediction weights it by the
 signal-to-noise ratio. So what is decided at high noise (for a clip, what it shows at all, because its frames repeat
 each other) is learned much sooner (docs/log/2026-11-21-moving-digits-objective.md).
+
+With ``prediction`` "x" the network predicts x_0, which lies near a surface of few dimensions where velocities fill all
+of them: a patch of many pixels needs no more channels than its pictures have ([J] sec. 3). Its velocity is (x_t - x_0)
+/ t, and its loss is the velocity's, in which t is at least LEAST_TIME ([J] sec. 4).
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,7 +33,9 @@ from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least
 
 SETTINGS = DESCRIPTIONS["flow"].settings
 
+PREDICTED = SETTINGS["prediction"].bounds["choices"]
 TIME_SCALE = 1000.0  # the network's time at t = 1
+LEAST_TIME = 0.05  # that an error of a predicted x_0 is divided by
 EMPIRICAL_STEPS = 50  # FLUX.2's pipelines' own
 MOST_GROWTH = 50.0  # of ln(shift), far beyond any use
 
@@ -88,9 +98,27 @@ def interpolate(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
 
 
 class FlowContext(NamedTuple):
-    """Input of the loss besides the prepared tensors: the velocity noise - x_0, (B, C, ...), at least fp32."""
+    """Inputs of the loss besides the prepared tensors: what the network should return, (B, C, ...), at least fp32; and
+    the weight of each sample's squared error, (B,)."""
 
-    velocity: Tensor
+    target: Tensor
+    weight: Tensor
+
+
+class ContrastContext(NamedTuple):
+    """The same, and what the network would return for the velocity of another sample, (B, C, ...)."""
+
+    target: Tensor
+    weight: Tensor
+    other: Tensor
+
+
+def of_neighbours(x: Tensor) -> Tensor:
+    """Return x (B, ...) with the samples of each pair, 0 and 1, 2 and 3, ..., exchanged; an odd one at the end stays.
+
+    Micro-batches are even and consecutive, so that any number of ranks pairs the same samples of the global batch.
+    """
+    return x[(torch.arange(len(x), device=x.device) ^ 1).clamp(max=len(x) - 1)]
 
 
 def network_times(t: Tensor) -> Tensor:
@@ -139,28 +167,54 @@ class FlowTrajectory(Trajectory):
     """``times``: (n + 1,), falling, see ``sampling_times``; x at time 1 is standard normal noise.
 
     A ``point`` is the network's time 1000 t, (B,) float32; the model returns the velocity dx/dt, (B, C, ...).
-    ``network_times``: (n + 1,), instead of 1000 t.
+    ``network_times``: (n + 1,), instead of 1000 t. predicts_x: the model returns x_0 instead. noise_scale: x at time 1
+    is so many times the noise.
     """
 
-    def __init__(self, times: Tensor, network_times: Tensor | None = None):
+    def __init__(
+        self,
+        times: Tensor,
+        network_times: Tensor | None = None,
+        predicts_x: bool = False,
+        noise_scale: float = 1.0,
+    ):
+        assert network_times is None or not predicts_x, "a slope is computed with the times themselves"
         self.times = times.tolist()
         self._points = [t * TIME_SCALE for t in self.times] if network_times is None else network_times.tolist()
-        self.levels = [noise_level(t) for t in self.times]
+        self.levels = [noise_scale * noise_level(t) for t in self.times]
         self.alphas = [1 - t for t in self.times]
+        self.predicts_x, self.noise_scale = predicts_x, noise_scale
+
+    def start(self, noise: Tensor) -> Tensor:
+        return noise if self.noise_scale == 1 else noise * self.noise_scale
 
     def points(self, x: Tensor) -> Tensor:
         return for_each_sample(self._points, x, torch.float32)
 
     def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
-        return model(x, point).to(x.dtype)
+        output = model(x, point).to(x.dtype)
+        return (x - output) / _rows(point / TIME_SCALE, x) if self.predicts_x else output
+
+    def has_slope(self, k: int) -> bool:
+        return not self.predicts_x or self.times[k] > 0
 
     def slope_weights(self, k: int) -> LinearForm:
-        return LinearForm(0.0, 1.0)
+        return LinearForm(1 / self.times[k], -1 / self.times[k]) if self.predicts_x else LinearForm(0.0, 1.0)
+
+
+def _rows(values: Tensor, x: Tensor) -> Tensor:
+    """Reshape (B,) to (B, 1, ..., 1), with the rank and dtype of x."""
+    return values.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
 
 
 @dataclass(frozen=True)
 class FlowObjective(Objective):
     """Rectified flow. times_are: uniform, logit_normal or mode. shift: of times in training and sampling.
+
+    mean, std: of logit_normal times. prediction: what the network predicts, v or x. noise_scale: x_t is (1 - t) x_0 + t
+    noise_scale noise. min_snr: gamma of [H]'s weights: errors of x_0 count by the signal-to-noise ratio, or by gamma if
+    that is less, and not by 1 / t^2. contrast: weight of [C] eq. 6's term, which drives the velocity away from that of
+    another sample.
 
     shift_tokens: the number of tokens that ``shift`` is for; samples of m tokens get shift * sqrt(m / shift_tokens)
     ([E] eq. 23), so that a clip gets more noise than a picture in the same pack or of the same model. None: one shift
@@ -183,6 +237,12 @@ class FlowObjective(Objective):
     shift: float = SETTINGS["shift"].default
     times_are: str = SETTINGS["times_are"].default
     shift_tokens: int | None = SETTINGS["shift_tokens"].default
+    mean: float = SETTINGS["mean"].default
+    std: float = SETTINGS["std"].default
+    prediction: str = SETTINGS["prediction"].default
+    noise_scale: float = SETTINGS["noise_scale"].default
+    min_snr: float | None = SETTINGS["min_snr"].default
+    contrast: float = SETTINGS["contrast"].default
     shift_growth: float | None = None
     shift_terminal: float | None = None
     shifted_end: bool = False
@@ -193,6 +253,19 @@ class FlowObjective(Objective):
 
     def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
+        one_of("--flow_prediction", self.prediction, PREDICTED)
+        above_0("--flow_std", self.std)
+        above_0("--flow_noise_scale", self.noise_scale)
+        if self.min_snr is not None:
+            above_0("--flow_min_snr", self.min_snr)
+        if not 0 <= self.contrast < 1:
+            raise ValueError(f"--flow_contrast {self.contrast}: out of range; give a number from 0 to below 1")
+        if (self.mean, self.std) != (0, 1) and self.times_are != "logit_normal":
+            raise ValueError(
+                f"--flow_mean, --flow_std: of times that are not {self.times_are}; give --flow_times logit_normal"
+            )
+        if self.discrete_times and self.prediction != "v":
+            raise ValueError("discrete_times: of networks that predict velocities; leave one of them out")
         above_0("--flow_shift", self.shift)
         if self.shift_tokens is not None:
             above_0("--flow_shift_tokens", self.shift_tokens)
@@ -242,6 +315,8 @@ class FlowObjective(Objective):
     def _times(self, u: Tensor, shift: float | Tensor) -> Tensor:
         """Return the times of u in (0, 1): those that the shares of all times below ``least`` and ``most`` leave."""
         made = TIME_SAMPLING[self.times_are]
+        if self.times_are == "logit_normal":
+            made = partial(logit_normal_times, mean=self.mean, std=self.std)
         if self.least is None and self.most is None:
             return shift_times(made(u), shift)
         shift = torch.as_tensor(shift, dtype=torch.float64, device=u.device)
@@ -256,34 +331,60 @@ class FlowObjective(Objective):
             raise ValueError("--flow_shift_tokens: the number of tokens is not known; ask for_tokens first")
 
     def prepare(self, x0: Tensor, t: Tensor, noise: Tensor) -> Prepared:
-        """Return x_t, 1000 t in float32, and the velocity to predict."""
+        """Return x_t, 1000 t in float32, and the velocity or x_0 to predict."""
         if x0.shape != noise.shape or t.shape != x0.shape[:1]:
             raise ValueError(f"x0 {tuple(x0.shape)}, noise {tuple(noise.shape)} and t {tuple(t.shape)} don't fit")
-        velocity = at_least_float32(noise) - at_least_float32(x0)
-        return Prepared(interpolate(x0, noise, t), network_times(t), FlowContext(velocity))
+        x0, noise = at_least_float32(x0), at_least_float32(noise)
+        noise = noise if self.noise_scale == 1 else noise * self.noise_scale
+        x_t, velocity, weight = interpolate(x0, noise, t), noise - x0, self._weights(t.to(x0.dtype))
+        context = FlowContext(velocity if self.prediction == "v" else x0, weight)
+        if self.contrast:
+            other = of_neighbours(velocity)
+            context = ContrastContext(*context, other if self.prediction == "v" else x_t - _rows(t, x_t) * other)
+        return Prepared(x_t, network_times(t), context)
+
+    def _weights(self, t: Tensor) -> Tensor:
+        """Return the weights (B,) of squared errors of what the network predicts."""
+        if self.min_snr is None:
+            return t.clamp_min(LEAST_TIME) ** -2 if self.prediction == "x" else torch.ones_like(t)
+        snr = ((1 - t) / (self.noise_scale * t)) ** 2
+        of_x = snr.clamp(max=self.min_snr)
+        return of_x if self.prediction == "x" else t**2 * of_x  # an error of x_0 is t times the velocity's
 
     def loss(self, output: Tensor, prepared: Prepared) -> Tensor:
-        """Mean squared error of the velocity ``output`` (B, C, ...)."""
-        (velocity,) = prepared.context
-        if output.shape != velocity.shape:
-            shapes = f"{tuple(velocity.shape)}, the model returned {tuple(output.shape)}"
+        """Mean squared error of the velocity that is, or follows from, ``output`` (B, C, ...), less ``contrast`` times
+        that from another sample's velocity."""
+        target, weight, *others = prepared.context
+        if output.shape != target.shape:
+            shapes = f"{tuple(target.shape)}, the model returned {tuple(output.shape)}"
             raise ValueError(f"a velocity has the shape of x0 {shapes}")
-        error = at_least_float32(output) - velocity
-        return error.square().flatten(1).mean(1)
+        output = at_least_float32(output)
+        error = (output - target).square().flatten(1).mean(1)
+        for other in others:
+            error = error - self.contrast * (output - other).square().flatten(1).mean(1)
+        return error if self.prediction == "v" and self.min_snr is None else weight * error
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         shift = self._shift_for(steps)
         if self.discrete_times:
             return FlowTrajectory(*discrete_times(steps, shift))
-        return FlowTrajectory(sampling_times(steps, shift, self.shift_terminal, self.shifted_end))
+        times = sampling_times(steps, shift, self.shift_terminal, self.shifted_end)
+        return FlowTrajectory(times, None, self.prediction == "x", self.noise_scale)
 
     def noise_level(self, timestep: Tensor) -> Tensor:
         t = timestep / TIME_SCALE
-        return t / (1 - t)  # infinite at 1, where no signal is left
+        return self.noise_scale * t / (1 - t)  # infinite at 1, where no signal is left
+
+    @property
+    def predicts(self) -> dict[str, Any]:
+        own = {"flow_prediction": self.prediction} if self.prediction != "v" else {}
+        return super().predicts | own | ({"flow_noise_scale": self.noise_scale} if self.noise_scale != 1 else {})
 
     def to_dict(self) -> dict[str, Any]:
         """Leave out settings that change nothing, as in checkpoints that are older than the settings."""
-        return {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
+        defaults = {"mean": 0.0, "std": 1.0, "prediction": "v", "noise_scale": 1.0, "contrast": 0.0}
+        kept = {name: value for name, value in super().to_dict().items() if value is not None and value is not False}
+        return {name: value for name, value in kept.items() if value != defaults.get(name)}
 
 
 OBJECTIVE = FlowObjective

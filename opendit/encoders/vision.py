@@ -1,0 +1,75 @@
+"""Pictures -> features: a frozen vision transformer of transformers (DINOv2, DINOv3, ViT, ...) from a folder, which a
+model's tokens are aligned with (``--repa``)."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from opendit.common.json_file import MIB, read_bounded
+from opendit.encoders.folder import loading, transformers_model
+from opendit.models.alignment import Alignment, without_mean
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours, unless the folder says otherwise
+NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2's"
+
+
+def vision_config(folder: str) -> Any:
+    """Return transformers' configuration of a vision encoder. Raises ValueError for a folder of anything else."""
+    import transformers
+
+    with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not all(isinstance(getattr(config, name, None), int) for name in ("hidden_size", "patch_size")):
+        raise ValueError(f"--repa {folder}: a {config.model_type} has no patches of a width; {NEEDS}")
+    return config
+
+
+class VisionTeacher:
+    """Computes the features of clean pictures, one for each token of a model.
+
+    Args:
+        folder: with the encoder.
+        grid: the model's tokens, (H, W); pictures are resized so that the encoder has as many patches.
+        weight: of the term in the loss.
+        spatial: iREPA's normalisation of the features.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        grid: tuple[int, ...],
+        weight: float,
+        spatial: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        import transformers
+
+        config = vision_config(folder)
+        with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
+            name = cast(Any, transformers.MODEL_MAPPING)[type(config)].__name__
+            self._model = transformers_model(Path(folder), name, "model", dtype)
+        self._model.eval().requires_grad_(False).to(device)
+        self._grid, self._weight, self._spatial, self._dtype = grid, weight, spatial, dtype
+        self._size = tuple(side * config.patch_size for side in grid)
+        takes = inspect.signature(type(self._model).forward).parameters
+        self._how = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in takes else {}
+        stored = Path(folder) / "preprocessor_config.json"
+        found = json.loads(read_bounded(stored, MIB)) if stored.is_file() else {}
+        colours = [found.get("image_mean") or MEAN, found.get("image_std") or STD]
+        self._mean, self._std = (torch.tensor(each, device=device).view(1, 3, 1, 1) for each in colours)
+
+    @torch.no_grad()
+    def alignment(self, pixels: Tensor) -> Alignment:
+        """Return the features of pictures (B, 1 or 3, H, W) in [-1, 1], to align the tokens of a model with."""
+        x = F.interpolate(pixels.float(), self._size, mode="bicubic", antialias=True).clamp(-1, 1)
+        x = ((x.expand(-1, 3, -1, -1) + 1) / 2 - self._mean) / self._std
+        tokens = self._model(pixel_values=x.to(self._dtype), **self._how).last_hidden_state
+        count = self._grid[0] * self._grid[1]
+        features = tokens[:, tokens.shape[1] - count :].float()  # class and register tokens come first
+        return Alignment(without_mean(features) if self._spatial else features, self._weight)

@@ -1,0 +1,59 @@
+"""--route through train.py: the same curve on any number of ranks, without a share the run that it always was, and
+what it can't be combined with."""
+
+import pytest
+import torch
+
+import train
+from opendit.config.command_line import parse
+from opendit.config.train import TrainConfig
+from tests.ranks import run_ranks
+from tests.training.test_train import TINY, log_of, start
+
+ROUTED = [
+    *TINY,
+    "--objective",
+    "flow",
+    "--positions",
+    "rope",
+    "--max_steps",
+    "4",
+    "--lr",
+    "3e-3",
+    "--sample_every",
+    "0",
+    "--no_save",
+]
+ROUTE = ["--route", "1:3:0.5"]
+
+
+def losses(folder, argv):
+    train.main([*ROUTED, *argv, "--outputs", str(folder)])
+    return [line["loss"] for line in log_of(folder / "000-DiT-Ti-2")]
+
+
+def test_two_ranks_draw_what_one_draws_and_a_share_of_0_changes_no_bit(tmp_path, no_ranks):
+    run_ranks(2, start, [*ROUTED, *ROUTE, "--batch_size", "8", "--outputs", str(tmp_path / "two")])
+    two = [line["loss"] for line in log_of(tmp_path / "two" / "000-DiT-Ti-2")]
+    one = losses(tmp_path / "one", [*ROUTE, "--batch_size", "16", "--recompute", "norms"])
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=0)
+    plain = losses(tmp_path / "plain", ["--batch_size", "16"])
+    assert parse(TrainConfig, ["--route", "1:3:0"]).token_route is None  # so it is that run, to the bit
+    assert abs(one[-1] - plain[-1]) > 1e-4 * plain[-1], (one, plain)
+
+
+@pytest.mark.parametrize(
+    "flags,said",
+    [
+        ("--model DiT-Ti/2 --route 1:5:0.5", "has 4 blocks"),
+        ("--model EC-DiT-Ti/2 --route 1:3:0.5", "experts choose"),
+        ("--model ST-DiT-Ti/222 --use_video --cross_attention --route 1:3:0.5", "along the axes"),
+        ("--model DiT-Ti/2 --route 1:3:0.5 --pack_tokens 64", "--pack_tokens"),
+        ("--model DiT-Ti/2 --route 1:3:0.5 --tensor_parallel_size 2", "--tensor_parallel_size"),
+        ("--model DiT-Ti/2 --route 1:3:0.5 --pipeline_parallel_size 2", "--pipeline_parallel_size"),
+        ("--model DiT-Ti/2 --route 1:3:0.5 --sequence_parallel_size 2", "--sequence_parallel_size"),
+    ],
+)
+def test_what_it_does_not_work_with_is_named(flags, said):
+    with pytest.raises(ValueError, match=f"--route 1:[35]:0.5: .*{said}"):
+        parse(TrainConfig, flags.split()).resolve(2, has_gpu=True)
