@@ -1,17 +1,19 @@
 """Write the folder of a public model with random weights, to time loading and training without the published files.
 
-    python benchmarks/random_folder.py wan-14b FOLDER [--layers N] [--tiny]
+    python benchmarks/random_folder.py wan-14b FOLDER [--layers N] [--tiny] [--empty]
     torchrun --nproc_per_node=4 train.py --pretrained FOLDER --data_path mock ...
 
 The network has the published size, in bf16, drawn on the GPU if there is one. Of the VAE, the encoders and the
 scheduler there are only configurations: random latents and embeddings stand in for what they make (``--data_path
-mock``), and nothing can be drawn.
+mock``), and nothing can be drawn. With --empty all weights are zeros that take no space on disk, for dry runs.
 """
 
 import argparse
 import json
+import math
 import sys
 import time
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +157,12 @@ WIDTHS = {
 }
 
 
-def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool = False) -> int:
+def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool = False, empty: bool = False) -> int:
     """Write the model and return the bytes of its weights.
 
     Args:
         layers: number of blocks (of FLUX.1, of single-stream blocks) in place of the published one.
+        empty: write zeros, as a file without blocks on disk.
     """
     import diffusers
 
@@ -182,7 +185,7 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
         statistics = {"bn.running_mean": torch.zeros(128), "bn.running_var": torch.ones(128)}
         save_file(statistics, folder / "vae" / "diffusion_pytorch_model.safetensors", {"format": "pt"})
     _write_json(folder / "transformer" / "config.json", {"_class_name": network, **values})
-    return _write_weights(folder / "transformer", shapes)
+    return (_write_zeros if empty else _write_weights)(folder / "transformer", shapes)
 
 
 def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
@@ -213,6 +216,21 @@ def _write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
     return total
 
 
+def _write_zeros(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Write a sparse file."""
+    ends = [0, *accumulate(2 * math.prod(shape) for shape in shapes.values())]
+    header = {
+        name: {"dtype": "BF16", "shape": list(shape), "data_offsets": place}
+        for (name, shape), place in zip(shapes.items(), pairwise(ends), strict=True)
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "diffusion_pytorch_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + ends[-1])
+    return ends[-1]
+
+
 def _name(number: int) -> str:
     return f"diffusion_pytorch_model-{number:05d}.safetensors"
 
@@ -228,9 +246,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, help="blocks, instead of the published number")
     parser.add_argument("--tiny", action="store_true", help="a small network of the same layout")
+    parser.add_argument("--empty", action="store_true", help="zeros that take no space, for dry runs")
     args = parser.parse_args(argv)
     start = time.perf_counter()
-    size = write_folder(args.model, args.folder, args.layers, args.tiny)
+    size = write_folder(args.model, args.folder, args.layers, args.tiny, args.empty)
     print(f"{args.folder}: {args.model}, {size / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s")
 
 

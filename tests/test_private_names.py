@@ -19,6 +19,7 @@ USED = {
         "torch.Tensor._make_wrapper_subclass",
     },
     "opendit/kernels/operators.py": {"torch.utils._python_dispatch.is_in_torch_dispatch_mode"},
+    "opendit/parallel/streamed_blocks.py": {"torch.utils._python_dispatch._disable_current_modes"},
     "opendit/parallel/colossal/zero.py": {"torch.distributed._coalescing_manager"},
     "opendit/parallel/sequence/ring.py": {
         "torch.ops.aten._scaled_dot_product_flash_attention",

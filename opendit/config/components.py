@@ -29,7 +29,9 @@ from opendit.config.flags import (
 )
 from opendit.config.names import (
     ATTENTION,
+    BASE_PRECISIONS,
     BEST,
+    BLOCKS,
     CHECKPOINT_FORMATS,
     DESCRIPTIONS,
     METRICS,
@@ -150,6 +152,12 @@ class StartFlags(Flags):
     )
     lora_targets: list[str] = flag(
         [], "only of these layers, as qkv, attn.*, or fc1:4 for rank 4 (default: attention and MLP)", unit="pattern"
+    )
+    base_precision: str = flag(
+        "bf16",
+        "of --lora: how the frozen blocks are stored: as --mixed_precision says (bf16), in 1 byte a weight (fp8, int8) "
+        "or 0.56 (nf4)",
+        choices=BASE_PRECISIONS,
     )
     card: str | None = flag(
         None,
@@ -483,8 +491,10 @@ class PluginFlags(Flags):
     reduce_dtype: str = flag("fp32", "of fsdp: in which gradients are summed over ranks", choices=REDUCE_DTYPES)
     offload: str = flag(
         "none",
-        "of fsdp: what lies in host memory: the averages of the weights, or with state Adam's moments too",
-        choices=OFFLOAD,
+        "what lies in host memory: of fsdp the averages of the weights (average), or Adam's moments too (state); of "
+        "zero2 and ddp with --lora frozen blocks, which are copied when they are due (blocks), or N of them (blocks:N)",
+        choices=(*OFFLOAD, BLOCKS),
+        counted=BLOCKS,
     )
     gather_fp8: bool = flag(
         True, "of fsdp with --fp8: quantise weights on their shards and gather them in FP8; --no_gather_fp8: in bf16"

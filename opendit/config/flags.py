@@ -47,6 +47,7 @@ class Value:
         at_least, above, at_most, below: bounds of a number.
         infinite: allow inf.
         choices: allowed words.
+        counted: one of them, after which :N may stand, a number from 1 to 99,999.
         free: allow any text; otherwise text is a name, perhaps a file's.
         unit: what is counted or measured ("steps", "seconds"), or what the text is ("folder"), as --help shows it.
     """
@@ -58,6 +59,7 @@ class Value:
     below: float | None = None
     infinite: bool = False
     choices: tuple[str, ...] | None = None
+    counted: str | None = None
     free: bool = False
     unit: str | None = None
 
@@ -79,6 +81,8 @@ class Value:
 
     def problem(self, value: Any) -> str | None:
         """Return what is wrong with a value, or None."""
+        if self.counted is not None and re.fullmatch(rf"{self.counted}:[1-9]\d{{0,4}}", str(value), re.ASCII):
+            return None
         if self.choices is not None and value not in self.choices:
             words, meant = ", ".join(self.choices), nearest(str(value), self.choices)
             return f"not known; give one of {words}; did you mean {meant}?"

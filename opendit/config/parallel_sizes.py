@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from opendit.config.names import BLOCKS
+
 
 @dataclass(frozen=True)
 class Place:
@@ -263,6 +265,13 @@ def check_expert_parallel_size(
         raise ValueError(
             f"{flag}: does not divide the {world_size} processes{more}; change it or torchrun's --nproc_per_node"
         )
+
+
+def parse_offload(text: str) -> tuple[str, int]:
+    """Split --offload: the state of fsdp in host memory (one of OFFLOAD), and the number of frozen blocks there (0:
+    none; all: more than there are)."""
+    blocks, _, count = text.partition(":")
+    return ("none", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:

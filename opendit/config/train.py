@@ -49,6 +49,7 @@ from opendit.config.parallel_sizes import (
     check_tensor_parallel_size,
     crossing,
     environment_node_size,
+    parse_offload,
 )
 from opendit.config.public_models import PUBLIC, commit_of_run, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
@@ -133,7 +134,8 @@ class TrainConfig(
             parse_given(flags.given_frames)
         flags._check_kind()
         notes = check_unused(flags, flags._unused()) + flags._check_steps()
-        if flags.plugin != "fsdp":  # a recipe may set it
+        _, streamed = parse_offload(flags.offload)
+        if flags.plugin != "fsdp" and not streamed:  # a recipe may set it
             flags = replace(flags, offload="none")
         precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
@@ -421,8 +423,13 @@ class TrainConfig(
             unused["download"] = "does nothing without --pretrained"
         if self.lora is None:
             unused |= dict.fromkeys(("lora_alpha", "lora_targets", "card"), "does nothing without --lora")
+            if self.load is None:
+                unused["base_precision"] = "does nothing without --lora"
         if self.parallel == "auto":
             unused["card"] = "does nothing with --parallel auto, which chooses by the memory of --hardware"
+        _, streamed = parse_offload(self.offload)
+        if streamed and self.lora is None and self.load is None:
+            unused["offload"] = "has frozen blocks in host memory, and does nothing without --lora"
         if self.parallel != "auto" and self.dry_run is None:
             unused["hardware"] = "does nothing without --parallel auto or --dry_run"
         if self.plugin != "fsdp" and self.parallel != "auto":
@@ -431,8 +438,8 @@ class TrainConfig(
                 "data_parallel_replicate",
                 "reshard",
                 "reduce_dtype",
-                "offload",
                 "gather_fp8",
+                *([] if streamed or self.card else ["offload"]),  # --card may choose to move blocks
             )
             unused |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:
@@ -602,11 +609,51 @@ class TrainConfig(
             raise ValueError(NO_BASE)
         for target in self.lora_targets:
             parse_target(target)
+        self._check_base()
+        self._check_streamed()
         if "lora" in PLUGINS[self.plugin].rejects:
             raise ValueError(
                 f"--lora: does not work with --plugin {self.plugin}, which has frozen weights whole on every GPU; use "
                 "--plugin fsdp"
             )
+
+    def _check_base(self) -> None:
+        """Raise ValueError, with the reason, for flags that --base_precision can't be combined with."""
+        if self.base_precision == "bf16":
+            return
+        if not family_in(self.model):
+            raise ValueError(
+                f"--base_precision {self.base_precision}: is for public models, not --model {self.model}; leave it out"
+            )
+        clashes = {
+            "--compile, which can't follow weights that are made dense for one product": self.compile,
+            "--sequence_parallel_size, whose ranks send parts of dense weights": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, which divides dense weights": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages are filled with dense weights": self.pipeline_parallel_size > 1,
+        }
+        self._reject("base_precision", clashes)
+
+    def _check_streamed(self) -> None:
+        """Raise ValueError, with the reason, for flags that --offload blocks can't be combined with."""
+        _, streamed = parse_offload(self.offload)
+        if not streamed:
+            return
+        if not family_in(self.model):
+            raise ValueError(f"--offload {self.offload}: is for public models, not --model {self.model}; leave it out")
+        if not self.grad_checkpoint and self.recompute != BUT_ATTENTION:
+            raise ValueError(
+                f"--offload {self.offload}: the backward pass calls blocks again; add --recompute {BUT_ATTENTION} or "
+                "--grad_checkpoint"
+            )
+        clashes = {
+            "--plugin fsdp, which gathers blocks from all GPUs": self.plugin == "fsdp",
+            "--parallel auto, which doesn't plan for it": self.parallel == "auto",
+            "--compile, which can't follow weights that are copied before a call": self.compile,
+            "--sequence_parallel_size, with which it was not tried": self.sequence_parallel_size > 1,
+            "--tensor_parallel_size, which divides dense weights": self.tensor_parallel_size > 1,
+            "--pipeline_parallel_size, whose stages hold few blocks": self.pipeline_parallel_size > 1,
+        }
+        self._reject("offload", clashes)
 
     def _check_tensor_parallel(self, world_size: int) -> None:
         check_tensor_parallel_size(self.tensor_parallel_size, self.sequence_parallel_size, world_size)

@@ -382,7 +382,7 @@ def linear_heads(
     if linear.low_rank is not None:
         return split_heads(linear.product(cast(Tensor, x), linear.bias, multiply), num_heads)
     x = quantized(x)
-    return _LinearHeads.apply(x.stand_in, x.data, linear.weight, linear.bias, num_heads)
+    return _LinearHeads.apply(x.stand_in, x.data, linear.matrix, linear.bias, num_heads)
 
 
 def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quantized:
@@ -390,4 +390,4 @@ def linear_gelu(x: Tensor | Quantized | Modulated, linear: Projection) -> Quanti
     if linear.low_rank is not None:
         return Quantized(*_BiasGelu.apply(linear.product(cast(Tensor, x), multiply=multiply), linear.bias))
     x = quantized(x)
-    return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.weight, linear.bias))
+    return Quantized(*_LinearGelu.apply(x.stand_in, x.data, linear.matrix, linear.bias))

@@ -10,7 +10,7 @@ from torch._C import _disabled_torch_function_impl
 
 from opendit.kernels import fp8
 from opendit.kernels.fp8 import E4M3, Float8
-from opendit.models.layers import Projection
+from opendit.models.layers import Projection, StoredWeight, dense
 
 
 class Float8Weight(Tensor):
@@ -68,16 +68,17 @@ def keep_weights(model: nn.Module) -> int:
     """
     taken = 0
     for layer in model.modules():
-        weight: Any = getattr(layer, "weight", None)
-        if isinstance(layer, Projection) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
+        weight: Any = layer.matrix if isinstance(layer, Projection) else None
+        if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
             _ = cast.descale_of_columns  # computed here: in a CUDA graph capture it would only exist in replays
-            weight.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
+            owner: Any = weight
+            owner.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
     return taken
 
 
-def weight_in_float8(weight: Tensor, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
+def weight_in_float8(weight: Tensor | StoredWeight, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
     """Return weight (out, in) in e4m3, with a scale from its largest absolute value: the stored one, or a cast.
 
     take: function that selects rows, contiguous, from all rows of a tensor; the scale is still that of the whole
@@ -85,15 +86,16 @@ def weight_in_float8(weight: Tensor, take: Callable[[Tensor], Tensor] | None = N
     """
     whole = _there(weight)
     if whole is None:
+        weight = dense(weight)
         return fp8.cast(weight if take is None else take(weight), E4M3, exact=True, scaled_as=weight)
     # As bytes, because not every selection of rows supports float8.
     return whole if take is None else Float8(take(whole.data.view(torch.uint8)).view(E4M3), whole.descale)
 
 
-def _there(weight: Tensor) -> Float8 | None:
+def _there(weight: Tensor | StoredWeight) -> Float8 | None:
     """Return the weight in float8 if it need not be cast."""
-    if isinstance(weight, Float8Weight):
-        return weight.float8
+    if isinstance(weight, Float8Weight | StoredWeight):
+        return getattr(weight, "float8", None)
     kept = getattr(weight, "kept_float8", None)
     if kept is not None and (kept.address, kept.version) == (weight.data_ptr(), weight._version):
         return kept.float8

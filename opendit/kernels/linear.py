@@ -12,7 +12,7 @@ from torch.overrides import has_torch_function
 
 from opendit.kernels.common import kernels_available
 from opendit.kernels.transpose import transpose
-from opendit.models.layers import LowRank, multiply
+from opendit.models.layers import LowRank, StoredWeight, multiply
 
 
 class _Narrowing(torch.autograd.Function):
@@ -38,9 +38,12 @@ def _turned(x: Tensor) -> Tensor:
     return transpose(x)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
+) -> Tensor:
     """x W^T, x (..., in), weight (out, in) to (..., out); results equal those of ``opendit.models.layers.multiply``."""
-    if bias is not None or low_rank is not None:  # no layer with LoRA has a gradient of its weight
+    # No layer with LoRA, nor one whose weight is stored, has a gradient of its weight.
+    if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
         return multiply(x, weight, bias, low_rank)
     # Gemini's parameters intercept torch's own calls, and autocast casts inside them.
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):

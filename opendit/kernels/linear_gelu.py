@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from opendit.kernels import cublaslt
-from opendit.models.layers import TORCH_OPS, Projection
+from opendit.models.layers import TORCH_OPS, Projection, StoredWeight
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """Return (..., out) for x (..., in); without gradients. Off a GPU, and for a layer without bias, torch's
-    expression."""
-    if linear.bias is None or not x.is_cuda:
+    """Return (..., out) for x (..., in); without gradients. Off a GPU, and for a layer without bias or with
+    a stored weight, torch's expression."""
+    if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
         return TORCH_OPS.linear_gelu(x, linear)
-    return cublaslt.linear_gelu(x, linear.weight, linear.bias, product_and_gelu)
+    return cublaslt.linear_gelu(x, linear.matrix, linear.bias, product_and_gelu)
 
 
 def product_and_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Layers that the architectures share. Plain single-device PyTorch; strategies and kernels are injected."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, cast
@@ -67,7 +68,7 @@ def residual_rmsnorm_modulate(
     return x, modulate(norm(x), shift, scale, sample_of_row)
 
 
-def in_working_dtype(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def in_working_dtype(first: Tensor, *others: "Tensor | StoredWeight | None") -> tuple[Any, ...]:
     """Cast tensors as autocast would for a linear layer, for products of our own, and before tensors are sent. None
     stays None."""
     tensors, kind = (first, *others), first.device.type
@@ -89,34 +90,82 @@ class LowRank(NamedTuple):
         return torch.add(y, F.linear(thin, self.b), alpha=self.scale)
 
 
+class StoredWeight(ABC):
+    """A frozen weight (out, in) that is there in another form than its numbers, which products make for themselves.
+
+    Attributes:
+        shape: (out, in).
+        dtype: of the dense weight.
+    """
+
+    requires_grad: ClassVar[bool] = False
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype):
+        self.shape: torch.Size = shape
+        self.dtype: torch.dtype = dtype
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype) -> "StoredWeight":
+        """Return the weight, to be made dense in ``dtype``."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return (out, in) in new memory, detached."""
+
+
+def dense(weight: Tensor | StoredWeight) -> Tensor:
+    """Return a weight's numbers."""
+    return weight.dense() if isinstance(weight, StoredWeight) else weight
+
+
+class _LinearOfStored(torch.autograd.Function):
+    """x W^T + bias of a stored W, which is made dense again in the backward pass, and x is not kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: StoredWeight, bias: Tensor | None):
+        ctx.weight = weight
+        return F.linear(x, weight.dense(), bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        of_x, _, of_bias = ctx.needs_input_grad
+        return dy @ ctx.weight.dense() if of_x else None, None, dy.flatten(0, -2).sum(0) if of_bias else None
+
+
 class _LinearWithLowRank(torch.autograd.Function):
     """x W^T + bias + scale * (x a^T) b^T. Forward and backward, the wide product adds to what the thin one has written:
     it reads that while it computes, where adding the thin one afterwards would be a pass over y and dx."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
+    def forward(ctx, x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
         rows = x.flatten(0, -2)
         thin = rows @ a.t()
         first = thin.new_zeros(1) if bias is None else bias
-        y = torch.addmm(first, thin, b.t(), beta=0 if bias is None else 1, alpha=scale).addmm_(rows, weight.t())
-        ctx.save_for_backward(x, weight, a, b, thin)
+        y = torch.addmm(first, thin, b.t(), beta=0 if bias is None else 1, alpha=scale).addmm_(rows, dense(weight).t())
+        ctx.stored = weight if isinstance(weight, StoredWeight) else None
+        ctx.save_for_backward(x, weight if isinstance(weight, Tensor) else None, a, b, thin)
         ctx.scale = scale
-        return y.view(*x.shape[:-1], len(weight))
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy: Tensor):
         (x, weight, a, b, thin), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         dy, rows = dy.flatten(0, -2), x.flatten(0, -2)
         dthin = (dy @ b).mul_(ctx.scale)
-        dx = (dthin @ a).addmm_(dy, weight).view(x.shape) if of_x else None
+        weight = weight if ctx.stored is None else ctx.stored
+        dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
         dweight = dy.t() @ rows if of_weight else None  # not of a frozen layer
         return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None) -> Tensor:
+def multiply(
+    x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
+) -> Tensor:
     """Return x W^T + bias (..., out) for x (..., in), with what LoRA adds to the weight."""
-    if low_rank is None:
+    if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
+    if low_rank is None:
+        return _LinearOfStored.apply(*in_working_dtype(x, weight, bias))
     return _LinearWithLowRank.apply(*in_working_dtype(x, weight, bias, *low_rank[:2]), low_rank.scale)
 
 
@@ -151,6 +200,11 @@ class Projection(nn.Linear):
         self.lora_scale = scale
 
     @property
+    def matrix(self) -> Tensor | StoredWeight:
+        """The weight (out, in), as products take it."""
+        return self.weight
+
+    @property
     def low_rank(self) -> LowRank | None:
         """LoRA's addition to the weight; None without LoRA."""
         if self.lora_A is None or self.lora_B is None:
@@ -166,11 +220,15 @@ class Projection(nn.Linear):
         bias: (out,), added to it, by the product where it can: ``product(x, self.bias)`` is ``self(x)``.
         multiply: makes x W^T + bias of (x, weight), (x, weight, bias), or (x, weight, bias, low_rank).
         """
-        return product_of(x, self.weight, bias, self.low_rank, multiply)
+        return product_of(x, self.matrix, bias, self.low_rank, multiply)
 
 
 def product_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, multiply: Callable[..., Tensor]
+    x: Tensor,
+    weight: Tensor | StoredWeight,
+    bias: Tensor | None,
+    low_rank: LowRank | None,
+    multiply: Callable[..., Tensor],
 ) -> Tensor:
     """Call ``multiply`` with what there is."""
     if low_rank is not None:

@@ -18,8 +18,10 @@ from opendit.checkpoint.run_folders import ENDED, folder_name
 from opendit.checkpoint.save import BestCheckpoint, Checkpoints, most_bytes_of_a_host
 from opendit.common.records import WriteFailures
 from opendit.config.names import BUT_ATTENTION, PLUGINS
+from opendit.config.parallel_sizes import parse_offload
 from opendit.config.token_routing import TokenRoute
 from opendit.data import Batch, BatchIterator, BatchSchedule, build_loader
+from opendit.kernels.base_precision import store_base
 from opendit.kernels.fp8_weight import keep_weights
 from opendit.models import DiT, DiTConfig, empty_model
 from opendit.models.lora import Lora
@@ -28,6 +30,7 @@ from opendit.parallel.engines import PRECISIONS, Engine, MuonSettings, StepResul
 from opendit.parallel.experts import expert_group
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.rules import matrix_rows
+from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.supervisor import Supervisor
 from opendit.parallel.tensor import allocate, tensor_group
 from opendit.training.batches import Batches
@@ -103,6 +106,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(PRECISIONS[flags.mixed_precision])
+    if flags.base_precision != "bf16":
+        store_base(model, flags.base_precision, PRECISIONS[flags.mixed_precision], mesh.device)
     apply_parallel(
         model,
         ops=spec.kernels.ops,
@@ -116,6 +121,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_checkpoint=flags.grad_checkpoint,
         compiled=spec.why_not_compiled is None,
     )
+    state, count = parse_offload(flags.offload)
+    streamed = StreamedBlocks(model, count, mesh.device) if count else None
     if not cut:
         allocate(model, mesh.device)
     engine = build_engine(
@@ -129,7 +136,8 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         grad_clip=flags.grad_clip,
         grad_accumulation=flags.grad_accumulation,
         sharding=spec.sharding,
-        offload=flags.offload,
+        offload=state,
+        streamed=streamed,
         initial=initial,
         muon=muon_settings(spec),
     )

@@ -1,7 +1,8 @@
-"""Fit a run of --lora to a card (--card): rank, FP8, what is recomputed, shards and the micro-batch.
+"""Fit a run of --lora to a card (--card): rank, FP8, how frozen blocks are stored and where, what is recomputed, shards
+and the micro-batch.
 
-Candidates are tried from the fastest to the smallest. The first one is taken that the run accepts and whose estimate of
-memory fits. Flags on the command line are kept.
+Candidates are tried from the most exact and fastest to the smallest. The first one is taken that the run accepts and
+whose estimate of memory fits. Flags on the command line are kept.
 """
 
 import itertools
@@ -9,20 +10,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from opendit.config.names import RECOMPUTE
+from opendit.config.names import BUT_ATTENTION, RECOMPUTE
+from opendit.config.parallel_sizes import parse_offload
 from opendit.config.train import TrainConfig
 from opendit.data import DataError, MediaDataset
 from opendit.kernels.capability import missing
+from opendit.models import DiTConfig
+from opendit.models.families.public_config import PublicConfig
 from opendit.parallel.hardware import CARDS, HardwareModel, of_card
 from opendit.parallel.mesh import Mesh
 from opendit.training.auto_parallel import Circumstances, Search, circumstances, data_of
 from opendit.training.from_flags import memory_setup
-from opendit.training.memory import GIB, USABLE, estimate, parts, resolve_sharding, trained_count
+from opendit.training.memory import GIB, USABLE, Estimate, Setup, estimate, parts, resolve_sharding, trained_count
 from opendit.training.specification import samples_at_once
 
 AUTO = "auto"
 RANKS = (16, 4)  # the smaller one if nothing else helps: weights of LoRA take 16 bytes each while they are trained
 BATCHES = (4, 2, 1)
+PARTS = 4  # of the blocks, that are moved to host memory one after the other
 FLOAT8 = ("H100", "H200")  # cards whose FP8 products there are kernels for
 
 
@@ -45,23 +50,44 @@ def on_card(card: str, hardware: HardwareModel) -> HardwareModel:
     return replace(hardware, name=f"a card of {card} GiB", capacity=memory * GIB)
 
 
-def candidates(flags: TrainConfig, world: int, float8: bool) -> Iterator[dict[str, Any]]:
-    """Yield values of flags, from the fastest to those that need the least memory."""
+def stages(depth: int) -> Iterator[tuple[str, str]]:
+    """Yield how frozen blocks are stored (one: in a byte a weight) and --offload, from the most exact and fastest to
+    those that need the least memory."""
+    for base in ("bf16", "one", "nf4"):
+        yield base, "none"
+        if base != "bf16":  # which twice the bytes would take twice as long to travel
+            yield from ((base, f"blocks:{-(-depth * part // PARTS)}") for part in range(1, PARTS + 1))
+
+
+def candidates(flags: TrainConfig, world: int, float8: bool, config: DiTConfig) -> Iterator[dict[str, Any]]:
+    """Yield values of flags, from the most exact and fastest to those that need the least memory."""
 
     def options(name: str, *others: Any) -> tuple[Any, ...]:
         return (getattr(flags, name),) if name in flags.given else others
 
     plugins = options("plugin", *(("zero2", "fsdp") if world > 1 else ("zero2",)))  # fsdp divides the frozen weights
     levels = [(level, False) for level in options("recompute", *RECOMPUTE)] + [("none", True)]
-    for rank, plugin, (recompute, checkpoint), fp8, size in itertools.product(
+    public, stored = isinstance(config, PublicConfig), [("bf16", flags.offload)]
+    if public:
+        asked = [name in flags.given for name in ("base_precision", "offload")]
+        given = flags.base_precision, flags.offload
+        own = ([g if a else s for a, g, s in zip(asked, given, stage, strict=True)] for stage in stages(config.depth))
+        stored = list(dict.fromkeys((base, offload) for base, offload in own))
+    for rank, (base, offload), plugin, (recompute, checkpoint), fp8, size in itertools.product(
         options("lora", *RANKS),
+        stored,
         plugins,
         levels,
         options("fp8", *((False, True) if float8 else (False,))),
         options("batch_size", *BATCHES),
     ):
+        _, streamed = parse_offload(offload)
+        if streamed and (plugin == "fsdp" or not (checkpoint or recompute == BUT_ATTENTION)):
+            continue
+        base = ("fp8" if fp8 else "int8") if base == "one" else base  # int8 is more exact, and FP8's products are fast
+        chosen = {"base_precision": base, "offload": offload} if public else {}
         if checkpoint in options("grad_checkpoint", False, True):
-            yield {
+            yield chosen | {
                 "lora": rank, "plugin": plugin, "recompute": recompute, "grad_checkpoint": checkpoint, "fp8": fp8,
                 "batch_size": size,
             }  # fmt: skip
@@ -78,7 +104,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
     refusal: ValueError | None = None
     too_large: list[tuple[float, str]] = []
     float8 = missing("float8") is None if where.has_gpu and flags.dry_run is None else where.hardware.name in FLOAT8
-    for candidate in candidates(flags, where.world, float8):
+    for candidate in candidates(flags, where.world, float8, config):
         changed = replace(search.flags, **candidate)
         try:
             settled, _ = changed.resolve(where.world, where.has_gpu)
@@ -96,6 +122,8 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             plugin=settled.plugin,
             fp8=settled.fp8,
             recompute=settled.recompute,
+            base_precision=settled.base_precision,
+            offload=settled.offload,
             grad_checkpoint=settled.grad_checkpoint,
             micro_batches=settled.grad_accumulation,
             accumulate=settled.grad_accumulation > 1,
@@ -114,6 +142,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             f"  {memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB ({place}) by the estimate: {parts(needs)}",
             f"  {trained_count(config, setup) / 1e6:,.1f} M trained weights, {layers}",
         ]
+        lines += [f"  gives up: {what}" for what in _given_up(settled, setup, needs)]
         if too_large:
             more, before = min(too_large)
             lines.append(f"  faster, if it fitted: {before}, {more / GIB:,.2f} GiB")
@@ -133,9 +162,28 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
 def _words(flags: TrainConfig) -> str:
     """Return what was chosen, as on a command line."""
     found = [f"--lora {flags.lora}", f"--mixed_precision {flags.mixed_precision}", *(["--fp8"] if flags.fp8 else [])]
+    if flags.base_precision != "bf16":
+        found.append(f"--base_precision {flags.base_precision}")
+    if parse_offload(flags.offload)[1]:
+        found.append(f"--offload {flags.offload}")
     found += ["--grad_checkpoint"] if flags.grad_checkpoint else [f"--recompute {flags.recompute}"]
     found += [f"--batch_size {flags.batch_size}", f"--grad_accumulation {flags.grad_accumulation}"]
     return " ".join([*found, f"--plugin {flags.plugin}"])
+
+
+# Of LoRA's gradients, by benchmarks/bench_base_precision.py on a small model (docs/finetuning.md).
+ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
+
+
+def _given_up(flags: TrainConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
+    """Yield what a choice gives up for its memory."""
+    if flags.base_precision != "bf16":
+        kind = flags.base_precision
+        yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
+    if setup.recomputes_blocks:
+        yield "time: blocks are computed again in the backward pass"
+    if blocks := needs.host.get("blocks"):
+        yield f"time, if the link is slow: {blocks / GIB:,.1f} GiB of blocks come from host memory, twice a step"
 
 
 def fit_on_ranks(flags: TrainConfig, mesh: Mesh) -> TrainConfig:

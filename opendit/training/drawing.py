@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -15,6 +16,7 @@ from opendit.checkpoint.ema import EMA
 from opendit.diffusion.sampling import sample_in_batches
 from opendit.encoders.conditioner import CaptionConditioner, PublishedConditioner, preview_labels
 from opendit.encoders.pictures import grid_columns, save_contact_sheet, save_grid, to_uint8
+from opendit.kernels.base_precision import base_layers, store_base
 from opendit.models import Condition, DiT, empty_model
 from opendit.models.conditioning import TextCondition, same_length
 from opendit.parallel.apply import apply_parallel
@@ -55,7 +57,8 @@ class EMASampler:
         """
         trained = monitoring.allocated_gib()
         model = self._model() if everywhere or self._engine.mesh.dp_rank == 0 else None
-        with self._ema.applied(model), self._engine.autocast():
+        streamed = self._engine.streamed
+        with self._ema.applied(model), self._engine.autocast(), streamed.sampling() if streamed else nullcontext():
             yield model
         self._monitor.forget_drawing(trained)
         self._engine.mesh.barrier()
@@ -67,6 +70,9 @@ class EMASampler:
         with mesh.device:
             model = empty_model(spec.model_config, parameters=mesh.tp_size * mesh.pp_size == 1)
         frozen = None if spec.lora is None else first_values(spec, model)
+        if spec.flags.base_precision != "bf16":
+            store_base(model, spec.flags.base_precision, engine.dtype, mesh.device)
+        stored = dict(base_layers(model))
         kernels, tensor = spec.kernels, tensor_group(mesh)
         apply_parallel(
             model,
@@ -80,7 +86,11 @@ class EMASampler:
         model = model.place(mesh.device, engine.dtype)
         for name, parameter in model.named_parameters():
             if frozen is not None and name not in engine.shapes:  # the averages are of what is trained
-                parameter.data.copy_(frozen(name, engine.parts.local(name)))
+                values = frozen(name, engine.parts.local(name))
+                if name in stored:
+                    stored[name].store(parameter.data, values, None)
+                else:
+                    parameter.data.copy_(values)
         return model
 
     def batches(
@@ -105,7 +115,7 @@ class EMASampler:
             return sample_in_batches(model, y, null, index, self.at_once, **how)
         # The engine lives for this drawing alone: its recordings would take memory from training. Ranks that share
         # samples share memory in training, too.
-        record = spec.sequence is None and tensor_group(spec.mesh) is None
+        record = spec.sequence is None and tensor_group(spec.mesh) is None and self._engine.streamed is None
         engine = SamplingEngine(model, spec.objective, record=record, **how)
         return engine.batches(y, null, index, self.at_once, seed)
 

@@ -481,6 +481,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
         lora=lora_of(flags),
+        base_precision=flags.base_precision,
         replicate=flags.data_parallel_replicate,
         reduce_dtype=flags.reduce_dtype,
         reshard=flags.reshard,

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from opendit.config.names import BUT_ATTENTION, BYTES
-from opendit.config.parallel_sizes import divide_grid
+from opendit.config.parallel_sizes import divide_grid, parse_offload
+from opendit.kernels.base_precision import is_stored, row_bytes
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
 from opendit.models.lora import Lora, lora_layers
@@ -32,6 +33,7 @@ from opendit.parallel.experts import expert_parameters
 from opendit.parallel.muon import ELEMENTS, flops
 from opendit.parallel.pipeline import PipelineStages, in_flight, make_schedule, stages_of
 from opendit.parallel.rules import matrix_rows, rule_of
+from opendit.parallel.streamed_blocks import blocks_of
 from opendit.parallel.tensor import DIVIDING, held_parameters
 
 GIB = 2**30
@@ -51,6 +53,7 @@ class Setup:
         averages: number of EMAs.
         accumulate: a step has several micro-batches.
         lora: the LoRA that is trained; None if all of the model is.
+        base_precision: as --base_precision.
         replicate: copies of a model that fsdp shards.
         reduce_dtype: precision in which fsdp sums gradients over ranks.
         reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
@@ -81,6 +84,7 @@ class Setup:
     recompute: str = "none"
     grad_checkpoint: bool = False
     lora: Lora | None = None
+    base_precision: str = "bf16"
     replicate: int = 1
     reduce_dtype: str = "fp32"
     reshard: str = "auto"
@@ -104,7 +108,7 @@ class Setup:
     @property
     def gathers_float8(self) -> bool:
         """True if weights that are read in float8 are also kept and gathered in it."""
-        asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8
+        asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
         return asked and self.world > 1 and not self.compiled
 
     @property
@@ -189,10 +193,11 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     share = fp32 / ranks
     averages = setup.averages * share  # sharded under every plugin
     if setup.plugin == "ddp":  # whole on every rank; gradients are views of DDP's buckets, which stay
-        states = {"weights": 4 * parameters, "gradients": fp32, "moments": 2 * fp32, "averages": averages}
-        states |= {"cast weights": size * parameters} if setup.autocast else {}
-        return Estimate(states, sum(_activations(config, setup, batch)), 0, 0)
-    weights = size * parameters / (ranks if setup.plugin == "gemini" else 1)
+        numbers, stored, _ = stored_weights(config, setup)
+        states = {"weights": 4 * (parameters - numbers) + stored, "gradients": fp32, "moments": 2 * fp32}
+        states |= {"averages": averages} | ({"cast weights": size * (parameters - numbers)} if setup.autocast else {})
+        return _streamed(Estimate(states, sum(_activations(config, setup, batch)), 0, 0), config, setup)
+    weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
     if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
@@ -200,7 +205,26 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     others, block = _activations(config, setup, batch)
     own = gradients * held_counts(config, setup)[1] / model  # of the block, which its backward pass makes
     last = max(0, block - own)
-    return Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
+    needs = Estimate(states, others + block, gradients * setup.accumulate, gradients, last_block=last)
+    return _streamed(needs, config, setup)
+
+
+@functools.cache
+def _stored_weights(config: DiTConfig, kind: str) -> tuple[int, int, int]:
+    shapes = [shape for name, shape in model_shapes(config)[0].items() if is_stored(name, shape)]
+    numbers, sizes = sum(map(math.prod, shapes)), (rows * row_bytes(kind, width) for rows, width in shapes)
+    return numbers, sum(sizes), max(map(math.prod, shapes))
+
+
+def stored_weights(config: DiTConfig, setup: Setup) -> tuple[int, int, int]:
+    """Return the number of weights that --base_precision stores, their bytes, and the number of the largest one."""
+    return (0, 0, 0) if setup.base_precision == "bf16" else _stored_weights(config, setup.base_precision)
+
+
+def saved(config: DiTConfig, setup: Setup) -> int:
+    """Return the bytes that --base_precision saves in all."""
+    numbers, stored, _ = stored_weights(config, setup)
+    return BYTES[setup.precision] * numbers - stored
 
 
 @functools.cache
@@ -282,10 +306,11 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     activations = others + last_block
     states = {"moments": 2 * share, "averages": setup.averages * share}
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
-        states |= {"weights": size * (trained + frozen), "masters": 0 if setup.precision == "fp32" else share}
+        states["weights"] = size * (trained + frozen) - saved(config, setup)
+        states["masters"] = 0 if setup.precision == "fp32" else share
         last_block = max(0, last_block - size * trained * block / model)  # whose gradients are not there yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
-    states["weights"] = share + size * frozen / ranks
+    states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
     states |= {"float8 weights": config.depth * float8 / ranks} if float8 else {}
     outside = model - config.depth * block
@@ -300,7 +325,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     else:
         transient = (size + reduced) * trained_block + size * outside
         before, after = share * setup.accumulate + transient, share + transient
-    whole = size * block - (size - 1) * float8
+    whole = size * block - (size - 1) * float8 - saved(config, setup) / config.depth
     if setup.reshard == "never":
         gathered = size * (trained + frozen) - config.depth * (size * (block + experts) - whole)
         left = size * outside + whole
@@ -313,7 +338,42 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
 
 
 RING = 48 << 20  # bytes of the ring buffer through which both moments pass
-OFFLOADED = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
+OFFLOADED: dict[str, tuple[str, ...]] = {"none": (), "average": ("averages",), "state": ("averages", "moments")}
+
+
+@functools.cache
+def _block_bytes(config: DiTConfig, kind: str, size: int) -> list[int]:
+    """Return the bytes of every block's weights, stored as --base_precision says."""
+    found = [0] * config.depth
+    for name, shape in model_shapes(config)[0].items():
+        if name.startswith("blocks."):
+            is_packed = kind != "bf16" and is_stored(name, shape)
+            found[int(name.split(".")[1])] += (
+                shape[0] * row_bytes(kind, shape[1]) if is_packed else size * math.prod(shape)
+            )
+    return found
+
+
+def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
+    _, count = parse_offload(setup.offload)
+    if not count:
+        return 0, 0
+    size = 4 if setup.plugin == "ddp" else BYTES[setup.precision]
+    return blocks_of(_block_bytes(config, setup.base_precision, size), count)
+
+
+def host_blocks(config: DiTConfig, setup: Setup) -> int:
+    """Return the bytes of the blocks that --offload keeps in host memory."""
+    return _of_streamed(config, setup)[0]
+
+
+def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
+    """Move the blocks that --offload keeps in host memory there."""
+    host, ring = _of_streamed(config, setup)
+    if not host:
+        return needs
+    states = needs.states | {"weights": needs.states["weights"] - host, "ring of blocks": ring}
+    return replace(needs, states=states, host={"blocks": host})
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
@@ -374,14 +434,16 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
         backward += 2 * setup.tensor_parallel
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
-    block += 0 if setup.gathers_float8 else kept.weights  # (beside LoRA they are cast once, and take as much)
+    if not setup.gathers_float8 and setup.base_precision != "fp8":
+        block += kept.weights  # (beside LoRA they are cast once, and take as much)
+    backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if setup.recomputes_blocks:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
-        return (setup.held_micro_batches * config.depth - 1) * given, block + backward * unit
-    return (setup.held_micro_batches * config.depth - 1) * block, block + backward * unit
+        return (setup.held_micro_batches * config.depth - 1) * given, block + backward_of_one
+    return (setup.held_micro_batches * config.depth - 1) * block, block + backward_of_one
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:

@@ -16,6 +16,7 @@ from opendit.checkpoint.run_folders import WRITTEN, new_run_folder
 from opendit.config.checks import check_writable, read_prompts
 from opendit.config.components import SaveFlags, SpeedFlags, StartFlags
 from opendit.config.names import OWN_ATTENTION, PLUGINS
+from opendit.config.parallel_sizes import parse_offload
 from opendit.config.public_models import family_in
 from opendit.config.train import NO_BASE, TrainConfig
 from opendit.data import DataError, MediaDataset
@@ -403,7 +404,14 @@ def _lora_of_resume(flags: TrainConfig, resume: Checkpoint | None) -> TrainConfi
     if stored is None:
         if flags.lora is not None and flags.pretrained is None:
             raise ValueError(NO_BASE)
+        if flags.lora is None and flags.base_precision != "bf16":
+            raise ValueError(f"--base_precision {flags.base_precision}: does nothing without --lora; leave it out")
+        if flags.lora is None and parse_offload(flags.offload)[1]:
+            raise ValueError(f"--offload {flags.offload}: does nothing without --lora; leave it out")
         return flags
+    if "base_precision" not in flags.given:
+        kept = stored_fingerprint(cast(Checkpoint, resume).state).get("base_precision", "bf16")
+        flags = replace(flags, base_precision=kept)
     if flags.lora is None:
         lora = Lora(**stored)
         flags = replace(flags, lora=lora.rank, lora_alpha=lora.alpha, lora_targets=list(lora.targets))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from opendit.config.names import AXIAL, BYTES
+from opendit.config.parallel_sizes import parse_offload
 from opendit.config.token_routing import TokenRoute
 from opendit.models import DiTConfig, plan_of
 from opendit.models.ecdit import ECDiTConfig
@@ -20,7 +21,15 @@ from opendit.parallel.experts import expert_parameters
 from opendit.parallel.hardware import HardwareModel
 from opendit.parallel.pipeline import chunks_of
 from opendit.parallel.sequence.choose import Shape, StrategyChoice, make_plan
-from opendit.training.memory import Setup, held_counts, muon_flops, stage_setups, trained_count
+from opendit.training.memory import (
+    Setup,
+    held_counts,
+    host_blocks,
+    muon_flops,
+    stage_setups,
+    stored_weights,
+    trained_count,
+)
 
 # Passes over memory by elementwise kernels, forward and backward, for each unit that a block keeps: it is written and
 # read once more, and so are gradients. Fitted to the training steps of benchmarks/results.csv.
@@ -205,12 +214,19 @@ class _Step:
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])
             elementwise += copied / self.hardware.memory
-        return {
+        found = {
             "products": (3 if setup.lora is None else 2) * forward,  # frozen weights have no gradient
             "attention": there + back,
             "elementwise": elementwise,
             "recomputed": recomputed,
         }
+        if setup.base_precision != "bf16" and not (setup.fp8 and setup.base_precision == "fp8"):
+            numbers, stored, _ = stored_weights(config, setup)  # read, and written dense, in every pass
+            passes = 3 if setup.recomputes_blocks else 2
+            found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
+        # Blocks come in both passes, in one of the link's two directions.
+        travel = 2 * host_blocks(config, setup) / (self.hardware.host_link / 2)
+        return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
     def update(self) -> float:
         """Return the seconds of the optimizer and the averages on this rank's share of the state."""
@@ -222,8 +238,9 @@ class _Step:
         seconds = (UPDATE * share + averaged) / self.hardware.memory
         if setup.muon is not None:
             seconds += muon_flops(self.config) / ranks / self.hardware.matmul
-        if setup.offload != "none":  # moments are read and written; averages change in place while other work runs
-            moved = 16 * share if setup.offload == "state" else 0
+        state, _ = parse_offload(setup.offload)
+        if state != "none":  # moments are read and written; averages change in place while other work runs
+            moved = 16 * share if state == "state" else 0
             seconds += (moved + 0.3 * averaged) / self.hardware.host_link
         return seconds
 

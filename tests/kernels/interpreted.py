@@ -8,6 +8,7 @@ INTERPRETED = (
     ("test_fp8_sequence.py", "test_fp8_shards.py", "test_fp8_fsdp.py", "test_public_fp8.py", "test_fp8_lora.py"),
     (
         "test_add_table.py",
+        "test_base_precision_kernel.py",
         "test_filled_heads.py",
         "test_first_row.py",
         "test_join_heads.py",

@@ -39,9 +39,8 @@ def test_operations_are_what_their_lines_say(switches):
 def test_only_those_that_say_so_read_a_weight():
     for kernel in KERNELS:
         if inspect.isfunction(kernel.function) and kernel.operation in BlockOps.names(projection=True):
-            assert kernel.takes_projection == (
-                ".weight" in inspect.getsource(kernel.function).replace("norm.weight", "")
-            )
+            source = inspect.getsource(kernel.function).replace("norm.weight", "")
+            assert kernel.takes_projection == (".weight" in source or ".matrix" in source)
 
 
 def test_a_projection_is_a_linear_layer_in_two_parts():

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import train
+from benchmarks.random_folder import write_folder
 
 LARGE = (
     "--dry_run {} --data_path mock --model vDiT-7B/122 --use_video --num_frames 8 --image_size 256 --text_encoder bytes"
@@ -46,6 +47,40 @@ def test_flags_that_are_given_stay(capsys):
     assert "--card 80: --lora 8 --mixed_precision bf16 --recompute but_attention --batch_size 1 --grad_acc" in said
     said = shown(f"{LARGE.format(4)} --lora 8 --card 9", capsys)
     assert "--plugin fsdp" in said.split("\n")[0]  # whose ranks divide the frozen weights
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    """Return the folder of a FLUX.1 of the published size, of zeros that take no space."""
+    folder = tmp_path_factory.mktemp("cards") / "flux"
+    write_folder("flux", folder, empty=True)
+    return folder
+
+
+def public(folder, more: str) -> str:
+    return (
+        f"--dry_run 1 --data_path mock --pretrained {folder} --image_size 1024 --lora 16 --global_batch_size 1 "
+        f"--mixed_precision bf16 --enable_flashattn --enable_layernorm_kernel --enable_modulate_kernel {more}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("card", "chosen", "lost"),
+    [
+        ("48", "--recompute but_attention", 1),
+        ("24", "--base_precision int8 --recompute but_attention", 2),
+        ("12", r"--base_precision int8 --offload blocks:\d+ --recompute but_attention", 3),
+        ("24 --fp8", "--fp8 --base_precision fp8 --recompute but_attention", 2),
+        ("12 --offload none", "--base_precision nf4 --recompute but_attention", 2),
+    ],
+)
+def test_small_cards_get_stored_blocks_and_then_blocks_in_host_memory(flux, card, chosen, lost, capsys):
+    said = shown(public(flux, f"--card {card}"), capsys)
+    words, memory, capacity = re.findall(r"--card \S+: (.*)\n  ([\d.]+) of ([\d.]+) GiB", said)[0]
+    assert re.search(f" {chosen} --batch_size 1 ", words), words
+    assert said.count("gives up: ") == lost and float(memory) <= float(capacity)
+    plain = shown(public(flux, re.sub("--(lora|mixed_precision|grad_accumulation) \\S+", "", words)), capsys)
+    assert re.search(rf"memory +{memory} GiB a GPU estimated", plain)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,13 @@ def sizes(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Return a folder with the pipeline of every family, and with pictures and clips of equal and unequal sizes."""
-    root, random = tmp_path_factory.mktemp("public"), np.random.default_rng(0)
-    for name in FAMILIES:
+    return write_folders(tmp_path_factory.mktemp("public"), FAMILIES)
+
+
+def write_folders(root, families):
+    """Write what ``folders`` returns, with these families."""
+    random = np.random.default_rng(0)
+    for name in families:
         write_pipeline(root / name, name, **SIZES.get(name, {}))
     for kind, sides in (("equal", [(64, 64)] * 8), ("unequal", [(64, 64), (48, 80), (32, 32), (64, 32)] * 3)):
         for suffix in ("png", "mp4"):

@@ -1,5 +1,6 @@
 """Training engines, one file for each plugin; opendit/config/names.py is their registry and tells how to add one."""
 
+from dataclasses import replace
 from importlib import import_module
 
 from torch import nn
@@ -9,6 +10,7 @@ from opendit.parallel.apply import Sharding
 from opendit.parallel.engines.base import MOMENTS, PRECISIONS, Engine, Settings, StepResult, Values
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.muon import MuonSettings
+from opendit.parallel.streamed_blocks import StreamedBlocks
 
 __all__ = [
     "MOMENTS",
@@ -41,6 +43,7 @@ def build_engine(
     grad_accumulation: int = 1,
     sharding: Sharding | None = None,
     offload: str = "none",
+    streamed: StreamedBlocks | None = None,
     initial: Values | None = None,
     muon: MuonSettings | None = None,
 ) -> Engine:
@@ -55,6 +58,7 @@ def build_engine(
         sharding: how fsdp divides the model; its dtype is replaced by that of ``precision``.
         offload: what fsdp keeps in host memory, one of ``opendit.config.names.OFFLOAD``: ``average``: the averages;
             ``state``: averages and moments.
+        streamed: blocks whose frozen weights lie in host memory; not with fsdp.
         initial: returns the initial fp32 values of any shard, by the parameter's name, trained or not. None: the values
             of the module, of which every rank then keeps a copy in host memory for a while.
         muon: of the parameters that Muon steps in place of AdamW (zero2, ddp, fsdp, without tensor or expert
@@ -69,4 +73,5 @@ def build_engine(
     if offload not in OFFLOAD or (offload != "none" and plugin != "fsdp"):
         raise ValueError(f"offload {offload} with plugin {plugin}: with fsdp it is one of {', '.join(OFFLOAD)}")
     settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload, muon)
+    settings = replace(settings, streamed=streamed)
     return engine_of(plugin)(module, mesh, precision, settings, initial)

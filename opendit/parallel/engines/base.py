@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed import ProcessGroup
 
+from opendit.kernels.base_precision import base_layers
 from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import load
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.muon import Muon, MuonSettings
 from opendit.parallel.pipeline import on_every_stage
+from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.tensor import ReplicatedGradients, divided_parameters
 
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -60,6 +63,7 @@ class Settings:
         grad_accumulation: micro-batches in a step.
         sharding, offload: only for fsdp; offload names the state that lies in host memory.
         muon: of the parameters that Muon steps; None if AdamW steps all.
+        streamed: blocks whose frozen weights lie in host memory; not with fsdp.
     """
 
     lr: float
@@ -70,6 +74,7 @@ class Settings:
     sharding: Sharding = Sharding()
     offload: str = "none"
     muon: MuonSettings | None = None
+    streamed: StreamedBlocks | None = None
 
 
 class Engine(ABC):
@@ -81,6 +86,8 @@ class Engine(ABC):
         parts: layout of the parameters of a module whose layers the ranks of ``tp`` divide, as
             ``module.get_parameter(name)`` holds them before the engine shards them.
         shared: parameters that all ranks of a pipeline have.
+        streamed: blocks whose frozen weights lie in host memory; None if none do.
+        stored: layers whose weights --base_precision stores, by the names of these.
         muon: of the parameters that Muon steps, whose only moment is the first; None if AdamW steps all.
     """
 
@@ -92,7 +99,12 @@ class Engine(ABC):
     ):
         self.mesh, self.precision, self.dtype = mesh, precision, PRECISIONS[precision]
         self.divided = divided_parameters(module)
+        self.stored, self.streamed = dict(base_layers(module)), settings.streamed
+        if self.streamed is not None and not self.streamed.recordable:
+            self.no_graph = "the backward pass ends before the first of the blocks in host memory (--lora_targets)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        for name, layer in self.stored.items():  # whose bytes have another shape
+            self._local_shapes[name] = layer.shape
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
         self.shared, of_tensor = on_every_stage(module, canonical), {}
@@ -232,17 +244,23 @@ class Engine(ABC):
         afterwards."""
         self.set_master(name, shard)
 
+    _frozen_group: ProcessGroup | None = None  # ranks that have different parts of weights that are not trained
+
     @torch.no_grad()
     def _fill_frozen(self, values: Values) -> None:
         """Set the values of weights that are not trained."""
         for name, parameter in self.module.named_parameters():
             if name not in self.shapes:
                 part, shard = self._frozen_part(name, parameter)
-                part.copy_(values(name, shard))
+                if name in self.stored:
+                    self.stored[name].store(part, values(name, shard), self._frozen_group)
+                else:
+                    part.copy_(values(name, shard))
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
         """Return this rank's memory of a weight that is not trained, and which shard of it that is."""
-        return parameter, self.parts.local(name)
+        kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
+        return kept, self.parts.local(name)
 
     def load_master(self, name: str, full: Tensor) -> None:
         """Set a parameter's master from its full tensor, on every rank; call finish_loading afterwards."""

@@ -31,6 +31,7 @@ class FSDPEngine(OnePassEngine):
         self.whole = mesh.dims.size("loss") == 1
         self.no_graph = "" if self.whole else "FSDP2 gathers and frees weights from the host (--plugin fsdp)"
         self._sharding = replace(settings.sharding, dtype=self.dtype)
+        self._frozen_group = mesh.group("fsdp")
         self._accumulates = settings.grad_accumulation > 1 and not self.whole
         adam, name = colossal.build_optimizer(
             module, self.plugin, lr=settings.lr, weight_decay=settings.weight_decay, betas=settings.betas

@@ -1,0 +1,150 @@
+"""LoRA steps of FLUX.1 and Wan-1.3B on one GPU whose memory is capped, as smaller cards have it, through train.py.
+
+    python benchmarks/bench_cards.py [--folders FOLDER] [--only 14.5 wan] [--seconds 450] [--results FILE] [--record]
+    python benchmarks/bench_cards.py --tiny          small models on a CPU, to try this file
+
+The weights are random, of the published sizes, and so are latents and embeddings (--data_path mock). Every case is a
+process of its own that sets ``torch.cuda.set_per_process_memory_fraction`` to its cap before train.py runs; the context
+is not counted in it, as torch does not. Of STEPS steps the median after WARMUP counts; the peak is what torch had
+allocated at most, and reserved. The estimate is that of memory.py for the same flags. A case that does not fit says so
+in one line, and the others run. After --seconds none is begun.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as a file from elsewhere
+
+import torch
+
+from benchmarks.random_folder import write_folder
+from benchmarks.results import add_flags, record
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS, WARMUP = 14, 6
+GIB = 2**30
+FLUX = "--lora 16 --image_size 1024 --batch_size 1 --fp8"
+WAN = "--lora 16 --use_video --num_frames 81 --image_size 640 --batch_size 1"  # of as many pixels as 480p
+COMMON = (
+    f"--data_path mock --mixed_precision bf16 --enable_modulate_kernel --enable_layernorm_kernel --enable_flashattn "
+    f"--no_save --sample_every 0 --num_workers 2 --log_every 1 --warmup_steps 0 --max_steps {STEPS}"
+)
+GRAPH, RECOMPUTED = "--enable_cuda_graph", "--recompute but_attention"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run under a cap.
+
+    Attributes:
+        cap: GiB; None: none.
+        limit: most times the step of the first case of its model; None if nothing is promised.
+    """
+
+    name: str
+    model: str
+    cap: float | None
+    flags: str
+    limit: float | None = None
+
+
+CASES = (
+    Case("uncapped, all kept", "flux", None, f"{FLUX} {GRAPH}"),
+    Case("uncapped, fp8 base", "flux", None, f"{FLUX} --base_precision fp8 {GRAPH}"),
+    Case("22.5", "flux", 22.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} {GRAPH}", 1.15),
+    Case("14.5", "flux", 14.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --offload blocks:15 {GRAPH}", 1.4),
+    Case("10.5", "flux", 10.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --offload blocks:36 {GRAPH}", 1.6),
+    Case("10.5 kernel by kernel", "flux", 10.5, f"{FLUX} --base_precision fp8 {RECOMPUTED} --offload blocks:36"),
+    Case("10.5 nf4", "flux", 10.5, f"{FLUX} --base_precision nf4 --grad_checkpoint {GRAPH}", 1.6),
+    Case("wan 10.5", "wan-1.3b", 10.5, f"{WAN} {RECOMPUTED}"),
+    Case("wan 10.5 int8", "wan-1.3b", 10.5, f"{WAN} --base_precision int8 --grad_checkpoint"),
+)
+TINY_FLAGS = {"--image_size 1024": "--image_size 64", "--image_size 640": "--image_size 64"}
+TINY_FLAGS |= {"--num_frames 81": "--num_frames 5"}
+TINY_FLAGS |= {"--fp8": "", "--enable_cuda_graph": "", "--lora 16": "--lora 2", "bf16": "fp32"}
+
+
+def run(argv: list[str], cap: float | None) -> None:
+    """Train under the cap, in this process, and print the peaks as the last line."""
+    import train
+
+    if cap is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(cap * GIB / total)
+    train.main(argv)
+    if torch.cuda.is_available():
+        peaks = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+        print("PEAKS", *peaks, flush=True)
+
+
+def measure(case: Case, folder: Path, tiny: bool) -> dict[str, float]:
+    """Return the step's seconds, peaks and estimate. Raises RuntimeError with the last lines of a run that failed."""
+    flags = f"{case.flags} {COMMON}"
+    for word, other in TINY_FLAGS.items() if tiny else ():
+        flags = flags.replace(word, other)
+    with tempfile.TemporaryDirectory() as outputs:
+        argv = [*shlex.split(flags), "--pretrained", str(folder), "--outputs", outputs]
+        code = f"from benchmarks.bench_cards import run; run({argv!r}, {None if tiny else case.cap!r})"
+        environment = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            raise RuntimeError(next((line for line in lines if "OutOfMemory" in line), " | ".join(lines[-2:])))
+        (log,) = Path(outputs).glob("*/log.jsonl")
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+    found = {"step s": statistics.median(1 / line["samples_per_s"] for line in lines[WARMUP:])}
+    for line in done.stdout.splitlines():
+        if line.startswith("PEAKS"):
+            found["allocated GiB"], found["reserved GiB"] = map(float, line.split()[1:])
+        if line.startswith("memory: "):
+            found["estimated GiB"] = float(line.split()[1])
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--folders", type=Path, default=None, help="where the models' folders are written, or lie")
+    parser.add_argument("--only", nargs="*", default=[], help="cases whose names contain one of these")
+    parser.add_argument("--tiny", action="store_true", help="small models, without caps")
+    parser.add_argument("--seconds", type=float, default=450, help="after which no case is begun")
+    add_flags(parser)
+    args = parser.parse_args(argv)
+    start, base, rows = time.perf_counter(), {}, []
+    folders = args.folders or Path(tempfile.mkdtemp())
+    for case in CASES:
+        if args.only and not any(word in case.name for word in args.only):
+            continue
+        if time.perf_counter() - start > args.seconds:
+            print(f"{case.model} {case.name}: no time left", flush=True)
+            continue
+        folder = folders / case.model
+        if not (folder / "model_index.json").is_file():
+            write_folder(case.model, folder, tiny=args.tiny)
+            print(f"wrote {folder} ({time.perf_counter() - start:.0f} s)", flush=True)
+        try:
+            found = measure(case, folder, args.tiny)
+        except (RuntimeError, ValueError) as error:
+            print(f"{case.model} {case.name}: FAILED: {error}", flush=True)
+            continue
+        first = base.setdefault(case.model, found["step s"])
+        ratio, limit = found["step s"] / first, "" if case.limit is None else f" (asked for: {case.limit})"
+        figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        print(f"{case.model} {case.name}: {figures}, {ratio:.2f} x the first{limit}", flush=True)
+        print(f"    {case.flags}", flush=True)
+        for name, value in found.items():
+            row = {"bench": "cards", "case": f"{case.model} {case.name}", "metric": name, "value": f"{value:.4f}"}
+            rows.append(row | ({"baseline": "the first", "baseline_value": f"{first:.4f}"} if name == "step s" else {}))
+    record(rows, args)
+
+
+if __name__ == "__main__":
+    main()

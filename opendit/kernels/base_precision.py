@@ -1,0 +1,265 @@
+"""Frozen weights in fewer bits (--base_precision): stored by rows, and made dense for one product at a time.
+
+    fp8    e4m3 with one scale for the weight, a power of two: the numbers that --fp8 rounds weights to
+    int8   127 steps of a row's largest absolute value
+    nf4    16 levels of the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023, app. E)
+
+A row of a weight (out, in) is a row of bytes: its codes, then its scales in fp32, each padded to a multiple of ROW
+bytes. So whoever divides a weight by rows, as FSDP2 does, divides what is stored. To the rest of the program the bytes
+are a tensor (out, bytes / itemsize) of the run's own precision, which nothing casts: casts to it change nothing, and
+copies and gathers move bits.
+
+The numbers are the same on every mesh, because no scale but fp8's spans rows, and for that one ranks take the maximum
+of theirs.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opendit.kernels.common import kernels_available, next_power_of_2
+from opendit.kernels.fp8 import E4M3, EXACT, Float8, float8_factor_reference, float8_reference
+from opendit.kernels.language import tl, triton
+from opendit.models import DiT
+from opendit.models.layers import Projection, StoredWeight, multiply
+
+ROW = 16  # bytes: what every row begins at a multiple of
+NEIGHBOURS = 64  # weights that share a scale in nf4
+STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # of whose linear layers the weights are stored
+# Levels of NF4: quantiles of the normal distribution, -1, 0 and 1 among them, as bitsandbytes has them.
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    return -(-size // ROW) * ROW
+
+
+def code_bytes(kind: str, inputs: int) -> int:
+    """Return the bytes of a row's codes."""
+    return _padded(-(-inputs // 2) if kind == "nf4" else inputs)
+
+
+def row_bytes(kind: str, inputs: int) -> int:
+    """Return the bytes of a row of ``inputs`` weights, codes and scales."""
+    scales = {"fp8": 0, "int8": 1, "nf4": -(-inputs // NEIGHBOURS)}[kind]
+    return code_bytes(kind, inputs) + _padded(4 * scales)
+
+
+def is_stored(name: str, shape: tuple[int, ...]) -> bool:
+    """Return True for a parameter that --base_precision stores: a matrix of a block or of a refiner."""
+    return name.startswith(STACKS) and name.endswith(".weight") and len(shape) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+@functools.cache
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(LEVELS, device=device)
+
+
+def _joined(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return rows of bytes of codes (rows, n) and scales (rows, m) fp32."""
+    parts = codes.view(torch.uint8), scales.float().contiguous().view(torch.uint8)
+    return torch.cat([nn.functional.pad(part, (0, -part.shape[1] % ROW)) for part in parts], dim=1)
+
+
+def quantise(weight: Tensor, kind: str) -> Tensor:
+    """Return rows (out, in) as rows of bytes (out, row_bytes), of int8 or nf4."""
+    weight, inputs = weight.float(), weight.shape[1]
+    if kind == "int8":
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        return _joined((weight / _not_zero(scales)).round().to(torch.int8), scales)
+    rows = nn.functional.pad(weight, (0, -inputs % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
+    scales, levels = rows.abs().amax(2), _levels(weight.device)
+    relative = (rows / _not_zero(scales).unsqueeze(2)).flatten(1)[:, :inputs].contiguous()
+    codes = torch.bucketize(relative, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    left, right = nn.functional.pad(codes, (0, inputs % 2)).chunk(2, dim=1)
+    return _joined(left | right << 4, scales)
+
+
+def _not_zero(scales: Tensor) -> Tensor:
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def dense_reference(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights (out, in) of rows of bytes, of int8 or nf4."""
+    codes = rows[:, : code_bytes(kind, inputs)]
+    scales = rows[:, code_bytes(kind, inputs) :].view(torch.float32)
+    if kind == "int8":
+        return (codes[:, :inputs].view(torch.int8).float() * scales[:, :1]).to(dtype)
+    half = -(-inputs // 2)
+    codes = torch.cat([codes[:, :half] & 15, codes[:, :half] >> 4], dim=1)[:, :inputs].int()
+    return (_levels(rows.device)[codes] * scales.repeat_interleave(NEIGHBOURS, dim=1)[:, :inputs]).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- kernel
+
+
+@triton.jit
+def _dense_kernel(
+    rows_ptr, scales_ptr, levels_ptr, y_ptr,
+    BYTES: tl.constexpr, CODES: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    NF4: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    codes = tl.load(rows_ptr + row * BYTES + cols, mask=mask, other=0)
+    scales_ptr += row * (BYTES // 4) + CODES // 4
+    y_ptr += row * INPUTS
+    if NF4:  # the two halves of a byte are two halves of a row
+        right = cols + WIDTH
+        inside = mask & (right < INPUTS)
+        first = tl.load(levels_ptr + (codes & 15).to(tl.int32))
+        second = tl.load(levels_ptr + (codes >> 4).to(tl.int32))
+        first *= tl.load(scales_ptr + cols // NEIGHBOURS, mask=mask, other=0.0)
+        second *= tl.load(scales_ptr + right // NEIGHBOURS, mask=inside, other=0.0)
+        tl.store(y_ptr + cols, first.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + right, second.to(y_ptr.dtype.element_ty), mask=inside)
+    else:
+        y = codes.to(tl.int8, bitcast=True).to(tl.float32) * tl.load(scales_ptr)
+        tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------------------- operation
+
+
+def dense(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights (out, in) of ``dtype`` that rows of bytes (out, row_bytes) stand for, of int8 or nf4."""
+    available, _ = kernels_available(rows.device, dtype)
+    if not available:
+        return dense_reference(rows, kind, inputs, dtype)
+    y = torch.empty(len(rows), inputs, dtype=dtype, device=rows.device)
+    width = -(-inputs // 2) if kind == "nf4" else inputs
+    block = min(1024, next_power_of_2(width))
+    _dense_kernel[(len(rows), -(-width // block))](
+        rows, rows.view(torch.float32), _levels(rows.device), y,
+        BYTES=rows.shape[1], CODES=code_bytes(kind, inputs), INPUTS=inputs, WIDTH=width, NEIGHBOURS=NEIGHBOURS,
+        NF4=kind == "nf4", BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+class BaseWeight(StoredWeight):
+    """A weight (out, in) in one of the formats of --base_precision.
+
+    Args:
+        packed: (out, row_bytes / itemsize), the bytes as numbers of the run's precision.
+        kind: fp8, int8 or nf4.
+        inputs: in.
+        descale: (1,) fp32, the factor of fp8's numbers.
+        dtype: of dense weights; by default that of ``packed``.
+    """
+
+    def __init__(self, packed: Tensor, kind: str, inputs: int, descale: Tensor, dtype: torch.dtype | None = None):
+        super().__init__(torch.Size((len(packed), inputs)), dtype or packed.dtype)
+        self._packed, self._kind, self._descale = packed, kind, descale
+
+    @property
+    def device(self) -> torch.device:
+        return self._packed.device
+
+    @property
+    def float8(self) -> Float8 | None:
+        """The weight in float8 without a copy; None if it is stored in another format."""
+        if self._kind != "fp8":
+            return None
+        data = self._packed.detach().view(E4M3)
+        return Float8(data if data.shape[1] == self.shape[1] else data[:, : self.shape[1]].contiguous(), self._descale)
+
+    def to(self, dtype: torch.dtype) -> "BaseWeight":
+        return BaseWeight(self._packed, self._kind, self.shape[1], self._descale, dtype)
+
+    def dense(self) -> Tensor:
+        if (stored := self.float8) is not None:
+            return stored.data.to(self.dtype).mul_(stored.descale)
+        return dense(self._packed.detach().view(torch.uint8), self._kind, self.shape[1], self.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------- layers
+
+
+class BaseLayer(nn.Linear):
+    """A linear layer that has a :class:`BaseWeight`. Its parameter ``weight`` holds the bytes."""
+
+    kind: str
+    descale: Tensor
+
+    @property
+    def matrix(self) -> BaseWeight:
+        """The weight (out, in), as products take it."""
+        return BaseWeight(self.weight, self.kind, self.in_features, self.descale)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the weight, (out, in)."""
+        return self.out_features, self.in_features
+
+    @torch.no_grad()
+    def store(self, part: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter. With fp8,
+        collective over the ``group`` that divides the rows (None: nobody does)."""
+        values = values.to(part.dtype)
+        if self.kind == "fp8":
+            amax = values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
+            amax = amax.to(self.descale.device)
+            if group is not None:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+            factor = float8_factor_reference(torch.where(amax > 0, amax, 1.0), EXACT)
+            self.descale.copy_(1 / factor)
+            codes = float8_reference(values, factor.to(values.device), E4M3).view(torch.uint8)
+            rows = nn.functional.pad(codes, (0, -codes.shape[1] % ROW))
+        else:
+            rows = quantise(values, self.kind)
+        part.view(torch.uint8).copy_(rows)
+
+
+class BaseLinear(BaseLayer):
+    """A frozen linear layer whose weight is stored."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return multiply(x, self.matrix, self.bias)
+
+
+class BaseProjection(BaseLayer, Projection):
+    """A frozen projection whose weight is stored; LoRA's matrices are as in any other."""
+
+
+def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Let the frozen linear layers of the model's blocks and refiners have stored weights, in place, without values and
+    on the meta device.
+
+    Args:
+        kind: fp8, int8 or nf4.
+        dtype: in which the model computes.
+        device: on which it will.
+    """
+    kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
+    for name, module in model.named_modules():
+        made, layer = kinds.get(type(module)), cast(Any, module)
+        kept = getattr(layer, "weight", None)
+        if made is None or kept is None or kept.requires_grad:
+            continue
+        if not is_stored(f"{name}.weight", tuple(kept.shape)):
+            continue
+        layer.__class__ = made
+        layer.kind, layer.descale = kind, torch.ones(1, device=device)
+        width = row_bytes(kind, layer.in_features) // dtype.itemsize
+        empty = torch.empty(layer.out_features, width, dtype=dtype, device="meta")
+        layer.weight = nn.Parameter(empty, requires_grad=False)
+
+
+def base_layers(model: nn.Module) -> Iterator[tuple[str, BaseLayer]]:
+    """Yield the layers with a stored weight, by the names of their parameters."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseLayer):
+            yield f"{name}.weight", layer

@@ -1,0 +1,114 @@
+"""Runs of LoRA whose frozen blocks are stored in fewer bits: of several ranks, resumed, drawn and exported."""
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from opendit.export.__main__ import main as export
+from tests.numbers import off_by
+from tests.ranks import run_ranks, several_programs
+from tests.training.test_public_lora import LORA
+from tests.training.test_public_training import losses, run, sizes, write_folders  # noqa: F401 (sizes is a fixture)
+
+KINDS = ("fp8", "int8", "nf4")
+# The largest relative difference of a loss from that of a run with all weights as they are.
+OFF = {"fp8": 0.03, "int8": 0.01, "nf4": 0.15}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a folder with the pipeline of a FLUX.1, and with pictures."""
+    return write_folders(tmp_path_factory.mktemp("public"), ["flux"])
+
+
+@pytest.fixture(scope="module")
+def trained(folders, tmp_path_factory):
+    """Return what gives a run in a precision of the frozen blocks."""
+    return cache(lambda kind: run(folders, "flux", tmp_path_factory.mktemp(kind), *LORA, "--base_precision", kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curve_is_that_of_whole_weights_within_the_precisions_error(trained, kind):
+    assert 0 < off_by(losses(trained(kind)), losses(trained("bf16"))) < OFF[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_resumes_bit_for_bit(folders, trained, kind, tmp_path):
+    half = run(folders, "flux", tmp_path, *LORA, "--base_precision", kind, steps=2)
+    run(folders, "flux", tmp_path, *LORA[4:], "--load", str(half), load=True)  # it knows its precision, too
+    assert losses(half) == losses(trained(kind))
+    for file in ("model", "ema", "optimizer_000"):
+        one, other = (load_file(each / f"checkpoints/latest/{file}.safetensors") for each in (trained(kind), half))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), file
+
+
+def on_ranks(mesh, folders, outputs, plugins, kinds) -> None:
+    several_programs()
+    for plugin in plugins:
+        for kind in kinds:
+            more = ["--plugin", plugin, "--base_precision", kind, "--sample_every", "4", "--sample_steps", "2"]
+            more += [] if plugin == "fsdp" else ["--offload", "blocks", "--grad_checkpoint"]
+            run(folders, "flux", outputs / f"{kind} {plugin}", *LORA[:-1], "4", *more)
+
+
+@pytest.mark.parametrize(
+    ("plugins", "kinds"),
+    ((("fsdp",), ("fp8", "nf4")), (("fsdp",), ("int8",)), (("zero2", "ddp"), KINDS)),
+    ids=("fsdp", "fsdp-int8", "others"),
+)
+def test_two_ranks_have_the_curve_of_one_and_draw(folders, trained, tmp_path, plugins, kinds):
+    run_ranks(2, on_ranks, folders, tmp_path, plugins, kinds)
+    for way in tmp_path.iterdir():
+        (found,) = way.glob("0*")
+        assert off_by(losses(found), losses(trained(way.name.split()[0]))) < 2e-5, way.name
+        assert (found / "samples/0000004.png").is_file()
+
+
+def test_its_lora_is_merged_into_the_folders_own_weights(folders, trained, tmp_path):
+    file, merged = tmp_path / "style.safetensors", tmp_path / "merged"
+    export(["lora", "--ckpt", str(trained("nf4")), "--output", str(file)])
+    export(["diffusers", "--ckpt", str(trained("nf4")), "--base", str(folders / "flux"), "--output", str(merged)])
+    name = "transformer/diffusion_pytorch_model.safetensors"
+    before, after = load_file(folders / "flux" / name), load_file(merged / name)
+    changed = {key for key in after if not torch.equal(before[key], after[key])}
+    layers = {key.split(".lora_")[0].removeprefix("transformer.") for key in load_file(file)}
+    assert changed == {f"{layer}.weight" for layer in layers}
+    key = next(key for key in sorted(changed) if "to_out" in key)
+    added = torch.linalg.svdvals((after[key] - before[key]).double())
+    assert added[2] < 1e-5 * added[0]  # of rank 2, beside the folder's weights and not the stored ones
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    (
+        ("--base_precision nf4 --compile", "--base_precision nf4: does not work with --compile, which can't follow"),
+        ("--offload blocks", "--offload blocks: the backward pass calls blocks again; add --recompute but_attention"),
+        ("--offload block", "--offload block: not known; give one of none, average, state, blocks;"),
+        ("--base_precision int8 --sequence_parallel_size 2", "--sequence_parallel_size, whose ranks send"),
+    ),
+)
+def test_refusals(folders, more, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(folders, "flux", tmp_path, *LORA, *more.split())
+    assert message in capsys.readouterr().err
+
+
+def test_the_kind_is_recorded(trained):
+    assert json.loads((trained("nf4") / "config.json").read_text())["flags"]["base_precision"] == "nf4"
+
+
+def test_blocks_in_host_memory_change_no_bit(folders, trained, tmp_path, capsys):
+    """A run whose blocks are recomputed, with all of them resident and with some in host memory; its grids, too."""
+    more = ("--grad_checkpoint", "--base_precision", "nf4", "--sample_every", "4", "--sample_steps", "2")
+    resident = run(folders, "flux", tmp_path / "resident", *LORA, *more)
+    for offload, plugin in (("blocks", "zero2"), ("blocks:2", "ddp")):
+        found = run(folders, "flux", tmp_path / plugin, *LORA, *more, "--offload", offload, "--plugin", plugin)
+        assert "in host memory, copied when due" in capsys.readouterr().out
+        assert off_by(losses(found), losses(resident)) < 1e-6
+        if plugin == "zero2":
+            assert losses(found) == losses(resident)
+            for file in ("checkpoints/latest/model.safetensors", "samples/0000004.png"):
+                assert (found / file).read_bytes() == (resident / file).read_bytes(), file
