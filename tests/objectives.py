@@ -21,6 +21,8 @@ class Target(NamedTuple):
 class SquaredError:
     """The model is given x and t as they are; of its first channels those of ``noise`` are what it is to return."""
 
+    asks_network = False
+
     def prepare(self, x: Tensor, t: Tensor, noise: Tensor) -> Prepared:
         return Prepared(x, t, Target(noise))
 

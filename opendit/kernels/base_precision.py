@@ -76,7 +76,8 @@ def quantise(weight: Tensor, kind: str) -> Tensor:
     """Return rows (out, in) as rows of bytes (out, row_bytes), of int8 or nf4."""
     weight, inputs = weight.float(), weight.shape[1]
     if kind == "int8":
-        scales = weight.abs().amax(1, keepdim=True) / 127
+        largest = weight.abs().amax(1, keepdim=True)
+        scales = largest / torch.full_like(largest, 127)  # a GPU multiplies by the reciprocal of a plain number
         return _joined((weight / _not_zero(scales)).round().to(torch.int8), scales)
     rows = nn.functional.pad(weight, (0, -inputs % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
     scales, levels = rows.abs().amax(2), _levels(weight.device)

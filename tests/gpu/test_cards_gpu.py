@@ -26,6 +26,14 @@ VALUES = FLUX | dict(num_layers=3, num_single_layers=5, attention_head_dim=128, 
 VALUES |= dict(axes_dims_rope=(16, 56, 56))
 
 
+@pytest.fixture(autouse=True)
+def deterministic():
+    """Let attention add gradients up in one order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def config():
     return public_config("flux", VALUES, (32, 32))
 

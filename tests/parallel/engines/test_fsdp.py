@@ -94,9 +94,9 @@ def engine_of(mesh: Mesh, case: Case, model: DiT, **settings):
 
 def backward(engine, mesh: Mesh, step: int, accumulation: int) -> Tensor:
     """Add the gradients of a step; return its loss on this rank."""
-    micro, total = GLOBAL_BATCH // mesh.dp_size // accumulation, torch.zeros(())
+    micro, total = GLOBAL_BATCH // mesh.dp_size // accumulation, torch.zeros((), device=mesh.device)
     for m in range(accumulation):
-        index = (m * mesh.dp_size + mesh.dp_rank) * micro + torch.arange(micro)
+        index = (m * mesh.dp_size + mesh.dp_rank) * micro + torch.arange(micro, device=mesh.device)
         with engine.micro_batch(last=m == accumulation - 1):
             loss = loss_of(engine.forward, step, index) / accumulation
             engine.backward(loss)
