@@ -104,6 +104,7 @@ class Inputs:
         """Return the micro-batch on the device, without waiting for it."""
         from opendit.data.base import to_pixels
         from opendit.data.enlarging import enlarge
+        from opendit.diffusion.token_routing import draw_kept_tokens
         from opendit.training.micro_batch import MicroBatch
 
         index = batch.index.to(self.device, non_blocking=True)
@@ -112,14 +113,14 @@ class Inputs:
             return self.packing.micro_batch(self, batch, index)
         x = enlarge(batch.x.to(self.device, non_blocking=True), batch.small)
         x0 = self.clean(x, batch.step, index)
-        noise = self.noise(x0, batch.step, index)
-        tokens = None if self.tokens_of is None else [self.tokens_of(tuple(x0.shape[2:]))] * len(x0)
-        t = self.objective.times(self.seed, batch.step, index, tokens)
+        tokens = None if self.tokens_of is None else self.tokens_of(tuple(x0.shape[2:]))
+        t = self.objective.times(self.seed, batch.step, index, None if tokens is None else [tokens] * len(x0))
         condition, given = self.condition(batch, index), self.given(x0, batch.step, index)
         if self.beside:
-            condition, given = self.first_frames(condition, x)
-        kept = self.kept(x0, batch.step, index)
+            condition, given = self.first_frames(condition, to_pixels(x))
+        kept = draw_kept_tokens(self.route, tokens, self.seed, batch.step, index)
         alignment = None if self.teacher is None else self.teacher.alignment(to_pixels(x))
+        noise = self.noise(x0, batch.step, index)
         return MicroBatch.of(x0, t, noise, condition, given, self.in_place, kept, alignment)
 
     def clean(self, x: Tensor, step: int, index: Tensor) -> Tensor:
@@ -141,12 +142,9 @@ class Inputs:
         dropped = uniform(self.seed, batch.step, index, Stream.CONDITION_DROP) < self.label_drop
         return self.conditioner.drop(self.conditioner.of_batch(batch), dropped)
 
-    def first_frames(self, y: Condition, x: Tensor) -> tuple[Condition, Tensor]:
+    def first_frames(self, y: Condition, pixels: Tensor) -> tuple[Condition, Tensor]:
         """Return conditions with the tokens of the clips' first frames, if the model attends to them, and the mask and
         the latents of clips that have nothing after those."""
-        from opendit.data.base import to_pixels
-
-        pixels = to_pixels(x)
         return self.conditioner.of_clips(y, pixels), self.latents.of_first_frames(pixels)
 
     def given(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
@@ -154,14 +152,6 @@ class Inputs:
         from opendit.diffusion.conditioning_frames import draw_conditioning_frames
 
         return draw_conditioning_frames(self.given_frames, x0, self.seed, step, index)
-
-    def kept(self, x0: Tensor, step: int, index: Tensor) -> Tensor | None:
-        """Draw the tokens that routed blocks see, (B, n); None without ``route``."""
-        from opendit.diffusion.token_routing import draw_kept_tokens
-
-        if self.route is None or self.tokens_of is None:
-            return None
-        return draw_kept_tokens(self.route, self.tokens_of(tuple(x0.shape[2:])), self.seed, step, index)
 
 
 @dataclass(frozen=True)
@@ -190,10 +180,9 @@ class EagerPasses:
         return batch.losses(self.objective, output, prepared)
 
     def forward_backward(self, batch: MicroBatch | PackedMicroBatch, *, last: bool) -> Tensor:
-        """Add the gradients of a micro-batch to the engine's; ``last``: the optimizer's step follows.
+        """Add the gradients of a micro-batch to the engine's. Return its share of the step's loss, 0-dim, detached.
 
-        Returns:
-            The micro-batch's share of the step's loss, 0-dim, detached.
+        last: the optimizer's step follows.
         """
         with self.engine.micro_batch(last=last):
             loss = batch.mean(self.losses(batch)) / self.micro_batches
@@ -203,10 +192,7 @@ class EagerPasses:
 
 
 def start(flags: TrainConfig) -> Path | None:
-    """Check the flags against the machine and the data, then train.
-
-    Returns:
-        The run's folder; None for --dry_run.
+    """Check the flags against the machine and the data, then train. Return the run's folder; None for --dry_run.
 
     Raises:
         SystemExit: code 1 if a checkpoint or another file could not be written; otherwise as ``Supervisor`` says.
@@ -253,8 +239,7 @@ def start(flags: TrainConfig) -> Path | None:
 def main(argv: list[str]) -> int:
     """Train as the flags say, or for --dry_run print what training would need. Return the exit code."""
     prepare_console()
-    folder = start(read_flags(TrainConfig, argv))
-    if folder is None:
+    if (folder := start(read_flags(TrainConfig, argv))) is None:
         return 0
     from opendit.training.run_end import exit_code
 
