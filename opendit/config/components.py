@@ -53,7 +53,12 @@ from opendit.config.parallel_sizes import check_sequence_parallel, environment_w
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
     """Make a component with a flag for each setting of an architecture or objective."""
     fields = [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
-    return make_dataclass(f"{group}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
+    title = group.partition(":")[0]
+    return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
+
+
+def _settings_of(*objectives: str) -> Iterable[Setting]:
+    return (setting for name in objectives for setting in DESCRIPTIONS[name].settings.values())
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 
     patch_bottleneck: int | None = flag(
         None,
-        "project patches to so many numbers first, as 128 for patches of 16 x 16 pixels (JiT)",
+        "project patches to this many channels first, such as 128 for 16 x 16 pixels (JiT)",
         at_least=1,
         at_most=16_384,
         unit="channels",
@@ -241,7 +246,7 @@ class LoaderFlags(Flags):
 
 
 @dataclass(frozen=True)
-class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values() for s in of.settings.values()))):
+class ObjectiveFlags(_with_flags("Objective", _settings_of("ddpm", "edm"))):
     """Flags that choose what the model learns to predict."""
 
     group: ClassVar[str] = "Objective: what the model learns to predict"
@@ -252,6 +257,11 @@ class ObjectiveFlags(_with_flags("Objective", (s for of in DESCRIPTIONS.values()
         choices=tuple(DESCRIPTIONS),
         common="what is learned",
     )
+
+
+@dataclass(frozen=True)
+class FlowFlags(_with_flags("Flow: settings of flow and meanflow", _settings_of("flow", "meanflow"))):
+    """Settings of the objectives with straight paths."""
 
 
 @dataclass(frozen=True)

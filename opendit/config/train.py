@@ -71,6 +71,7 @@ class TrainConfig(
     component.LoaderFlags,
     component.StartFlags,
     component.ObjectiveFlags,
+    component.FlowFlags,
     component.RoutingFlags,
     component.AlignmentFlags,
     component.BatchFlags,

@@ -23,8 +23,8 @@ CENTRED = 0.7  # share of the mean over places that [I] takes off the encoder's 
 
 @dataclass(frozen=True)
 class AlignmentConfig:
-    """What is aligned: the tokens after ``block`` blocks, with features of ``width`` numbers. projector: "mlp" ([R]) or
-    "conv" ([I])."""
+    """Align the tokens after ``block`` blocks with features of ``width`` numbers. projector: "mlp" ([R]) or "conv"
+    ([I])."""
 
     block: int
     width: int

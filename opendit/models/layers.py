@@ -518,7 +518,7 @@ class PatchEmbed(nn.Module):
     W), frame by frame.
 
     The input may have ``given`` more channels after the ``in_channels``; zeros stand in for them if they are left out.
-    bottleneck: patches are projected to so many numbers first, then to D (JiT; Li & He 2025, sec. 4); None: at once.
+    bottleneck: patches are projected to this many channels first, then to D (JiT; Li & He 2025, sec. 4); None: at once.
     """
 
     def __init__(

@@ -237,7 +237,7 @@ def rules(config: DiTConfig) -> dict[str, Rule]:
     collective, except for the modulations, which have many weights."""
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
-        "projector.layers.*.*": Replicated(),
+        **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
         "t_embedder.mlp.*.*": Replicated(),
         "y_embedder.embedding_table.weight": Vocabulary(),
         "y_embedder.mlp.*.*": Replicated(),

@@ -173,7 +173,8 @@ def test_there_are_enough_of_them():
 
 def info(**more) -> dict:
     return {
-        "model": "DiT-Ti/2", "config": TINY.to_dict(), "objective": {"name": "edm", "mean": -1.2}, "vae": "none",
+        "model": "DiT-Ti/2", "objective": {"name": "edm", "mean": -1.2}, "vae": "none",
+        "config": TINY.to_dict() | {"patch_bottleneck": None, "alignment": None},
         "class_names": ["a", "b"], "captions": [], "text_encoder": None, "image_size": 4, "step": 3,
         "version": 2, **more,
     }  # fmt: skip

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from opendit.kernels import fp8
+from opendit.kernels import base_precision, fp8
 from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
@@ -186,6 +186,12 @@ def shards_in_float8(dtype: torch.dtype) -> None:
     quantizer.quantize(quantizer.amax())
 
 
+def stored_weights(kind: str) -> None:
+    base_precision.kernels_available = lambda *_: (True, "")  # not on a CPU, otherwise
+    rows = torch.zeros(64, base_precision.row_bytes(kind, 1152), dtype=torch.uint8)
+    base_precision.dense(rows, kind, 1152, BFLOAT16)
+
+
 def calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Everything that launches kernels: at DiT-XL's width in bf16, packed, in fp32, and at a width that 16 does not
     divide."""
@@ -218,6 +224,8 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"sampling step {shape}", lambda s=shape: sampling_step(*s)
     yield "adamw_ema", optimizer_step
     yield "averages", separate_averages
+    for kind in ("int8", "nf4"):
+        yield f"stored weights {kind}", lambda k=kind: stored_weights(k)
     for dtype in (BFLOAT16, torch.float16):
         yield f"shards in float8, {dtype}", lambda t=dtype: shards_in_float8(t)
 

@@ -129,6 +129,8 @@ def specification(mesh: Mesh, case: Case, weights: Weights, plugin: str, precisi
         grad_clip=1.0,
         grad_accumulation=1,
         offload="none",
+        base_precision="bf16",
+        optimizer="adamw",
     )
     return SimpleNamespace(
         flags=flags,

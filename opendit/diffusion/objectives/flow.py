@@ -167,8 +167,8 @@ class FlowTrajectory(Trajectory):
     """``times``: (n + 1,), falling, see ``sampling_times``; x at time 1 is standard normal noise.
 
     A ``point`` is the network's time 1000 t, (B,) float32; the model returns the velocity dx/dt, (B, C, ...).
-    ``network_times``: (n + 1,), instead of 1000 t. predicts_x: the model returns x_0 instead. noise_scale: x at time 1
-    is so many times the noise.
+    ``network_times``: (n + 1,), instead of 1000 t. predicts_x: the model returns x_0 instead. noise_scale: what
+    the noise is multiplied by at time 1.
     """
 
     def __init__(
