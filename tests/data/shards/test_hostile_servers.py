@@ -22,6 +22,7 @@ class Server:
 
     def __init__(self, files):
         self.files, self.hostile, self.sent = files, lambda *_: False, 0
+        self._own = threading.local()  # each thread's connection: an endless answer must not go to the next one
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -41,7 +42,7 @@ class Server:
             kind, path = asked.decode().split(" ")[:2]
             found = re.search(r"(?i)range: bytes=(\d+)-(\d+)", asked.decode())
             wanted = found and (int(found[1]), int(found[2]))
-            self.connection = connection
+            self._own.connection = connection
             if self.hostile(self, path, wanted, kind):
                 return
             content = self.files.get(path)
@@ -54,7 +55,7 @@ class Server:
             self.send(part)
 
     def send(self, content):
-        self.connection.sendall(content)
+        self._own.connection.sendall(content)
         self.sent += len(content)
 
     def start(self, status, length=None, *headers):
