@@ -250,8 +250,12 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
     moments = needs.states["moments"] - 4 * matrices / copies
     exchanged = 0 if ranks == 1 else 4 * matrices if setup.plugin == "ddp" else 3 * size * matrices / ranks
     step = exchanged + 4 * size * min(ELEMENTS, matrices / ranks)
-    at_the_end = needs.gradients_at_the_end + step
-    return replace(needs, states=needs.states | {"moments": moments}, gradients_at_the_end=at_the_end)
+    return replace(
+        needs,
+        states=needs.states | {"moments": moments},
+        gradients_at_the_end=needs.gradients_at_the_end + step,
+        last_block=max(0, needs.last_block - step),  # whose activations are gone by then
+    )
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
