@@ -57,6 +57,9 @@ def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
     return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
 
 
+FLOWS = "flow", "meanflow"  # objectives whose settings have a heading of their own
+
+
 def _settings_of(*objectives: str) -> Iterable[Setting]:
     return (setting for name in objectives for setting in DESCRIPTIONS[name].settings.values())
 
@@ -246,7 +249,7 @@ class LoaderFlags(Flags):
 
 
 @dataclass(frozen=True)
-class ObjectiveFlags(_with_flags("Objective", _settings_of("ddpm", "edm"))):
+class ObjectiveFlags(_with_flags("Objective", _settings_of(*(name for name in DESCRIPTIONS if name not in FLOWS)))):
     """Flags that choose what the model learns to predict."""
 
     group: ClassVar[str] = "Objective: what the model learns to predict"
@@ -260,7 +263,7 @@ class ObjectiveFlags(_with_flags("Objective", _settings_of("ddpm", "edm"))):
 
 
 @dataclass(frozen=True)
-class FlowFlags(_with_flags("Flow: settings of flow and meanflow", _settings_of("flow", "meanflow"))):
+class FlowFlags(_with_flags("Flow: settings of flow and meanflow", _settings_of(*FLOWS))):
     """Settings of the objectives with straight paths."""
 
 
