@@ -99,16 +99,7 @@ TI2V = WAN | {
     "model_index.json": WAN["model_index.json"] | {"expand_timesteps": True},
 }
 QWEN_IMAGE: dict[str, dict[str, Any]] = {
-    "vae/config.json": {
-        "_class_name": "AutoencoderKLQwenImage",
-        "base_dim": 96,
-        "z_dim": 16,
-        "dim_mult": [1, 2, 4, 4],
-        "num_res_blocks": 2,
-        "temperal_downsample": [False, True, True],
-        "latents_mean": [0.0] * 16,
-        "latents_std": [1.0] * 16,
-    },
+    "vae/config.json": WAN["vae/config.json"] | {"_class_name": "AutoencoderKLQwenImage"},
     "text_encoder/config.json": {"model_type": "qwen2_5_vl"},
     "scheduler/scheduler_config.json": _EULER
     | dict(use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, base_image_seq_len=256, max_image_seq_len=8192)

@@ -3,16 +3,30 @@
 Importing this module is cheap: it needs no package beyond Python's own.
 """
 
+import contextlib
+import gc
 import hashlib
 import importlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HASH_BLOCK = 4 << 20  # bytes that are read at once
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Keep Python's garbage collector from running inside the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DataError(RuntimeError):

@@ -199,9 +199,7 @@ class TrainConfig(
         if "objective" in self.given and self.objective != "flow":
             raise ValueError(f"--objective {self.objective}: {source} is a flow model; leave the flag out")
         if given := self.given & {"flow_prediction", "flow_noise_scale", "flow_contrast"}:
-            raise ValueError(
-                f"--{min(given)}: {source} has learned velocities by a loss of its own; leave the flag out"
-            )
+            raise ValueError(f"--{min(given)}: {source} has learned velocities by its own loss; leave the flag out")
         changed = self.architecture | {"cross_attention": self.cross_attention or None}
         own = [flag for flag, value in changed.items() if flag in self.given and value is not None]
         if own:

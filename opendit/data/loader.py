@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from opendit.common.utils import collection_paused
 from opendit.data.base import (
     BadFileCounter,
     DataError,
@@ -42,7 +43,6 @@ from opendit.data.contents import Verification
 from opendit.data.enlarging import Small
 from opendit.data.order.schedule import BatchSchedule
 from opendit.data.processes import (
-    collection_paused,
     end_processes,
     end_with_parent,
     leave_inherited_garbage,

@@ -15,36 +15,24 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from opendit.common.utils import DataError
+from opendit.common.utils import DataError, collection_paused
 from opendit.data.files import printable
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Start processes that may be forked without garbage collection, which ``leave_inherited_garbage`` begins there.
-
-    A forked process inherits this one's garbage but not its threads. Collecting an object that ends a thread, such as a
-    process group or a store of torch.distributed, waits there forever or crashes.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def leave_inherited_garbage() -> None:
-    """Begin garbage collection in a process started under ``collection_paused``, of its own objects only."""
+    """Begin garbage collection in a process started under ``collection_paused``, of its own objects only.
+
+    A forked process inherits its parent's garbage but not its threads. Collecting an object that ends a thread, such as
+    a process group or a store of torch.distributed, waits there forever or crashes.
+    """
     gc.freeze()
     gc.enable()
 

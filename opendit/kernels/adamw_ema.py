@@ -233,7 +233,7 @@ def _momentum_block(
 def _momentum_kernel(
     table, blocks, scalars, tensors, momentum, rest, LIMIT: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
 ):  # fmt: skip
-    """As momentum_reference, for every tensor without second moments; does nothing if scalars[0] is 0."""
+    """Do what momentum_reference does for every tensor without second moments; nothing if scalars[0] is 0."""
     block = tl.program_id(0)
     table += tl.load(blocks + 2 * block)
     gradient_address = tl.load(table + GRADIENT * tensors)

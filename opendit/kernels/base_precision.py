@@ -14,11 +14,10 @@ of theirs.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opendit.kernels.common import kernels_available, next_power_of_2
@@ -206,15 +205,15 @@ class BaseLayer(nn.Linear):
         return self.out_features, self.in_features
 
     @torch.no_grad()
-    def store(self, part: Tensor, values: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter. With fp8,
-        collective over the ``group`` that divides the rows (None: nobody does)."""
+    def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
+        """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
+
+        maximum: returns the largest of a number over the ranks that divide the rows; called with fp8 alone.
+        """
         values = values.to(part.dtype)
         if self.kind == "fp8":
             amax = values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
-            amax = amax.to(self.descale.device)
-            if group is not None:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+            amax = maximum(amax.to(self.descale.device))
             factor = float8_factor_reference(torch.where(amax > 0, amax, 1.0), EXACT)
             self.descale.copy_(1 / factor)
             codes = float8_reference(values, factor.to(values.device), E4M3).view(torch.uint8)

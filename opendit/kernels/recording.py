@@ -1,12 +1,13 @@
 """Record work as a CUDA graph. Only this file uses torch's private names for that."""
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+
+from opendit.common.utils import collection_paused
 
 _ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 _FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch still refers to, see _clear_up
@@ -59,7 +60,8 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
     try:
         # thread_local: other threads, which pin batches and watch communicators, may call CUDA meanwhile.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        with _uncollected(), torch.cuda.stream(torch.cuda.current_stream()), recording:
+        # To free an older recording during a capture breaks the capture.
+        with collection_paused(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             try:
                 result = work()
             except RuntimeError as error:
@@ -70,18 +72,6 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
         raise failure or error from None
     _ALIVE.add(graph)
     return result, graph.replay
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running: to free an older recording during a capture breaks the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def end_recordings() -> None:

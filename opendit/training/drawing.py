@@ -88,7 +88,7 @@ class EMASampler:
             if frozen is not None and name not in engine.shapes:  # the averages are of what is trained
                 values = frozen(name, engine.parts.local(name))
                 if name in stored:
-                    stored[name].store(parameter.data, values, None)
+                    stored[name].store(parameter.data, values, lambda largest: largest)
                 else:
                     parameter.data.copy_(values)
         return model

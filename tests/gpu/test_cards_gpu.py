@@ -66,7 +66,7 @@ def model_of(kind, offload, float8):
     for name, parameter in model.named_parameters():
         part = parameter.data if streamed is None else streamed.host.get(name, parameter.data)
         if name in layers:
-            layers[name].store(part, found[name], None)
+            layers[name].store(part, found[name], torch.clone)
         else:
             part.copy_(found[name])
     del found

@@ -28,7 +28,7 @@ def layer_of(weight, kind, dtype=torch.float32, rank=None):
     layer = model.blocks[0]
     packed = torch.empty_like(layer.weight, device="cpu")
     layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-    layer.store(packed, weight, None)
+    layer.store(packed, weight, torch.clone)
     return layer
 
 
@@ -37,7 +37,7 @@ def fill(model, plain):
     for name, layer in stored.base_layers(model):
         packed = torch.empty_like(layer.weight, device="cpu")
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-        layer.store(packed, plain.get_parameter(name).detach(), None)
+        layer.store(packed, plain.get_parameter(name).detach(), torch.clone)
 
 
 def error(found, wanted):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
@@ -253,9 +254,15 @@ class Engine(ABC):
             if name not in self.shapes:
                 part, shard = self._frozen_part(name, parameter)
                 if name in self.stored:
-                    self.stored[name].store(part, values(name, shard), self._frozen_group)
+                    self.stored[name].store(part, values(name, shard), self._largest)
                 else:
                     part.copy_(values(name, shard))
+
+    def _largest(self, number: Tensor) -> Tensor:
+        """Return the largest of a number over the ranks that have other parts of weights that are not trained."""
+        if self._frozen_group is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self._frozen_group)
+        return number
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
         """Return this rank's memory of a weight that is not trained, and which shard of it that is."""
