@@ -5,6 +5,7 @@ opendit completion zsh > ~/.zfunc/_opendit
 """
 
 import argparse
+import copy
 import importlib
 import sys
 
@@ -62,7 +63,7 @@ def script(shell: str) -> str:
             to.add_parser(name, help=about, parents=[parser], add_help=False)
 
     for command, about in COMMANDS.items():
-        add(commands, command, about, parser_of(command))
+        add(commands, command, about, copy.deepcopy(parser_of(command)))  # add() changes actions; parsers are cached
     return shtab.complete(whole, shell)
 
 

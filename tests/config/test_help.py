@@ -207,6 +207,11 @@ def test_bash_completes(typed, offered, bash_script):
     assert done.stdout.split() == offered, done.stderr
 
 
+def test_completion_changes_no_parser(bash_script):
+    """The programs' parsers are cached, and a flag's words may have a number behind them."""
+    assert bash_script.is_file() and parse(TrainConfig, ["--offload", "blocks:2"]).offload == "blocks:2"
+
+
 def test_without_shtab_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(SystemExit) as stop:
