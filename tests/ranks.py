@@ -20,6 +20,8 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
+from opendit.kernels.common import interpreting
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -83,7 +85,11 @@ def several_programs() -> None:
 
 def context(fresh: bool = False) -> multiprocessing.context.BaseContext:
     """Return the way to start ranks; ``fresh``: each in a new interpreter."""
-    chosen = multiprocessing.get_context("spawn" if fresh or torch.cuda.is_available() else "forkserver")
+    if fresh or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    if interpreting():  # a process of a few files and one thread (tests/kernels/test_interpreter.py)
+        return multiprocessing.get_context("fork")
+    chosen = multiprocessing.get_context("forkserver")
     chosen.set_forkserver_preload(["tests.preload"])
     return chosen
 

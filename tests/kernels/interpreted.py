@@ -2,24 +2,29 @@
 Those of the tuple with test_fp8_sequence.py are in thorough.txt: tests/gpu has the same on the GPU."""
 
 INTERPRETED = (
-    ("test_operators.py",),
-    ("test_kernels_in_models.py", "test_packed_models.py", "test_recompute.py", "test_tensor_parallel.py"),
-    ("test_fp8.py",),
-    ("test_fp8_sequence.py", "test_fp8_shards.py", "test_fp8_fsdp.py", "test_public_fp8.py", "test_fp8_lora.py"),
     (
+        "test_operators.py",
+        "test_fp8.py",
         "test_add_table.py",
         "test_base_precision_kernel.py",
         "test_filled_heads.py",
         "test_first_row.py",
         "test_join_heads.py",
         "test_philox.py",
-        "test_rotate_heads.py",
         "test_sampling_step.py",
         "test_short_attention.py",
         "test_split_heads.py",
         "test_exchange_heads.py",
         "test_sum_parts.py",
     ),
+    (
+        "test_kernels_in_models.py",
+        "test_packed_models.py",
+        "test_recompute.py",
+        "test_rotate_heads.py",
+        "test_tensor_parallel.py",
+    ),
+    ("test_fp8_sequence.py", "test_fp8_shards.py", "test_fp8_fsdp.py", "test_public_fp8.py", "test_fp8_lora.py"),
 )
 FILES = frozenset(name for names in INTERPRETED for name in names)
 RUNNER = "test_interpreter.py"
