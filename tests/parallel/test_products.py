@@ -161,6 +161,15 @@ CASES = {
         for other in ("flux2" if name == "flux" else name,)  # which has what FLUX.1 has, and modulation that is shared
     },
 }
+# One telling case a kind of product and plugin, of the lists above; these take longer.
+CASES["some"] = [
+    *(CASES["tensor"][place] for place in (0, 3, 6)),
+    *(CASES["pipeline"][place] for place in (0, 3, 6, 8)),
+    CASES["sequence"][0],
+    CASES["experts"][2],
+    LORA_CASES[4],
+    *(CASES["flux"][place] for place in (0, 3)),
+]
 # In half precision, against zero2 without other parallelism, the first of each list.
 HALF_CASES = {
     "tensor": [
@@ -184,6 +193,11 @@ HALF_CASES = {
         Case(dict(sp=4), "gemini", **HALF, **SEQUENCE, kind="usp"),
     ],
     **dict.fromkeys(("experts", "axial", "LoRA", *PUBLIC), []),
+    "some": [
+        Case({}, "zero2", **HALF, **PIPELINE),
+        Case(dict(tp=2), "fsdp", model="deep", **HALF, sharding=FREED),
+        Case(dict(pp=2), "zero2", precision="fp16", **PIPELINE),
+    ],
 }
 # What is saved, in shards or whole, and what resumes it.
 RESUMED = {

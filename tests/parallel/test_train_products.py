@@ -37,24 +37,30 @@ RESUMED = {
     "sequence, then none": ("sequence", "--batch_size 2"),
 }
 FROM = {"weights, tensor": TENSOR, "weights": "--batch_size 2"}  # start from weights in the middle of "tensor"
+FEW = {"tensor", "pipeline", "tensor, then none", "pipeline, then under fsdp"}
+EVERY = {*WHOLE, *HALVES, *RESUMED, *FROM}
 
 
-def programs(mesh, folder: Path) -> None:
+def programs(mesh, folder: Path, chosen: set[str]) -> None:
     several_programs()
     common = [*TINY, *QUIET, "--ckpt_every", str(HALF)]
     middle = f"{RUN}/checkpoints/step_{HALF:07d}"
-    for name, how in WHOLE.items():
+    for name, how in of(chosen, WHOLE):
         train.main([*common, *how.split(), "--max_steps", str(STEPS), "--outputs", str(folder / name)])
-    for name, how in HALVES.items():
+    for name, how in of(chosen, HALVES):
         train.main([*common, *how.split(), "--max_steps", str(HALF), "--outputs", str(folder / name)])
-    for name, (before, how) in RESUMED.items():
+    for name, (before, how) in of(chosen, RESUMED):
         if mesh.is_main:
             shutil.copytree(folder / before, folder / name, symlinks=True)
         torch.distributed.barrier()
         train.main([*common, *how.split(), "--max_steps", str(STEPS), "--load", str(folder / name / middle)])
-    for name, how in FROM.items():
+    for name, how in of(chosen, FROM):
         weights = ["--pretrained", str(folder / "tensor" / middle)]
         train.main([*common, *how.split(), "--max_steps", "1", "--outputs", str(folder / name), *weights])
+
+
+def of(chosen: set[str], runs: dict) -> list[tuple]:
+    return [(name, how) for name, how in runs.items() if name in chosen]
 
 
 def losses_in(outputs: Path) -> list[float]:
@@ -65,25 +71,27 @@ def drawn_in(outputs: Path, step: int) -> np.ndarray:
     return np.asarray(Image.open(outputs / RUN / "samples" / f"{step:07d}.png")).astype(int)
 
 
-def test_train_py_gives_the_curve_of_one_process_and_resumes_under_another_product(tmp_path):
-    run_ranks(4, programs, tmp_path)
+@pytest.mark.parametrize("chosen", [FEW, EVERY], ids=["few", "every"])
+def test_train_py_gives_the_curve_of_one_process_and_resumes_under_another_product(tmp_path, chosen):
+    run_ranks(4, programs, tmp_path, chosen)
     wanted, middle, end = (
         plain_losses(STEPS, 8),
         drawn_in(tmp_path / "tensor", HALF),
         drawn_in(tmp_path / "tensor", STEPS),
     )
     assert middle.std() > 10 and end.std() > 10
-    for name in [*WHOLE, *RESUMED]:
+    for name in chosen & {*WHOLE, *RESUMED}:
         assert len(losses_in(tmp_path / name)) == STEPS and off_by(losses_in(tmp_path / name), wanted) < 1e-5, name
         assert np.abs(drawn_in(tmp_path / name, STEPS) - end).max() <= 1, name
-    for name in [*WHOLE, *HALVES]:
+    for name in chosen & {*WHOLE, *HALVES}:
         assert len(losses_in(tmp_path / name)) >= HALF, name
         assert off_by(losses_in(tmp_path / name)[:HALF], wanted[:HALF]) < 1e-5, name
         assert np.abs(drawn_in(tmp_path / name, HALF) - middle).max() <= 1, name
-    from_weights, alone = (losses_in(tmp_path / name) for name in FROM)
-    assert off_by(from_weights, alone) < 1e-6 and off_by(from_weights, wanted[:1]) > 1e-5
-    made_of = json.loads((tmp_path / "sequence" / RUN / "checkpoints/latest/state.json").read_text())["fingerprint"]
-    assert made_of["sequence"] == "fastseq over 2 ranks" and made_of["global_batch"] == 8
+    if chosen == EVERY:
+        from_weights, alone = (losses_in(tmp_path / name) for name in FROM)
+        assert off_by(from_weights, alone) < 1e-6 and off_by(from_weights, wanted[:1]) > 1e-5
+        state = json.loads((tmp_path / "sequence" / RUN / "checkpoints/latest/state.json").read_text())
+        assert state["fingerprint"]["sequence"] == "fastseq over 2 ranks" and state["fingerprint"]["global_batch"] == 8
 
 
 def with_lora(mesh, runs: list[str]) -> None:

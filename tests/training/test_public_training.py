@@ -108,15 +108,22 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+class Runs(dict):
+    """Runs by their family, each made when it is first asked for."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __missing__(self, name):
+        self[name] = self.make(name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def whole(folders, tmp_path_factory):
     """Return the run of every family in one process: a step is an epoch of the same eight samples."""
-    return {
-        name: run(
-            folders, name, tmp_path_factory.mktemp(name), "--batch_size", "8", *f"--ckpt_every {STEPS // 2}".split()
-        )
-        for name in FAMILIES
-    }
+    how = f"--batch_size 8 --ckpt_every {STEPS // 2}".split()
+    return Runs(lambda name: run(folders, name, tmp_path_factory.mktemp(name), *how))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -195,10 +202,7 @@ PACKS = {
 @pytest.fixture(scope="module")
 def packed(folders, tmp_path_factory):
     """Return the run of every family on packs in one process."""
-    return {
-        name: run(folders, name, tmp_path_factory.mktemp("packs"), *PACKS[name].split(), data="unequal")
-        for name in FAMILIES
-    }
+    return Runs(lambda name: run(folders, name, tmp_path_factory.mktemp("packs"), *PACKS[name].split(), data="unequal"))
 
 
 def test_two_ranks_have_the_curve_of_one(folders, whole, packed, tmp_path):
