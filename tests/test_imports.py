@@ -103,6 +103,12 @@ def modules():
         yield name, path.read_text(), name if parts[-1] == "__init__" else ".".join(parts[:-1])
 
 
+def test_colossalai_is_imported_in_its_own_package_alone():
+    for name, source, package in modules():
+        if "colossalai" in source and not name.startswith("opendit.parallel.colossal"):
+            assert "colossalai" not in {each.partition(".")[0] for each in imported(source, package)}, name
+
+
 def test_rooms_import_only_rooms_below_them():
     found = {(name, room) for name, source, package in modules() for room in climbs(name, source, package)}
     assert found == set(), "a room imports one above it"

@@ -57,9 +57,11 @@ def private_names(source: str) -> set[str]:
                 found.add(f"{node.module}.{alias.name}")
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     for node in ast.walk(tree):
-        first, _, rest = ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
-        if first in names and all(part.isidentifier() for part in rest.split(".")):
-            found.add(f"{names[first]}.{rest}")
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts, node = [node.attr, *parts], node.value
+        if parts and isinstance(node, ast.Name) and node.id in names:
+            found.add(".".join([names[node.id], *parts]))
     return {name for name in found if is_private(name)}
 
 

@@ -1,4 +1,4 @@
-"""Thousands of files that somebody has changed: each is read as what it is, or refused in one line that names the file.
+"""A thousand files that somebody has changed: each is read as what it is, or refused in one line that names the file.
 
 None ends in another exception, takes more than 5 seconds or more than 1 GB. The changes are hypothesis', the same in
 every run: values of other types and sizes, keys missing, added or twice, nesting; bytes flipped, cut and put in.
@@ -33,8 +33,8 @@ from tests.models.test_dit import randomised
 
 # Kind of file -> how many of it are changed and read.
 EXAMPLES = {
-    "metadata": 600, "lora": 150, "weights": 250, "pickle": 150, "manifest": 250, "state": 250, "index": 250,
-    "shard": 120, "vae": 150, "clip": 150, "tokenizer": 40, "vae weights": 20, "pipeline": 60,
+    "metadata": 300, "lora": 60, "weights": 150, "pickle": 100, "manifest": 120, "state": 120, "index": 120,
+    "shard": 80, "vae": 80, "clip": 60, "tokenizer": 20, "vae weights": 20, "pipeline": 40,
 }  # fmt: skip
 TINY = DiTConfig(
     input_size=(4, 4),
@@ -165,7 +165,7 @@ def try_all(kind, strategy, put, read, folder):
 
 
 def test_there_are_enough_of_them():
-    assert sum(EXAMPLES.values()) >= 2000
+    assert sum(EXAMPLES.values()) >= 1000
 
 
 # ------------------------------------------------------------------------------------------ weights

@@ -97,11 +97,12 @@ def test_both_are_intact_and_found(run):
     assert found(run, "checkpoints/step_0000005") == run / "checkpoints" / "step_0000005"
 
 
-def test_every_file_truncated_flipped_missing_or_of_another_step(run):
+@pytest.mark.parametrize("some", [("manifest", "state", "ema.", "ema-"), ("ema_", "exp_avg", "model")], ids=" ".join)
+def test_every_file_truncated_flipped_missing_or_of_another_step(run, some):
     newest, before = run / "checkpoints" / "step_0000006", run / "checkpoints" / "step_0000005"
     names = sorted(path.name for path in newest.iterdir())
     assert len(names) == 2 + len(SETS) * 3  # manifest, state; an index and two shards each
-    for name in names:
+    for name in (name for name in names if name.startswith(some)):
         path = newest / name
         content = path.read_bytes()
         middle = len(content) // 2

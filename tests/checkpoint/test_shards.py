@@ -1,5 +1,6 @@
 """Checkpoints of shards: what every layout writes is what every layout reads, bit for bit, and nothing more is held."""
 
+import functools
 import importlib
 import json
 import math
@@ -119,26 +120,33 @@ def load_all(mesh: Mesh, checkpoints: list[Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[Path, Expected, list[Path]]:
-    """Checkpoints of one state by 1, 2 and 4 ranks and every plugin, and of whole tensors."""
-    folder, state = tmp_path_factory.mktemp("written"), expected_state()
-    for world in (1, 2, 4):
+def written(tmp_path_factory) -> Callable[[int], Path]:
+    """Return what gives a folder with checkpoints of one state by 1, 2 or 4 ranks and every plugin, and of whole
+    tensors."""
+
+    @functools.cache
+    def by(world: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"written{world}")
         run_ranks(world, save_all, folder)
-    return folder, state, sorted(folder.glob("*/checkpoints/step_0000005"))
+        return folder
+
+    return by
 
 
 @pytest.mark.timeout(600)
 def test_any_layout_reads_what_any_other_has_written(written):
-    _, state, checkpoints = written
+    checkpoints = sorted(step for n in (1, 2, 4) for step in written(n).glob("*/checkpoints/step_0000005"))
     assert len(checkpoints) == 3 * (len(PLUGINS) + 1)
     for world in (1, 2, 4):
         run_ranks(world, load_all, checkpoints)
 
 
-def test_its_tensors_are_those_of_the_whole_kind_and_every_reader_takes_them(written):
-    folder, state, _ = written
+@pytest.mark.parametrize("worlds", [(2,), (1, 4)], ids=str)
+def test_its_tensors_are_those_of_the_whole_kind_and_every_reader_takes_them(written, worlds):
+    state = expected_state()
     for plugin in PLUGINS:
-        for world in (1, 2, 4):
+        for world in worlds:
+            folder = written(world)
             step = folder / f"{plugin}-{world}-sharded" / "checkpoints" / "step_0000005"
             assert damage(step) is None
             for which in SETS:
@@ -160,16 +168,16 @@ def test_its_tensors_are_those_of_the_whole_kind_and_every_reader_takes_them(wri
 
 
 def test_nothing_is_written_twice(written):
-    folder, state, _ = written
+    folder, state = written(2), expected_state()
     parameters = sum(tensor.numel() for tensor in state["model"].values())
     table = build_model(CONFIG).pos_embed.numel()
     for plugin in PLUGINS:
-        step = folder / f"{plugin}-4-sharded" / "checkpoints" / "step_0000005"
+        step = folder / f"{plugin}-2-sharded" / "checkpoints" / "step_0000005"
         for which in SETS:
             sizes = [path.stat().st_size for path in step.glob(f"{which}-shard-*.safetensors")]
             bytes_of_tensors = 4 * (parameters + (0 if which in MOMENTS else table))
             assert bytes_of_tensors < sum(sizes) < bytes_of_tensors + 4 * 16_000  # headers
-            assert max(sizes) < 1.5 * sum(sizes) / 4 + 16_000  # evenly
+            assert max(sizes) < 1.2 * sum(sizes) / 2 + 16_000  # evenly
 
 
 def peaks(mesh: Mesh, folder: Path) -> tuple[int, float, float]:

@@ -62,6 +62,7 @@ def test_too_many_pixels_are_refused_unread(tmp_path):
         "canvas.gif": "more than the 178,956,970",
         "lying.bmp": "more than the 178,956,970",
         "text.png": "Decompressed data too large",
+        "tags.tif": "",  # read, or in no known format
     }
     png(tmp_path / "declared.png", 2**31 - 1, 2**31 - 1, rows=0)
     png(tmp_path / "true.png", 400_000, 500, depth=1, colors=0)
@@ -74,10 +75,15 @@ def test_too_many_pixels_are_refused_unread(tmp_path):
     text = b"Comment\0\0" + zlib.compress(bytes(200_000_000), 1)
     text = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
     png(tmp_path / "text.png", 8, 8, extra=text)
+    Image.new("L", (8, 8)).save(tmp_path / "tags.tif", tiffinfo={270: "x" * 50})
+    data = bytearray((tmp_path / "tags.tif").read_bytes())
+    at = data.index(struct.pack("<HH", 270, 2))
+    data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)  # an entry of 4 GB of numbers, of which there are none
+    (tmp_path / "tags.tif").write_bytes(data)
     code = """
 for path in sys.argv[1:]:
     try:
-        print(read_picture(path))
+        print(f"{path}: {read_picture(path).size}")
     except BadSample as bad:
         print(bad)
 """
@@ -88,14 +94,14 @@ for path in sys.argv[1:]:
 
 
 def test_a_picture_for_which_memory_is_short_is_a_bad_one(tmp_path):
-    path = png(tmp_path / "large.png", 12000, 12000, level=1)
+    path = png(tmp_path / "large.png", 7000, 7000, level=1)
     code = """
 try:
     read_picture(sys.argv[1])
 except BadSample as bad:
     print(bad)
 """
-    assert run_apart(code, path, memory=200 * 2**20) == f"{path}: there is not enough memory to decode it"
+    assert run_apart(code, path, memory=100 * 2**20) == f"{path}: there is not enough memory to decode it"
 
 
 def test_a_jpeg_of_thousands_of_scans(tmp_path):
@@ -121,18 +127,6 @@ def test_a_slow_file_is_given_up(tmp_path):
     begin = time.monotonic()
     assert reason(tmp_path / "slow.ppm", time_limit=0.1) == "not read within 0.1 seconds"
     assert time.monotonic() - begin < 10
-
-
-def test_a_header_that_asks_for_more_than_the_file(tmp_path):
-    """An entry of a TIFF with 4 GB of numbers, of which there are none."""
-    path = tmp_path / "tags.tif"
-    Image.new("L", (8, 8)).save(path, tiffinfo={270: "x" * 50})
-    data = bytearray(path.read_bytes())
-    at = data.index(struct.pack("<HH", 270, 2))
-    data[at + 4 : at + 8] = struct.pack("<I", 2**32 - 2)
-    path.write_bytes(data)
-    code = "try:\n    print(read_picture(sys.argv[1]).size)\nexcept BadSample as bad:\n    print(bad)"
-    assert run_apart(code, path, memory=300 * 2**20) in ("(8, 8)", f"{path}: not a picture in any known format")
 
 
 def test_postscript_is_not_run(tmp_path, monkeypatch):

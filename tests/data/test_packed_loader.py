@@ -18,7 +18,7 @@ from opendit.data.order.build import build_schedule
 from opendit.data.shaped import shape_media
 from opendit.data.size_cache import FOLDER
 
-TOKENS, PACKS, STEPS = 200, 24, 60  # more than 3,000 samples
+TOKENS, PACKS, STEPS = 200, 24, 40  # more than 2,000 samples
 FEW = 20  # steps of tests that start many processes
 
 
@@ -82,7 +82,7 @@ def read(data, schedule, world, start, stop, units=1, workers=0):
 def whole(folder):
     data = opened(folder)
     found = read(data, scheduled(data), 1, 0, STEPS)
-    assert len(found) > 3_000 and len({entry[1] for entry in found.values()}) > 30
+    assert len(found) > 2_000 and len({entry[1] for entry in found.values()}) > 30
     tokens = sum(shape[1] * shape[2] // 4 for _, shape, *_ in found.values())
     assert tokens / (STEPS * PACKS * 2 * TOKENS) > 0.89
     return found
@@ -101,8 +101,7 @@ def test_worker_processes_read_the_same(folder, whole, workers):
 def test_ranks_and_workers_that_change_read_the_same_and_go_on_from_the_checkpoints_carry(folder, whole):
     found, state, start = {}, None, 0
     for world, units, workers, stop in (
-        (8, 1, 0, 5), (6, 2, 1, 9), (3, 4, 0, 20), (1, 1, 4, 27), (6, 1, 0, 36), (3, 2, 4, 43), (8, 3, 1, 50),
-        (1, 8, 1, STEPS),
+        (8, 1, 0, 5), (3, 2, 1, 12), (1, 1, 4, 20), (6, 2, 0, 31), (8, 3, 0, STEPS),
     ):  # fmt: skip
         data = opened(folder)
         schedule = scheduled(data)

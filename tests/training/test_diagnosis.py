@@ -62,7 +62,7 @@ def slow_rank() -> None:
 
 
 def test_a_rank_that_is_slow_is_named_in_the_log(start):
-    run = start(2, [*ARGV, "--max_steps", "8", "--log_every", "4", "--ckpt_every", "0"], {1: slow_rank})
+    run = start(2, [*ARGV, "--max_steps", "4", "--log_every", "2", "--ckpt_every", "0"], {1: slow_rank})
     assert run.ended(time.monotonic(), 120) == [0, 0]
     lines = [json.loads(line) for line in (run.outputs / "000-DiT-Ti-2" / "log.jsonl").read_text().splitlines()]
     assert all(line["slowest_rank"] == 1 and line["slowest_x"] > 1.5 for line in lines)

@@ -115,11 +115,11 @@ def test_a_killed_loader_process_ends_the_run(start, ranks, number):
 
 
 def test_a_stopped_loader_process_is_named_with_its_file(start):
-    run = start(2, [*LONG, "--num_workers", "1", "--data_timeout", "3"])
+    run = start(2, [*LONG, "--num_workers", "1", "--data_timeout", "2"])
     run.until(lambda: run.steps() >= 2)
     (worker,) = run.workers(1)
     worker.suspend()
-    assert run.ended(time.monotonic(), SOON + 3) == [3, 1]
+    assert run.ended(time.monotonic(), SOON + 2) == [3, 1]
     assert f"loader process {worker.pid} (stopped)" in run.last_line(1) and "--data_timeout" in run.last_line(1)
 
 

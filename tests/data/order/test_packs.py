@@ -73,7 +73,7 @@ def test_nothing_is_lost_or_repeated(lengths, capacity, packs, seed, stop):
 
 
 @settings(deadline=None, max_examples=3)
-@given(LENGTHS, st.lists(st.integers(0, 40), min_size=3, max_size=3), st.integers(0, 2**40), st.booleans(), st.data())
+@given(LENGTHS, st.lists(st.integers(0, 20), min_size=3, max_size=3), st.integers(0, 2**40), st.booleans(), st.data())
 def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, blended, data):
     """24 packs a step on 8, 6, 3 ranks and 1, with micro-batches of any number of packs, changed at random steps: each
     goes on from the carry in the checkpoint of the one before, to the packs of a run that nothing disturbed."""
@@ -81,14 +81,14 @@ def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, bl
     if blended:
         half = data.draw(st.integers(1, len(lengths) - 1))
         weights = data.draw(st.lists(st.sampled_from([0.1, 0.3333, 1, 7.5]), min_size=4, max_size=4))
-        stages = ((0, weights[:2]), (12, weights[2:]))
+        stages = ((0, weights[:2]), (6, weights[2:]))
         exact = tuple((step, tuple(Fraction(str(w)) for w in of)) for step, of in stages)
         sources = SourceRows(("a", "b"), (half, len(lengths)), exact, len(lengths))
 
     def make():
         return PackSchedule(lengths, 150, 24, seed, sources=sources, attention=30.0)
 
-    stops, found, state = [0, *sorted(restarts), 44], {}, None
+    stops, found, state = [0, *sorted(restarts), 22], {}, None
     for world, start, stop in zip((8, 6, 3, 1), stops[:-1], stops[1:], strict=True):
         schedule = make()
         assert state is None or schedule.restore(json.loads(state), start)
@@ -104,7 +104,7 @@ def test_any_world_and_any_restart_give_one_sequence(lengths, restarts, seed, bl
         state = json.dumps(schedule.state(stop))
         assert json.loads(state) == make().state(stop)  # the carry is that of a replay from the start
     whole = make()
-    for step in range(44):
+    for step in range(22):
         rows, ends = whole.rows(step), whole.ends(step)
         packs = np.searchsorted(ends, np.arange(len(rows)), side="right").tolist()
         assert [found.pop((step, place)) for place in range(len(rows))] == list(zip(rows, packs, strict=True))
@@ -222,18 +222,18 @@ def test_weights_of_sources_hold_and_change_with_a_window():
 
 
 def test_steps_of_a_pass_count_the_changes_of_a_blend():
-    lengths, sources = np.repeat([30, 1], [50, 50]), lambda *stages: SourceRows(("a", "b"), (50, 100), stages, 20_000)
+    lengths, sources = np.repeat([30, 1], [50, 50]), lambda *stages: SourceRows(("a", "b"), (50, 100), stages, 6_000)
     long, short = (Fraction(1), Fraction(0)), (Fraction(0), Fraction(1))
     for stages in (((0, long), (100, short)), ((0, short), (10, long))):
         schedule = PackSchedule(lengths, 64, 8, 7, sources=sources(*stages))
         steps = schedule.steps(1)
         drawn = sum(len(schedule.rows(step)) for step in range(steps))
         # The weights change with a window, up to 24 steps after the step that they name.
-        assert abs(drawn - 20_000) <= 24 * max(len(schedule.rows(step)) for step in (0, steps))
+        assert abs(drawn - 6_000) <= 24 * max(len(schedule.rows(step)) for step in (0, steps))
 
 
 @settings(deadline=None, max_examples=8)
-@given(LENGTHS, st.integers(1, 300), st.integers(1, 99), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
+@given(LENGTHS, st.integers(1, 100), st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40))
 def test_other_packs_go_on_with_what_was_not_taken(lengths, stop, more, packs, others, seed):
     """A resume with other packs loses and repeats no sample, and does not begin anew."""
     lengths = np.array(lengths)
