@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import io
 import json
 import os
@@ -243,38 +244,49 @@ def test_kills_in_a_save_and_a_sigterm_change_nothing(tmp_path, launch):
     assert curves[0] == curves[1]
 
 
-TWO_SIGNALS = """
-import os, signal, torch
-from opendit.training.interrupt import Interrupt
-from opendit.parallel.mesh import Mesh
-with Interrupt(Mesh(0, 1, 0, torch.device("cpu"))) as interrupt:
-    interrupt.ask()
-    assert not interrupt.answer()
-    os.kill(os.getpid(), signal.SIGTERM)
-    interrupt.ask()
-    assert interrupt.answer()
-    print("noted", flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("still here", flush=True)
-"""
+def two_signals(log: str, second: str, environment: dict[str, str]) -> None:
+    """Take a SIGTERM, and then a SIGINT: at once, or from outside in a call in which no handler of Python's runs."""
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the fork server ignores
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)
+    with Interrupt(Mesh(0, 1, 0, torch.device("cpu"))) as interrupt:
+        interrupt.ask()
+        assert not interrupt.answer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        interrupt.ask()
+        assert interrupt.answer()
+        print("noted", flush=True)
+        if second == "outside":
+            hashlib.pbkdf2_hmac("md5", b"", b"", 2**31 - 1)
+        os.kill(os.getpid(), signal.SIGINT)
+        print("still here", flush=True)
 
 
-def test_a_second_signal_quits_at_once():
-    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == -signal.SIGINT and done.stdout == "noted\n", done
-    assert "SIGTERM: finishing the step and saving" in done.stderr
-    # Also where Python never gets to a handler, as inside a collective whose peer is gone.
-    endless = "__import__('hashlib').pbkdf2_hmac('md5', b'', b'', 2**31 - 1)"
-    stuck = TWO_SIGNALS.replace("os.kill(os.getpid(), signal.SIGINT)", endless)
-    process = subprocess.Popen([sys.executable, "-c", stuck], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "noted\n"
-    time.sleep(0.5)  # it is inside now
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == -signal.SIGINT
-    # torchrun hands a Ctrl-C on to processes that have it already: the same signal within a second is one signal.
-    env = {**os.environ, "TORCHELASTIC_RUN_ID": "x"}
-    done = subprocess.run([sys.executable, "-c", TWO_SIGNALS], cwd=ROOT, capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and "still here" in done.stdout, done
+@pytest.mark.parametrize(
+    ("second", "environment"),
+    [("at once", {}), ("outside", {}), ("at once", {"TORCHELASTIC_RUN_ID": "x"})],
+    ids=["at once", "in a call", "under torchrun"],
+)
+def test_a_second_signal_quits_at_once(tmp_path, second, environment):
+    """Also where Python never gets to a handler, as inside a collective whose peer is gone. But torchrun hands a Ctrl-C
+    on to processes that have it already: the same signal within a second is one signal."""
+    log = tmp_path / "log"
+    process = context().Process(target=two_signals, args=(str(log), second, environment))
+    process.start()
+    try:
+        wait_for(lambda: log.exists() and "noted\n" in log.read_text(), [] if second == "at once" else [process])
+        if second == "outside":
+            time.sleep(0.5)  # it is inside now
+            os.kill(process.pid, signal.SIGINT)
+        process.join(30)
+        said = log.read_text()
+        assert process.exitcode == (0 if environment else -signal.SIGINT)
+        assert "SIGTERM: finishing the step and saving" in said and ("still here" in said) == bool(environment)
+    finally:
+        kill([process])
 
 
 def test_the_hours_leave_time_for_a_step_and_a_save():
