@@ -10,6 +10,7 @@ thorough     listed in thorough.txt: left to the weekly run
 pyproject.toml declares them; ``pytest -m fast``, ``pytest -m "not ranks"``.
 """
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -37,8 +38,8 @@ def thorough_tests() -> dict[str, re.Pattern[str]]:
 
 def is_thorough(path: Path, name: str, listed: dict[str, re.Pattern[str]]) -> bool:
     """Return whether the test of this name, parameters included, in this file is one of :func:`thorough_tests`."""
-    written = f"{path.relative_to(HERE).as_posix()}::{name}"
-    return any(pattern.fullmatch(written) for pattern in listed.values())
+    file = f"{path.relative_to(HERE).as_posix()}::"
+    return any(pattern.fullmatch(file + name) for line, pattern in listed.items() if line.startswith(file))
 
 
 def _lines(file: Path) -> list[str]:
@@ -60,11 +61,16 @@ def groups_of(path: Path, function: Any, fixtures: list[str], interpreted: bool,
         found.add("interpreter")
     module = inspect.getmodule(function)
     used = [function, *(getattr(module, name) for name in fixtures if hasattr(module, name))]
-    if any(starts_ranks(inspect.unwrap(each), set()) for each in used):
+    if any(_starts_ranks(each) for each in used):
         found.add("ranks")
     if inside.as_posix() in fast and not found:
         found.add("fast")
     return found
+
+
+@functools.cache
+def _starts_ranks(function: Any) -> bool:
+    return starts_ranks(inspect.unwrap(function), set())
 
 
 def starts_ranks(function: Any, seen: set[int]) -> bool:
