@@ -58,9 +58,8 @@ class PublicBench(Bench):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.02)
         speed = SpeedFlags(True, True, True, fp8=fp8)
-        kernels = select_kernels(
-            speed, self.device, self.dtype, self.config.head_dim, self.config.tokens, inference=True
-        )
+        on = self.device, self.dtype, self.config.head_dim, self.config.tokens
+        kernels = select_kernels(speed, *on, inference=True, shared=sequence is not None)
         model.eval().requires_grad_(False)
         return model.place(self.device, self.dtype).use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
 
@@ -92,7 +91,9 @@ def main(argv: list[str] | None = None) -> None:
     codec = None if public else make_codec(args, mesh.device)
     codec = FrameCodec(codec) if codec is not None and args.num_frames else codec
     c = bench.config
-    strategy = sequence_parallel(mesh, "auto", Shape(c.tokens, c.hidden_size, c.num_heads, 1 if cfg_parallel else 2))
+    sizes = c.tokens, c.hidden_size, c.num_heads, 1 if cfg_parallel else 2
+    kinds = {"types": c.sequence_types, "plain": c.plain_projections} if public else {}
+    strategy = sequence_parallel(mesh, "auto", Shape(*sizes, **kinds))
     alone, shared = bench.model(False), bench.model(False, strategy)
     around = (lambda model: SharedBatch(model, replica.halves)) if cfg_parallel else None
     engines = {
