@@ -37,6 +37,7 @@ PUBLIC = {
     "flux2": Public("Flux2Transformer2DModel", 1, 1024, True),
     "flux2_klein": Public("Flux2Transformer2DModel", 1, 1024, False),
     "lumina2": Public("Lumina2Transformer2DModel", 2, 1024),
+    "cosmos2": Public("CosmosTransformer3DModel", 2, 768),
 }
 
 
