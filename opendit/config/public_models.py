@@ -10,6 +10,7 @@ from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
+CLIP_FRAMES = 17  # by default: 4 k + 1 and 8 k + 1, as their VAEs take them; the nearest number to the other models' 16
 
 
 class Public(NamedTuple):

@@ -137,6 +137,7 @@ class Variant:
         downscale: pixels per latent value along a side.
         fps: frames a second of their clips.
         given_frames: the frames that a clip may begin with, in place ("first"), see opendit.models.given_frames.
+        architecture: as of :class:`Family`, if it is another.
         experts: there are two networks, and ``setting`` is the time, as a share of 1, from which on the first is used.
     """
 
@@ -148,6 +149,7 @@ class Variant:
     downscale: int = 8
     fps: float = 16.0
     given_frames: str | None = None
+    architecture: str = ""
     experts: bool = False
 
     @property
