@@ -116,15 +116,20 @@ def test_both_are_trained_in_their_times_and_exported_into_one_folder(root, runs
         base = output
     found = drawn(opendit.load(base))
     assert near(found, theirs(base, found.shape[1:])) and not near(found, drawn(opendit.load(root / "wan")))
+    around = dict(vae=str(base / "vae"), text_encoder=str(base))
+    for first, second in ((0, 1), (1, 0)):  # of the runs themselves, in either order
+        paths = list(runs.values())
+        assert torch.equal(drawn(opendit.load(paths[first], second=paths[second], **around), sampler="unipc"), found)
 
 
-def test_lora_of_each_is_merged_and_exported(root, tmp_path):
+def test_lora_of_each_is_merged_and_exported(root, tmp_path, capsys):
     """Drawn with both is what diffusers draws with both files, each loaded into its network."""
     argv = []
     for expert in INSIDE:
         train.main(flags_of(root, tmp_path / expert, expert, "--lora", "2", "--lora_targets", "attn.*"))
         (run,) = (tmp_path / expert).glob("0*")
         argv.append(run)
+        assert f"sample.py --use_video --ckpt {root}/wan --lora {run} " in capsys.readouterr().out
         export(f"lora --ckpt {run} --output {tmp_path}/{expert}.safetensors".split())
     found = drawn(opendit.load(root / "wan", lora=argv))
     files = [tmp_path / f"{expert}.safetensors" for expert in ("low", "high")]  # which say themselves whose they are
@@ -172,4 +177,8 @@ def test_what_does_not_work_is_refused_in_one_line(root, runs, refusal, tmp_path
     )
     with pytest.raises(SystemExit):
         sample.main(["--ckpt", str(runs["low"]), "--output", str(tmp_path), "--prompt", "fog"])
-    assert "holds the low-noise network alone; draw with --ckpt FOLDER" in capsys.readouterr().err
+    assert "holds the low-noise network alone; give the other one's run to --second_ckpt" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="second .*: is not the other network than .*, of low noise"):
+        opendit.load(runs["low"], second=runs["low"])
+    with pytest.raises(ValueError, match="second .*wan: .*wan is no run of one network of two; leave it out"):
+        opendit.load(root / "wan", second=root / "wan")
