@@ -198,28 +198,28 @@ class BothNetworks(NamedTuple):
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
     """Return where the networks of a model of two are; None for a model of one. second: a run of the one that ``path``
     does not hold. Raises ValueError if one is missing, and for a ``second`` that is not the other one."""
-    two = isinstance(config, PublicConfig) and config.boundary is not None
-    if second is not None and (not two or config.expert is None):
+    two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
+    if second is not None and (two is None or two.expert is None):
         raise ValueError(f"--second_ckpt {second}: {path} is no run of one network of two; leave it out")
-    if not two:
+    if two is None:
         return None
-    if config.expert is None:
+    if two.expert is None:
         low = next(inside for inside, expert in EXPERTS.items() if expert == "low")
-        return BothNetworks(config, path, Path(path) / low)
+        return BothNetworks(two, path, Path(path) / low)
     if second is None:
         raise ValueError(
-            f"{path}: holds the {config.expert}-noise network alone; give the other one's run to --second_ckpt, or "
+            f"{path}: holds the {two.expert}-noise network alone; give the other one's run to --second_ckpt, or "
             "draw with --ckpt FOLDER, of both, and --lora; or export it (python -m opendit.export diffusers)"
         )
     other = read_config(find_weights(second, which))
     if (
         not isinstance(other, PublicConfig)
-        or (other.family, other.published, other.boundary) != (config.family, config.published, config.boundary)
-        or {other.expert, config.expert} != set(EXPERTS.values())
+        or (other.family, other.published, other.boundary) != (two.family, two.published, two.boundary)
+        or {other.expert, two.expert} != set(EXPERTS.values())
     ):
-        raise ValueError(f"--second_ckpt {second}: is not the other network than {path}, of {config.expert} noise")
-    both = replace(config, index=config.index_of_both)
-    return BothNetworks(both, path, second) if config.expert == "high" else BothNetworks(both, second, path)
+        raise ValueError(f"--second_ckpt {second}: is not the other network than {path}, of {two.expert} noise")
+    both = replace(two, index=two.index_of_both)
+    return BothNetworks(both, path, second) if two.expert == "high" else BothNetworks(both, second, path)
 
 
 def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, list[WeightedLora]]:

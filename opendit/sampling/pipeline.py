@@ -147,7 +147,7 @@ def load(
             name=model,
             which=weights,
             lora=weighted(lora),
-            second=second,
+            second=None if second is None else Path(second),
             num_classes=num_classes,
             vae=vae,
         )
