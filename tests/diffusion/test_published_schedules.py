@@ -119,6 +119,9 @@ def test_cosmos_loop_is_that_of_diffusers(steps):
         found.sampler, velocity, trajectory.start(x), trajectory, callback=lambda told: states.append(told["x"])
     )
     x = x * 80.0
+    form, point = trajectory.slope_weights(2), trajectory.points(x)[2]
+    stated = form.x * x + form.output * velocity(trajectory.input_scale(2) * x, point)
+    torch.testing.assert_close(stated, trajectory.slope(velocity, x, point), rtol=0, atol=1e-3)
     for k, t in enumerate(scheduler.timesteps):
         error = (([*states, got])[min(k, steps)] - x).abs().max() / x.abs().max()
         assert error < 2e-5, f"x {k} of {steps}: {error:.2e}"  # t near 1 is rounded to 5e-6 of 1 - t
