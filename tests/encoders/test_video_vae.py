@@ -276,8 +276,8 @@ def test_what_is_no_vae_of_clips(video, tmp_path):
             call(str(tmp_path))
     if "Wan" in config["_class_name"]:  # a picture is a clip of one frame
         codec, picture = load_codec(video[0], channels=3, device="cpu"), clip(1)
-        of_clip = load_video_codec(video[0], channels=3, device="cpu").encode(picture)
-        assert torch.equal(codec.encode(picture.squeeze(2)), of_clip.squeeze(2))
+        of_clip = load_video_codec(video[0], channels=3, device="cpu").moments(picture)
+        torch.testing.assert_close(codec.moments(picture.squeeze(2)), of_clip.squeeze(2))
         return
     with pytest.raises(ValueError, match="not an AutoencoderKL or .*Flux2; "):  # for pictures
         load_codec(video[0], channels=3, device="cpu")
