@@ -17,6 +17,7 @@ from opendit.models.lora import B, Lora, add_lora
 from opendit.parallel.apply import apply_parallel
 from opendit.parallel.streamed_blocks import StreamedBlocks
 from opendit.parallel.tensor import allocate
+from opendit.training.prepare import make_deterministic
 from tests.models.families.oracles import FLUX
 
 AVAILABLE, REASON = kernels_available("cuda", torch.bfloat16)
@@ -29,7 +30,7 @@ VALUES |= dict(axes_dims_rope=(16, 56, 56))
 @pytest.fixture(autouse=True)
 def deterministic():
     """Let attention add gradients up in one order."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    make_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
 
