@@ -217,7 +217,10 @@ def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | No
         or (other.family, other.published, other.boundary) != (two.family, two.published, two.boundary)
         or {other.expert, two.expert} != set(EXPERTS.values())
     ):
-        raise ValueError(f"--second_ckpt {second}: is not the other network than {path}, of {two.expert} noise")
+        raise ValueError(
+            f"--second_ckpt {second}: is not the other network than {path}, which holds the {two.expert}-noise one; "
+            "give a run of that one"
+        )
     both = replace(two, index=two.index_of_both)
     return BothNetworks(both, path, second) if two.expert == "high" else BothNetworks(both, second, path)
 

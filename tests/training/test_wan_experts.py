@@ -178,7 +178,9 @@ def test_what_does_not_work_is_refused_in_one_line(root, runs, refusal, tmp_path
     with pytest.raises(SystemExit):
         sample.main(["--ckpt", str(runs["low"]), "--output", str(tmp_path), "--prompt", "fog"])
     assert "holds the low-noise network alone; give the other one's run to --second_ckpt" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="second .*: is not the other network than .*, of low noise"):
+    with pytest.raises(
+        ValueError, match="second .*: is not the other network than .*, which holds the low-noise one; give"
+    ):
         opendit.load(runs["low"], second=runs["low"])
     with pytest.raises(ValueError, match="second .*wan: .*wan is no run of one network of two; leave it out"):
         opendit.load(root / "wan", second=root / "wan")
