@@ -195,9 +195,9 @@ def _every(config: PublicConfig) -> int:
     """The condition: time, guidance and pooled vector; and what blocks share of their modulation."""
     spec = config.spec
     width = spec.time_width or spec.block.width
-    if spec.time_normed:  # whose second layer makes what blocks share
-        return 2 * spec.shared * spec.block.width * (spec.frequencies + spec.shared * spec.block.width)
     hidden = spec.time_hidden or width
+    if spec.time_normed:  # whose second layer makes what blocks share
+        return 2 * hidden * (spec.frequencies + spec.shared * spec.block.width)
     time = 2 * hidden * (spec.frequencies + width) * (1 + spec.guidance)
     pooled = 2 * width * (spec.text.pooled + width) * bool(spec.text.pooled)
     shared = 2 * width * spec.shared * spec.block.width
