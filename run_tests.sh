@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tests' one command: sets up what is missing, lints, runs the suite. Arguments go to pytest. The tests of
-# tests/thorough.txt, which take longer than all others, are left to the weekly run: bash run_tests.sh -m "".
+# tests/thorough.txt, which repeat others over more layouts, are left to the weekly run: bash run_tests.sh -m "".
 # Two tests at a time on CPUs, for most use one core; one at a time with GPUs, which they would have to share.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"

@@ -1,7 +1,7 @@
 """Runs a function on several gloo processes and brings its results back.
 
 An interpreter of its own imports torch and Colossal-AI for 5 s. So without a GPU, which a fork would not survive, ranks
-are forked from a process that has only imported them.
+are forked from a process that has only imported them. In Triton's interpreter they are forked from the tests' own.
 """
 
 import multiprocessing
