@@ -16,8 +16,7 @@ from torch import Tensor
 from opendit.data.base import BadSample
 from opendit.data.colours import conversion_of, note_codes
 from opendit.data.files import TIME_LIMIT, problem
-from opendit.data.frame_times import Timeline
-from opendit.data.mp4 import MAX_FRAMES
+from opendit.data.medium import MAX_FRAMES, Timeline
 from opendit.data.picture_file import PictureFile, on_white, open_picture_file, reason, upright, upright_size
 
 # Of files that are pictures or clips depending on their contents.

@@ -34,8 +34,7 @@ from opendit.data.medium import Medium
 from opendit.data.mock import MockDataset
 from opendit.data.order.schedule import SourceRows
 from opendit.data.recaptioned import Recaptioned
-from opendit.data.row_arrays import stream_of
-from opendit.data.size_cache import kept_array
+from opendit.data.row_arrays import kept_array, stream_of
 from opendit.data.sources import Request, build_dataset
 
 SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens".split()

@@ -23,19 +23,17 @@ from opendit.data.base import (
     name_few,
 )
 from opendit.data.captioned_folder import CaptionedFiles
-from opendit.data.clips import clip_rate
+from opendit.data.clips import clip_rate, open_clip
 from opendit.data.contents import hash_files
-from opendit.data.csv_table import USUAL, Columns, TableRow
 from opendit.data.files import bytes_of, printable, problem, retried_disk
 from opendit.data.images import PathTable
 from opendit.data.media_size import column_size, file_size, sizes_of
-from opendit.data.medium import Medium
-from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import spread
 from opendit.data.sources import Request
-from opendit.data.tables import SUFFIXES, read_table
+from opendit.data.tables import SUFFIXES, USUAL, Columns, TableRow, read_table
 
 CHECKED_FILES = 2000
 CHECKED_CLIPS, DECODED_FILES = 200, 100  # of a folder
@@ -91,7 +89,7 @@ class CaptionedDataset(PicturesAndClips):
         return item._replace(text=self.texts[row], bytes_read=size)
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        return open_picture(self.paths[row]) if self.keys[row] == PICTURE else open_clip(self.paths[row])
+        return of_picture(read_picture(self.paths[row])) if self.keys[row] == PICTURE else open_clip(self.paths[row])
 
     def media_size(self, row: int) -> Size:
         picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())

@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from opendit.data.base import name_few
-from opendit.data.csv_table import USUAL, Columns, NoColumns, TableRow
 from opendit.data.files import printable, problem, retried_disk
 from opendit.data.folders import CLIPS, Ignored, files_below, folders_above, identity_of, suffix_of
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.tables import read_table
+from opendit.data.tables import USUAL, Columns, NoColumns, TableRow, read_table
 
 MAX_CAPTION = 2**20  # bytes of a file beside a clip
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")

@@ -5,9 +5,10 @@ is not known to get right, and decodes those whose frames have no times from the
 """
 
 import os
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -23,8 +24,7 @@ from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import is_high_definition
 from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
-from opendit.data.mp4 import MAX_FRAMES
+from opendit.data.medium import MAX_FRAMES, ROUNDING, Medium, Timeline, clip_window, timed_window, whole_clip
 from opendit.data.picture_file import start_of_crop
 from opendit.data.video_readers import (
     OPENERS,
@@ -272,6 +272,28 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
         raise BadSample(path, _too_long(time_limit)) from None
 
 
+def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
+    """Return a clip's first, ``middle`` (if asked for) and last frame, (2 or 3, H, W, 3) uint8.
+
+    Raises an exception of any kind."""
+    found: list[Timeline] = []
+
+    def choose(timeline: Timeline) -> list[int]:
+        length = len(timeline.seconds)
+        if not length:
+            raise ValueError("no frames")
+        found.append(timeline)
+        return [0, length // 2, length - 1] if middle else [0, length - 1]
+
+    frames = decode_chosen(path, choose, threading.Event())
+    height, width = frames.shape[1:3]
+    [times] = found
+    length, duration = len(times.seconds), times.end - float(times.seconds[0])
+    if times.rate and abs(length / times.rate - duration) <= ROUNDING:
+        duration = 0.0  # as the frames and their rate imply
+    return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
+
+
 class _Helper:
     """A thread that does one piece of work after another; starting one for every clip takes 0.1 ms."""
 
@@ -516,3 +538,27 @@ def _decode_in_order(
         if _is_final(error):
             raise
         raise BadSample(path, f"damaged: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
+def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
+    """Yield the path of a file of ``size`` bytes: ``parts``, (where they begin, bytes), and zeros elsewhere.
+
+    It is in memory where the system supports that."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("clip"), "wb", buffering=0) as file:
+            _write(file, parts, size)
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile(buffering=0) as file:
+        _write(file, parts, size)
+        yield file.name
+
+
+def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
+    file.truncate(size)
+    for at, content in parts:
+        file.seek(at)
+        left = memoryview(content)
+        while left:
+            left = left[file.write(left) :]

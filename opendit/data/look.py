@@ -32,7 +32,7 @@ from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
 from opendit.data.recaptioned import Recaptioned
 from opendit.data.shards.latents import fetch_latents_indexes
-from opendit.data.shards.remote import Remote
+from opendit.data.shards.store import Remote
 from opendit.data.sources import build_dataset
 
 BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 128k

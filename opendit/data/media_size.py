@@ -9,13 +9,12 @@ import numpy as np
 from opendit.common.safe_files import replacing
 from opendit.common.utils import hash_parts
 from opendit.data.base import BadSample, MediaDataset, Size
-from opendit.data.clips import clip_size
-from opendit.data.frame_times import Timeline
-from opendit.data.memory_file import as_file
-from opendit.data.mp4 import table_parts
+from opendit.data.clips import as_file, clip_size
+from opendit.data.container_header import table_parts
+from opendit.data.medium import Timeline
 from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
-from opendit.data.size_cache import locked
+from opendit.data.row_arrays import locked
 
 SIZES = "sizes as shown, of animations as clips"  # goes into the names of what is kept: other words for other sizes
 HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends

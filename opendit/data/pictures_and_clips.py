@@ -10,8 +10,8 @@ from PIL import Image
 from opendit.data.base import BadSample, ClipReading, Item, MediaDataset, Shapes, View
 from opendit.data.clips import Crop, check_window, read_clip
 from opendit.data.enlarging import Small
-from opendit.data.frame_times import Timeline
 from opendit.data.images import to_tensor
+from opendit.data.medium import Timeline
 from opendit.data.picture_file import fill_crop
 from opendit.data.video_readers import choose_reader
 

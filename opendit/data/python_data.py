@@ -24,9 +24,8 @@ from opendit.data.base import (
     flip_note,
 )
 from opendit.data.clips import Crop, resize_and_crop
-from opendit.data.frame_times import clip_window
 from opendit.data.media_size import sizes_of
-from opendit.data.medium import Medium, of_picture
+from opendit.data.medium import Medium, clip_window, of_picture
 from opendit.data.picture_file import as_rgb
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import spread

@@ -12,8 +12,7 @@ from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
 from opendit.data.held_out import SomeRows
 from opendit.data.order.buckets import Lengths, ShapeTable, TokenSize, assign, kept_shares, shape_table
-from opendit.data.row_arrays import Complement, stream_of
-from opendit.data.size_cache import LARGE, KeptArrays, kept
+from opendit.data.row_arrays import LARGE, Complement, KeptArrays, kept, stream_of
 
 _LOOKED_AT = 10_000  # media whose crop is measured
 _LAST = 2**62  # after all keys

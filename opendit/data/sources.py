@@ -28,12 +28,12 @@ from opendit.config.data_sources import (
     named_sources,
 )
 from opendit.data.base import MediaDataset
-from opendit.data.csv_table import Columns
 from opendit.data.files import kind_of, printable
 from opendit.data.folders import CLIPS
 from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.recaptioned import Recaptioned
+from opendit.data.tables import Columns
 
 
 class NoSplit(ValueError):

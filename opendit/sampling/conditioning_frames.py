@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from opendit.config.architectures import parse_given
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import decode_chosen, decode_frames, resize_and_crop
-from opendit.data.frame_times import ROUNDING, Timeline
+from opendit.data.medium import ROUNDING, Timeline
 from opendit.data.picture_file import read_picture
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.vae import ImageCodec

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence, features
 
-from opendit.data import SampleKey, build_dataset, check_csv, clips, make_csv
+from opendit.data import SampleKey, build_dataset, clips, make_csv
 from opendit.data.animations import AnimationReader, count_frames, is_animated, is_animation
 from opendit.data.base import BadSample
-from opendit.data.csv_table import read_csv
+from opendit.data.clips import open_clip
 from opendit.data.media_size import file_size
-from opendit.data.open_medium import open_clip
 from opendit.data.picture_file import read_picture
 from opendit.data.shards.index import TarIndex, index_of
 from opendit.data.shards.program import make_indexes
+from opendit.data.tables import read_csv
 from opendit.evaluation.media import MediaOptions, open_media
 from tests.data.shards.tars import picture, write_tar
 from tests.data.test_picture_colours import by_pillow, display_p3
@@ -275,15 +275,15 @@ def test_an_index_of_before_does_not_make_stills_of_animations(folder, monkeypat
 
 
 def test_check_and_folder_count_them_as_clips(folder, capsys):
-    check_csv.run(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=4)
+    make_csv.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=4)
     told = capsys.readouterr().out
     assert "dropped 0" in told and "frame rate" in told and "25.00" in told
-    check_csv.run(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=7)
+    make_csv.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=7)
     assert f"too short: {len(KINDS) + 2} " in capsys.readouterr().out
     (folder / "root" / "sub").mkdir(parents=True)
     for name in ("moving.gif", "moving.webp", "still.gif"):
         (folder / "root" / "sub" / name).write_bytes((folder / name).read_bytes())
-    make_csv.run("folder", str(folder / "root"), str(folder / "found.csv"))
+    make_csv.make("folder", str(folder / "root"), str(folder / "found.csv"))
     assert "2 clips and 1 pictures with captions" in capsys.readouterr().out
 
 

@@ -25,12 +25,12 @@ from PIL import Image
 import preprocess
 from opendit.data import look
 from opendit.data.base import DataError
-from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import make_demo
 from opendit.data.look import GAP, LINE, THUMBNAIL, Findings, Look, MediumTokens, draw_histograms, draw_sheet, fill_of
 from opendit.data.medium import Medium
 from opendit.data.order.schedule import SourceRows
-from opendit.data.shards import remote
+from opendit.data.shards import store
+from opendit.data.tables import TableRow, write_csv
 from opendit.data.video_file import write_mp4
 from tests.data.shards.tars import captioned, write_tar
 from tests.data.shards.test_remote import Handler
@@ -138,7 +138,7 @@ def test_latents_are_shown_in_false_colours(data, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(data)))
     server.faults, server.ranges = [], 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "cache"))
     try:
         behind = found_in(f"http://127.0.0.1:{server.server_port}/latents")
         assert [each.medium for each in behind.looks] == [each.medium for each in found.looks]

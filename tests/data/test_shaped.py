@@ -13,13 +13,13 @@ from opendit.common.utils import hash_parts
 from opendit.data import build_dataset, build_loader
 from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
+from opendit.data.loader import build_schedule
 from opendit.data.media_size import known_sizes
 from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.order.build import build_schedule
 from opendit.data.picture_file import fill_crop, picture_size
+from opendit.data.row_arrays import FOLDER
 from opendit.data.shaped import shape_latents, shape_media
 from opendit.data.shards.program import make_shards
-from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 
 TOKEN = TokenSize(1, 1, (8, 8))

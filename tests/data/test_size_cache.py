@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from opendit.data import build_dataset, size_cache
+from opendit.data import build_dataset, row_arrays
 from opendit.data.base import Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.order.buckets import TokenSize
@@ -17,7 +17,7 @@ from tests.data.shards.tars import picture, write_tar
 @pytest.fixture
 def mixed(tmp_path, monkeypatch):
     """Two tars of pictures with clips among them."""
-    monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
+    monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / "sizes"))
     write_mp4(tmp_path / "c.mp4", np.zeros((4, 16, 16, 3), np.uint8), 24)
     (tmp_path / "tars").mkdir()
     for tar in range(2):
@@ -49,7 +49,7 @@ def is_mapped(array):
 def test_large_data_sets_are_what_small_ones_are(mixed, tmp_path, monkeypatch):
     *small, arrays = facts(mixed)
     assert not any(map(is_mapped, arrays)) and not list((tmp_path / "sizes").glob("*"))
-    monkeypatch.setattr(size_cache, "LARGE", 1)
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
     for _ in ("made", "mapped"):
         *large, arrays = facts(mixed)
         assert large == small and all(map(is_mapped, arrays))

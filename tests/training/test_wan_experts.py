@@ -11,7 +11,7 @@ import opendit
 import sample
 import train
 from opendit.checkpoint.pretrained import read_info
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective

@@ -18,7 +18,7 @@ import train
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data.clips import decode_frames
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion.random import initial_noise
 from opendit.encoders.picture_tokens import PictureTokens

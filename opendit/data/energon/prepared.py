@@ -26,8 +26,8 @@ from opendit.data.files import printable
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.remote import FOLDER, FileCache
 from opendit.data.shards.scan import Fields, scan, suffix_of
+from opendit.data.shards.store import FOLDER, FileCache
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")

@@ -28,21 +28,18 @@ from opendit.data.base import (
     View,
     flip_note,
 )
-from opendit.data.clips import clip_rate, clip_size
+from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
 from opendit.data.contents import Checksums
 from opendit.data.files import allow_open_files, printable
 from opendit.data.media_size import SIZES, known_sizes, stored_clip_size, stored_picture_size
-from opendit.data.medium import Medium
-from opendit.data.memory_file import as_file
-from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.medium import Medium, of_picture
 from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.row_arrays import kept_array
 from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptRows, Record, TarIndex, is_clip
-from opendit.data.shards.remote import ByteRange, RemoteTars, grouped
 from opendit.data.shards.scan import read_caption
-from opendit.data.shards.store import MOST_OPEN, LocalTars
-from opendit.data.size_cache import kept_array
+from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTars, grouped
 
 CHECKED = 1 << 22  # samples whose records are checked at the start
 REMOTE_CAPTIONS = 64  # fetched, one after the other, to be counted before a start
@@ -232,7 +229,7 @@ class ShardDataset(PicturesAndClips):
 
     def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
         if picture:
-            return open_picture("", content)
+            return of_picture(read_picture("", content=content))
         with as_file([(0, content)], len(content)) as path:
             return open_clip(path)
 

@@ -60,12 +60,11 @@ from opendit.data.latents_index import (
     check_indexes,
 )
 from opendit.data.medium import Medium
+from opendit.data.row_arrays import kept_array
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
-from opendit.data.shards.remote import Remote, RemoteTars
 from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
-from opendit.data.shards.store import LocalTars
-from opendit.data.size_cache import kept_array
+from opendit.data.shards.store import LocalTars, Remote, RemoteTars
 from opendit.data.text_cache import padded
 
 ABOUT = "__opendit__/shard.json"  # double underscores: not a sample for readers of WebDataset's tars

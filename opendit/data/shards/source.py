@@ -14,8 +14,7 @@ from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
 from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
-from opendit.data.shards.remote import FileCache, Remote, RemoteTars, expand, fetch_indexes
-from opendit.data.shards.store import size_problem
+from opendit.data.shards.store import FileCache, Remote, RemoteTars, expand, fetch_indexes, size_problem
 from opendit.data.sources import Request
 from opendit.data.text_cache import EMPTY, load_empty_caption
 

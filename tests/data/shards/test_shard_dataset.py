@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, size_cache
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, row_arrays
 from opendit.data.base import View
 from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
@@ -166,7 +166,7 @@ def index_alone(folder, name, kinds):
 @pytest.fixture
 def kinds(tmp_path, monkeypatch):
     """Write tars to ``tmp_path / "tars"``, some of one kind alone; return which samples are clips."""
-    monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
+    monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / "sizes"))
     random = np.random.default_rng(0)
     of = [*(random.random(1500) < 0.3 for _ in range(2)), [True] * 1100, [False] * 1030, random.random(7) < 0.5]
     (tmp_path / "tars").mkdir()
@@ -177,7 +177,7 @@ def kinds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("large", [1, 2**20])  # kept in a file and mapped, or in memory
 def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, kinds, large, monkeypatch):
-    monkeypatch.setattr(size_cache, "LARGE", large)
+    monkeypatch.setattr(row_arrays, "LARGE", large)
     for _ in range(2):
         data = build_dataset(str(tmp_path / "tars"), 8, seed=0)
         pictures = np.flatnonzero(~kinds)
@@ -223,7 +223,7 @@ def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_
     monkeypatch.setattr(dataset, "OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
     sizes, threads = [], {8: set(), 1: set()}
     for count in (8, 1):
-        monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / str(count)))
+        monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / str(count)))
         monkeypatch.setattr(dataset.ShardDataset, "size_threads", count)
         data = build_dataset(str(mixed / "tars"), 16, seed=0, use_video=True)
         meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read
