@@ -58,7 +58,7 @@ def open_source(asked: Request) -> ShardDataset | None:
 def _open_remote(asked: Request) -> ShardDataset:
     remote, cache = Remote(asked.data_path), FileCache.of_environment()
     try:
-        found = expand(asked.data_path)
+        found = expand([asked.data_path])
         if (latents := _open_latents(asked, remote, cache)) is not None:
             return latents
         tars = remote.list_tars(asked.data_path) if not found[0].lower().endswith(".tar") else found

@@ -17,9 +17,9 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from html import unescape
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urljoin, urlsplit
@@ -28,6 +28,7 @@ from opendit.common.json_file import MIB, open_regular
 from opendit.common.safe_files import make_folder, remove, replacing, touch, write_whole
 from opendit.common.stages import Background
 from opendit.common.utils import DataError, read_size
+from opendit.common.utils import shown as short
 from opendit.data.files import DOWN, printable, retried, retried_disk
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
@@ -117,8 +118,11 @@ TIME_LIMIT = 30.0  # seconds of one attempt, plus those that its bytes take at t
 SLOWEST = 1 << 20  # bytes a second
 CHUNK = 1 << 18  # bytes read at once
 AT_ONCE = 16  # indexes fetched at once
-MOST_TARS = 1_000_000
-MOST_LETTERS = 1 << 28  # of the addresses of all tars
+MOST_TARS = 1_000_000  # names of all patterns
+MOST_LETTERS = 1 << 27  # characters of these names together
+MOST_DEPTH, MOST_PARTS = 16, 1_000  # braces of one pattern
+_DIGITS = 18  # of a number in braces
+_SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 MOST_PAGE = 16 * MIB  # bytes of a web server's list of a folder
 MOST_INDEX = 1024 * MIB  # of the index of one tar
 NO_RANGES = "its server does not answer requests of ranges; take another one"
@@ -296,26 +300,87 @@ class FetchAhead:
 # ------------------------------------------------------------------------------------------ stores
 
 
-def expand(address: str) -> list[str]:
-    """Expand ranges in braces: ``s3://b/train-{0000..0003}.tar`` gives four addresses, any other address itself.
+def expand(patterns: Iterable[str]) -> list[str]:
+    """Expand patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do, one after the other.
 
-    Raises ValueError."""
-    shown, parts, at, count = f"--data_path {printable(address)[:200]}", [], 0, 1
-    for found in re.finditer(r"\{(\d+)\.\.(\d+)\}", address, re.ASCII):
-        fits = max(map(len, found.groups())) <= 18 and int(found[1]) <= int(found[2]) < int(found[1]) + MOST_TARS
-        count *= int(found[2]) - int(found[1]) + 1 if fits else 0
-        if not fits or count > MOST_TARS:
-            what = f"{found[0][:60]} is no range; let it go upwards, over at most {MOST_TARS:,}"
-            raise ValueError(f"{shown}: {what if not fits else f'names more than {MOST_TARS:,} tars; name fewer'}")
-        parts += [(found, address[at : found.start()])]
-        at = found.end()
-    if count * len(address) > MOST_LETTERS and count > 1:
-        raise ValueError(f"{shown}: names {count:,} tars by {len(address):,} characters each; name fewer")
-    choices: list[list[str]] = []
-    for found, before in parts:
-        width = len(found[1]) if found[1].startswith("0") else 0
-        choices += [[before], [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2]) + 1)]]
-    return list(map("".join, product(*choices, [address[at:]])))
+    Raises ValueError for braces that do not match, and for more or longer names than the limits allow, which hold for
+    all patterns together."""
+    names, size = [], 0
+    for pattern in patterns:
+        names += (found := _expand(pattern))
+        size += sum(map(len, found))
+        _check_names(pattern, len(names), size)
+    return names
+
+
+def _check_names(pattern: str, names: int, size: int) -> None:
+    if names > MOST_TARS or size > MOST_LETTERS:
+        raise ValueError(
+            f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
+        )
+
+
+@dataclass
+class _Brace:
+    """An open brace: its choices before the last comma, and the beginnings of names since. plain: no brace in it."""
+
+    choices: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=lambda: [""])
+    plain: bool = True
+
+
+def _expand(pattern: str) -> list[str]:
+    levels = [_Brace()]  # the first is the pattern itself
+
+    def append(found: list[str]) -> None:
+        names = levels[-1].names
+        size = sum(map(len, names)) * len(found) + sum(map(len, found)) * len(names)
+        _check_names(pattern, len(names) * len(found), size)
+        levels[-1].names = [before + after for before in names for after in found]
+
+    start = parts = 0
+    for found in re.finditer(r"[{},]", pattern):
+        if found[0] == "," and len(levels) == 1:
+            continue
+        append([pattern[start : found.start()]])
+        start, inner = found.end(), levels[-1]
+        if found[0] == "{":
+            inner.plain = False
+            levels.append(_Brace())
+            if len(levels) - 1 > MOST_DEPTH:
+                raise ValueError(f"{short(pattern)} has braces more than {MOST_DEPTH} levels deep")
+        elif found[0] == ",":
+            inner.choices += inner.names
+            inner.names = [""]
+            _check_names(pattern, len(inner.choices), 0)
+        else:
+            levels.pop()
+            parts += 1
+            if not levels:
+                raise ValueError(f"{short(pattern)} has a }} without its {{")
+            if parts > MOST_PARTS:
+                raise ValueError(f"{short(pattern)} has more than {MOST_PARTS:,} parts")
+            if inner.choices:
+                append(inner.choices + inner.names)
+            elif inner.plain and (span := _SPAN.fullmatch(inner.names[0])) is not None:
+                append(_numbers(pattern, *span.groups("1")))
+            else:  # {x} stands for itself
+                append([f"{{{name}}}" for name in inner.names])
+    if len(levels) > 1:
+        raise ValueError(f"{short(pattern)} has a {{ without its }}")
+    append([pattern[start:]])
+    return levels[0].names
+
+
+def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
+    if max(map(len, (first, last, step))) > _DIGITS:
+        raise ValueError(f"{short(pattern)} has a number of more than {_DIGITS} digits")
+    padded = any(re.match(r"-?0\d", text) for text in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    low, high, by = int(first), int(last), abs(int(step)) or 1
+    _check_names(pattern, abs(high - low) // by + 1, 0)
+    numbers = range(low, high + 1, by) if low <= high else range(low, high - 1, -by)
+    return [f"{number:0{width}d}" for number in numbers]
 
 
 class _RefusedAnswer(DataError):

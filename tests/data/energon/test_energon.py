@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
-from opendit.data.energon.prepared import expand_all
 from opendit.data.energon.source import Subset, kept_rows
 from opendit.data.shards import store
 from opendit.data.shards.index import KeptRows
@@ -358,13 +357,13 @@ PATTERNS = st.recursive(
 @settings(deadline=None, max_examples=200)
 @given(PATTERNS)
 def test_braces_are_expanded_as_by_braceexpand(pattern):
-    assert expand_all([pattern]) == list(braceexpand.braceexpand(pattern, escape=False))
+    assert store.expand([pattern]) == list(braceexpand.braceexpand(pattern, escape=False))
 
 
 @pytest.mark.parametrize("pattern", ["{a", "a}", "{0..99999999}", "{0..999}" * 3, "{a,{b}"])
 def test_braces_that_do_not_match_or_name_too_many(pattern):
     with pytest.raises(ValueError, match="without its|names more than 1,000,000"):
-        expand_all([pattern])
+        store.expand([pattern])
 
 
 def test_a_subset_of_a_subset_is_a_part_of_it():

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from opendit.data import build_dataset
-from opendit.data.energon import prepared, source
-from opendit.data.energon.prepared import expand_all
+from opendit.data.energon import source
 from opendit.data.energon.source import read_metadataset
 from opendit.data.shards import store
 from tests.data.energon.test_energon import PREPARED
@@ -64,18 +63,18 @@ def blend(path, *names):
 )
 def test_braces_are_bounded(pattern, says):
     with pytest.raises(ValueError, match=says) as caught:
-        expand_all([pattern])
+        store.expand([pattern])
     assert len(str(caught.value)) < 300
 
 
 def test_braces_of_several_patterns_are_bounded_together(monkeypatch):
-    monkeypatch.setattr(prepared, "MOST_TARS", 10)
-    assert len(expand_all(["{0..4}", "{0..4}"])) == 10
+    monkeypatch.setattr(store, "MOST_TARS", 10)
+    assert len(store.expand(["{0..4}", "{0..4}"])) == 10
     with pytest.raises(ValueError, match="'{0..4}' names more than 10 tars"):
-        expand_all(["{0..4}", "{0..4}", "{0..4}"])
-    monkeypatch.setattr(prepared, "MOST_LETTERS", 9)
+        store.expand(["{0..4}", "{0..4}", "{0..4}"])
+    monkeypatch.setattr(store, "MOST_LETTERS", 9)
     with pytest.raises(ValueError, match="or names of 9 characters"):
-        expand_all(["{0..4}", "{0..4}"])
+        store.expand(["{0..4}", "{0..4}"])
 
 
 def test_a_split_with_too_many_names(folder):

@@ -271,14 +271,12 @@ def test_addresses_that_may_be_right():
         check_data(address, "--data_path")
 
 
-@pytest.mark.parametrize(
-    "braces", ["{0..999999}{0..999999}", "{0..99}" * 200, "{" + "9" * 5000 + ".." + "9" * 5001 + "}", "{5..1}"]
-)
+@pytest.mark.parametrize("braces", ["{0..999999}{0..999999}", "{0..99}" * 200, f"{{{'9' * 5000}..{'9' * 5001}}}"])
 def test_ranges_of_too_many_tars(braces):
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"^--data_path http://h/.*(names more than|let it go upwards)") as caught:
-        store.expand(f"http://h/{braces}.tar")
-    assert time.monotonic() - begin < 30 and len(str(caught.value)) < 500
-    assert store.expand("s3://b/{08..10}-{1..2}.tar") == [
+    with pytest.raises(ValueError, match=r"^--data_path http://h/.*(names more than|more than 18 digits)"):
+        build_dataset(f"http://h/{braces}.tar", 8, seed=0)
+    assert time.monotonic() - begin < 30
+    assert store.expand(["s3://b/{08..10}-{1..2}.tar"]) == [
         f"s3://b/{n}-{k}.tar" for n in ("08", "09", "10") for k in "12"
     ]
