@@ -64,6 +64,13 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
     return [first + i * frame_interval for i in range(num_frames)]
 
 
+def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
+    """Return the largest interval up to ``frame_interval`` at which ``num_frames`` frames fit into a clip of
+    ``length``; ``frame_interval`` if none does."""
+    too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
+    return (length - 1) // (num_frames - 1) if too_short else frame_interval
+
+
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
     """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart; None if the clip is shorter.
 

@@ -79,7 +79,7 @@ class PicturesAndClips(MediaDataset):
     def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
         """Read a clip's file for ``read``. name: of the file in messages, see ``read_clip``. Raises BadSample."""
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
-        clip, _, shortened = read_clip(
+        clip, shortened = read_clip(
             path,
             frames,
             self.frame_interval,

@@ -25,7 +25,7 @@ from opendit.data.base import (
 )
 from opendit.data.clips import Crop, resize_and_crop
 from opendit.data.media_size import sizes_of
-from opendit.data.medium import Medium, clip_window, of_picture
+from opendit.data.medium import Medium, clip_window, fitting_interval, of_picture
 from opendit.data.picture_file import as_rgb
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
 from opendit.data.row_arrays import spread
@@ -122,8 +122,8 @@ class PythonDataset(PicturesAndClips):
             return self.picture_sample(medium, view)._replace(y=label, text=text)
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         interval = self.frame_interval
-        if self.short_clips == "interval" and frames <= len(medium) < 1 + (frames - 1) * interval:
-            interval = (len(medium) - 1) // (frames - 1)
+        if self.short_clips == "interval":
+            interval = fitting_interval(len(medium), frames, interval)
         window = clip_window(len(medium), frames, interval, view.start)
         if window is None:
             raise BadSample(self.source(row), f"too short: {len(medium)} frames")

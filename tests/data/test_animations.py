@@ -67,8 +67,8 @@ def shown(path):
 def read(path, indices, size=None):
     lengths = []
 
-    def choose(length):
-        lengths.append(length)
+    def choose(timeline):
+        lengths.append(len(timeline.seconds))
         return indices
 
     return clips.decode_frames(str(path), choose, threading.Event(), size), lengths[0]

@@ -191,7 +191,8 @@ def check(path, frames, seed):
         for _ in range(4):
             asked = []
 
-            def choose(length, asked=asked):
+            def choose(timeline, asked=asked):
+                length = len(timeline.seconds)
                 assert length == len(frames)
                 wanted, interval = generator.randint(1, 6), generator.randint(1, 3)
                 asked.extend(clip_window(length, wanted, interval, generator.random()) or [length - 1])

@@ -93,7 +93,7 @@ def flags_of(root, name, outputs, *more):
 
 def first_frame(root, number):
     """Return the first frame of a clip, as it is decoded."""
-    return Image.fromarray(decode_frames(str(root / f"{number}.mp4"), lambda count: [0], threading.Event())[0])
+    return Image.fromarray(decode_frames(str(root / f"{number}.mp4"), lambda _: [0], threading.Event())[0])
 
 
 def beside(pipeline, frame):

@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from opendit.common.json_file import read_json
-from opendit.common.json_models import checked
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.config.data_sources import is_address
@@ -18,7 +16,7 @@ from opendit.data.energon.cooked import CookedDataset, load_cooker
 from opendit.data.energon.prepared import COOKER, NoSuchSplit, PreparedSet, is_prepared, open_indexes, read_prepared
 from opendit.data.files import expanded, printable
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, KeptRows, TarIndex
+from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
 
 MOST_FOLDERS, MOST_FILES = 1_000, 16  # prepared folders in all, and files that lead to each other
@@ -338,9 +336,7 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
     )
     indexes = open_indexes(prepared, shown)
     shards = _shards(prepared, indexes, leaf, shown)
-    names, path = (), leaf.folder / CLASS_NAMES
-    if path.exists():
-        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
+    names = read_class_names(leaf.folder)
     if cooker is None:
         return ShardDataset(shown, shards, asked.image_size, class_names=names, **asked.of_clips())
     return CookedDataset(

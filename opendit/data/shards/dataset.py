@@ -43,6 +43,7 @@ from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTar
 
 CHECKED = 1 << 22  # samples whose records are checked at the start
 REMOTE_CAPTIONS = 64  # fetched, one after the other, to be counted before a start
+WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # of a conditioning
 OPEN_A_THREAD = 16  # indexes, and as many tars, open in each thread that looks for sizes
 
 
@@ -113,7 +114,7 @@ class ShardDataset(PicturesAndClips):
             allow_open_files()
         self.shown, self.shards = shown, list(shards)
         headers = [shard.index.header for shard in self.shards]
-        self.conditioning = _conditioning(shown, self.shards)
+        self.conditioning = conditioning_of(shown, self.shards)
         _check_records(shown, self.shards)
         self.class_names = (
             classes_of(shown, self.shards, class_names, self.names_file) if self.conditioning == "label" else []
@@ -388,16 +389,16 @@ class ShardDataset(PicturesAndClips):
         return {**self.__dict__, "_recent": OrderedDict()}
 
 
-def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
+def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
     """Return the conditioning that all tars have; without captions and classes "label", with one class."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)
     if len(kinds) > 1:
         (one, first), (other, second), *_ = kinds.items()
-        words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}
         raise ValueError(
-            f"{shown}: {first.name} has {words[one]} and {second.name} {words[other]}; train on them one by one"
+            f"{shown}: {first.name} has {WORDS[one]} and {second.name} {WORDS[other]}; keep them in folders of their "
+            "own"
         )
     if not kinds:
         raise DataError(f"{shown}: holds no tars; give a folder of tars with their indexes")

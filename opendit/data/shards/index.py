@@ -21,7 +21,7 @@ from annotated_types import Len, MaxLen
 from pydantic import FailFast, Field
 
 from opendit.common.json_file import MIB, open_regular
-from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text
+from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text, read_file
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError
@@ -79,6 +79,12 @@ HEADER = FileKind(_Header, 16 * MIB)
 CLASS_NAMES = "class_names.json"  # beside the tars: the classes' names in the order of their labels
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
+
+
+def read_class_names(folder: Path) -> list[str]:
+    """Return the names of a folder's classes; none without ``CLASS_NAMES``. Raises ValueError or OSError."""
+    path = folder / CLASS_NAMES
+    return read_file(path, NAMES_OF_CLASSES) if path.exists() else []
 
 
 class Record(NamedTuple):

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opendit.common.json_file import open_regular, read_json
-from opendit.common.json_models import checked
+from opendit.common.json_file import open_regular
 from opendit.common.safe_files import make_folder, refuse_links, remove, replacing
 from opendit.common.tensor_files import open_safetensors, write_file
 from opendit.common.utils import DataError, hash_parts, sha256_of
@@ -40,8 +39,8 @@ from opendit.data.picture_file import picture_suffixes
 from opendit.data.pictures_and_clips import CLIP
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
-from opendit.data.shards.dataset import IndexedTar, classes_of
-from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, Header, TarIndex, index_of, write_index
+from opendit.data.shards.dataset import WORDS, IndexedTar, classes_of, conditioning_of
+from opendit.data.shards.index import CLASS_NAMES, Header, TarIndex, index_of, read_class_names, write_index
 from opendit.data.shards.latents import HEADERS, SUFFIXES, arrays_of, choose_arrays, tars_of
 from opendit.data.shards.scan import BLOCK, Fields, member_header, padded, scan
 from opendit.data.tables import read_table
@@ -431,8 +430,7 @@ def _kinds(headers: Sequence[Header]) -> str:
     pictures = sum(header.pictures for header in headers)
     clips = sum(header.rows for header in headers) - pictures
     media = " and ".join(f"{count:,} {name}" for count, name in ((clips, "clips"), (pictures, "pictures")) if count)
-    words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}
-    return f"{media} with {', '.join(sorted({words[header.conditioning] for header in headers}))}"
+    return f"{media} with {', '.join(sorted({WORDS[header.conditioning] for header in headers}))}"
 
 
 def _remove_partial(folder: Path) -> None:
@@ -480,7 +478,8 @@ def index_latents(
     fields, plan = Fields(medium=SUFFIXES), hash_parts("latents of another program")
     indexes = index_tars(tars, fields, plan, num_workers=num_workers, force=force)
     headers = [index.header for index in indexes]
-    conditioning = _conditioning(tars, headers, shown)
+    found = [IndexedTar(printable(tar.name), str(tar), index) for tar, index in zip(tars, indexes, strict=True)]
+    conditioning = conditioning_of(shown, found)
     names = _names(tars[0], indexes[0], form, shape, shown)
     shards = [
         {"file": tar.name, "count": header.rows, "bytes": header.tar_bytes, "sha256": header.sha256}
@@ -489,7 +488,7 @@ def index_latents(
     ]
     index = {
         "count": sum(header.rows for header in headers),
-        "class_names": [] if conditioning == "text" else _class_names(folder, tars, indexes, shown),
+        "class_names": [] if conditioning == "text" else classes_of(shown, found, read_class_names(folder)),
         "image_size": image_size,
         "vae": vae,
         "scaling_factor": scale,
@@ -524,25 +523,6 @@ def _geometry(vae: str, image_size: int, frames: int | None) -> tuple[tuple[int,
     length = () if frames is None else (latent_frames(frames, temporal, f"--vae {vae}"),)
     side = image_size // downscale
     return (2 * channels, *length, side, side), scale, shift
-
-
-def _conditioning(tars: list[Path], headers: list[Header], shown: str) -> str:
-    """Return "text" or "label"; latents without captions and classes have one class."""
-    kinds = {header.conditioning: tar.name for tar, header in zip(tars, headers, strict=True)}
-    if len(kinds) > 1:
-        words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}
-        each = " and ".join(f"{printable(name)} {words[kind]}" for kind, name in kinds.items())
-        raise ValueError(f"{shown}: of its tars has {each}; keep them in folders of their own")
-    return "text" if "text" in kinds else "label"
-
-
-def _class_names(folder: Path, tars: list[Path], indexes: list[TarIndex], shown: str) -> list[str]:
-    """Return the class names in the folder, or their numbers. Raises ValueError for a label without a name."""
-    path, names = folder / CLASS_NAMES, []
-    if path.exists():
-        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
-    found = [IndexedTar(str(tar), str(tar), index) for tar, index in zip(tars, indexes, strict=True)]
-    return classes_of(shown, found, names)
 
 
 def _names(tar: Path, index: TarIndex, form: str, shape: tuple[int, ...], shown: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from opendit.common.json_file import MIB, parse_json, read_json
+from opendit.common.json_file import MIB, parse_json
 from opendit.common.json_models import checked
 from opendit.common.utils import DataError
 from opendit.data.base import name_few
@@ -12,7 +12,7 @@ from opendit.data.folders import Ignored, list_folder
 from opendit.data.latents_index import TARS_VERSION, choose_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
+from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of, read_class_names
 from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
 from opendit.data.shards.store import FileCache, Remote, RemoteTars, expand, fetch_indexes, size_problem
 from opendit.data.sources import Request
@@ -49,10 +49,7 @@ def open_source(asked: Request) -> ShardDataset | None:
         except (ValueError, OSError) as error:
             raise ValueError(f"{asked.shown}: {error}") from error
         shards.append(IndexedTar(str(tar), str(tar), index))
-    names, path = (), folder / CLASS_NAMES
-    if path.exists():
-        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
-    return _dataset(asked, shards, names)
+    return _dataset(asked, shards, read_class_names(folder))
 
 
 def _open_remote(asked: Request) -> ShardDataset:
