@@ -4,9 +4,10 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -244,31 +245,14 @@ class AnimationReader:
                 raise ValueError(f"damaged: frame {count - 1} is needed, {number} frames can be decoded") from None
             yield image
 
-    def _opened(self) -> "_Opened":
-        return _Opened(self._path, self._time_limit)
-
-
-class _Opened:
-    """An open file and Pillow's picture of it; every error inside becomes a BadSample."""
-
-    def __init__(self, path: str, time_limit: float):
-        self._path, self._time_limit = path, time_limit
-
-    def __enter__(self) -> tuple[PictureFile, Image.Image]:
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[PictureFile, Image.Image]]:
+        """Open the file, and Pillow's picture of it; every error inside becomes a BadSample."""
         try:
-            self._file = PictureFile(self._path, self._time_limit, None)
-        except OSError as error:
-            raise BadSample(self._path, error.strerror or error) from error
-        try:
-            self._image = open_picture_file(self._file)
-            note_codes(self._image, self._file)
+            with PictureFile(self._path, self._time_limit) as file, open_picture_file(file) as image:
+                note_codes(image, file)
+                yield file, image
+        except BadSample:
+            raise
         except Exception as error:
-            self._file.close()
-            raise BadSample(self._path, reason(error)) from error
-        return self._file, self._image
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._image.close()
-        self._file.close()
-        if isinstance(error, Exception) and not isinstance(error, BadSample):
             raise BadSample(self._path, reason(error)) from error

@@ -26,12 +26,11 @@ from opendit.data.captioned_folder import CaptionedFiles
 from opendit.data.clips import clip_rate, open_clip
 from opendit.data.contents import hash_files
 from opendit.data.files import bytes_of, printable, problem, retried_disk
-from opendit.data.images import PathTable
 from opendit.data.media_size import column_size, file_size, sizes_of
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
-from opendit.data.row_arrays import spread
+from opendit.data.row_arrays import TextTable, spread
 from opendit.data.sources import Request
 from opendit.data.tables import SUFFIXES, USUAL, Columns, TableRow, read_table
 
@@ -65,8 +64,10 @@ class CaptionedDataset(PicturesAndClips):
         if found is not None:
             used, unreadable = _readable(used, self.path)
             self.notes, self.captions_of = (*found.lines(), *unreadable), f" ({found.shown_sources()})"
-        # In arrays, which forked workers share; see PathTable.
-        self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
+        self.paths, self.texts = (
+            TextTable.of([str(row.path) for row, _ in used]),
+            TextTable.of([row.text for row, _ in used]),
+        )
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
         sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
         self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
@@ -118,20 +119,9 @@ class CaptionedDataset(PicturesAndClips):
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
     def describe(self) -> Description:
-        return Description(
-            text=self._text(),
-            conditioning="text",
-            sample_shape=self.sample_shape,
-            clips=self.clip_reading,
-            random_flip=self.random_flip,
-            random_crop=self.random_crop,
-            random_window=self.random_window,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            counted_captions=((len(self), 1_000_000),),  # they are in memory
-            files=self._files,
-            notes=self.notes,
-        )
+        counted = ((len(self), 1_000_000),)  # they are in memory
+        more: dict[str, Any] = {"counted_captions": counted, "files": self._files, "notes": self.notes}
+        return self.description(self._text(), conditioning="text", **more)
 
     def _text(self) -> str:
         clips = int((self.keys == CLIP).sum())

@@ -186,6 +186,7 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
     return Conversion(to_light, to_bt709(_PRIMARIES.get(primaries, _PRIMARIES[1])), encode_srgb)
 
 
+@lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
     """Return the conversion of signals that are light to the power ``gamma``, or sRGB's, of some primaries: (x, y) of
     red, green, blue and white; None: sRGB's. Raises ValueError for primaries that span no colours."""
@@ -360,12 +361,9 @@ def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
         white, red, green, blue = (tuple(chromaticities[at : at + 2]) for at in (0, 2, 4, 6))
         pairs = red, green, blue, white
     try:
-        return "RGB", _by(_of_gamma(gamma, pairs))
+        return "RGB", _by(of_gamma(gamma, pairs))
     except ValueError:
         return None
-
-
-_of_gamma = lru_cache(maxsize=16)(of_gamma)
 
 
 # ------------------------------------------------------------------------------------------ codes of H.273

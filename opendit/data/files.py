@@ -1,14 +1,16 @@
 """Files that others made: what kind they are, how their names are shown, and reads that are tried again."""
 
 import errno
+import fcntl
 import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from opendit.common.safe_files import open_to_write
 from opendit.common.utils import DataError
 from opendit.common.utils import printable as printable  # as its callers know it
 
@@ -73,6 +75,16 @@ def allow_open_files(most: int = 2**14) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
+    """Hold the lock of a file among the processes of this machine; it ends with its process, however that ends.
+
+    root, make: see ``open_to_write``. Raises OSError."""
+    with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def first_bytes(path: str | Path, count: int) -> bytes:

@@ -43,9 +43,10 @@ from opendit.data.latents_index import (
 )
 from opendit.data.medium import Medium
 from opendit.data.picture_file import picture_suffixes
+from opendit.data.row_arrays import TextTable
 from opendit.data.shards.latents import TarLatents, open_tars
 from opendit.data.sources import Request
-from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
+from opendit.data.text_cache import padded, read_empty_caption
 
 _KEY = "opendit"  # the shards' only metadata key: safetensors writes several in random order, so not the same bytes
 
@@ -114,7 +115,8 @@ class LatentDataset(CachedLatents):
         arrays = [read_shard(self.folder, shard, layout_of(index)) for shard in index["shards"]]
         self.labels = np.concatenate([shard["labels"] for shard in arrays])
         if self.conditioning == "text":
-            self.captions = CaptionTable([(shard["captions"], shard["caption_ends"]) for shard in arrays])
+            pairs = [(shard["captions"], shard["caption_ends"]) for shard in arrays]
+            self.captions = TextTable.joined(pairs, "surrogatepass")
         self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
         self.empty_caption = read_empty_caption(self.folder, index["text"]) if self.text_encoder else None
         self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read

@@ -6,6 +6,7 @@ process can fail or be killed. In every case the outcome is one error that names
 """
 
 import ctypes
+import itertools
 import logging
 import math
 import signal
@@ -438,32 +439,22 @@ class _Request:
     packed: bool = False  # samples of any sizes, in one sequence
 
 
-class Requests:
-    """Sampler of what a rank reads, step after step, micro-batch after micro-batch."""
-
-    def __init__(
-        self,
-        schedule: Any,
-        dp_rank: int,
-        dp_size: int,
-        batch_size: int,
-        micro_batches: int,
-        start_step: int,
-        end_step: int | None,
-    ):
-        self.schedule, self.dp_rank, self.dp_size = schedule, dp_rank, dp_size
-        self.batch_size, self.micro_batches = batch_size, micro_batches
-        self.start_step, self.end_step = start_step, end_step
-
-    def __iter__(self) -> Iterator[_Request]:
-        step = self.start_step
-        while self.end_step is None or step < self.end_step:
-            schedule, rows, epoch = self.schedule, self.schedule.rows(step), self.schedule.epoch(step)
-            for micro in range(self.micro_batches):
-                share = schedule.share(step, micro, self.dp_rank, self.dp_size, self.batch_size)
-                sample_keys = schedule.arranged([SampleKey(rows[i], step, i) for i in share])
-                yield _Request(sample_keys, step, micro, epoch, len(rows), schedule.packed)
-            step += 1
+def requests(
+    schedule: BatchSchedule,
+    dp_rank: int,
+    dp_size: int,
+    batch_size: int,
+    micro_batches: int,
+    start_step: int,
+    end_step: int | None,
+) -> Iterator[_Request]:
+    """Yield what a rank reads, step after step, micro-batch after micro-batch."""
+    for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
+        rows, epoch = schedule.rows(step), schedule.epoch(step)
+        for micro in range(micro_batches):
+            share = schedule.share(step, micro, dp_rank, dp_size, batch_size)
+            sample_keys = schedule.arranged([SampleKey(rows[i], step, i) for i in share])
+            yield _Request(sample_keys, step, micro, epoch, len(rows), schedule.packed)
 
 
 class _BatchReader(Dataset[Any]):
@@ -713,9 +704,9 @@ def build_loader(
         raise ValueError("clips can be left to be enlarged as bytes only")
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
-    requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
+    asked = requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
-    batches = ReadAhead(_BatchReader(dataset, enlarge), requests, **how, patience=patience, who=who, on_hang=on_hang)
+    batches = ReadAhead(_BatchReader(dataset, enlarge), asked, **how, patience=patience, who=who, on_hang=on_hang)
     checksums = dataset.fingerprint().checksums
     verification = checksums and checksums.verification(dp_rank, dp_size)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, verification)
@@ -734,8 +725,8 @@ def read_batches(
     The samples of one batch have one step and shape. max_bad, on_skip: see :func:`build_loader`. how: num_workers,
     patience, who and on_hang of ``ReadAhead``.
     """
-    requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
-    read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), requests, pin_memory=False, **how)
+    asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
+    read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)
 
 

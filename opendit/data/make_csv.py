@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from opendit.data.base import DataError, name_few
 from opendit.data.captioned_folder import BARE, UNREAD, CaptionedFiles, find_captions, is_text, read_captioned
@@ -193,24 +194,15 @@ def check(
     *,
     file_column: str | None = None,
     caption_column: str | None = None,
-    num_frames: int = 16,
-    frame_interval: int = 1,
-    fps: float | None = None,
     image_size: int = 0,
-    min_size: int = 0,
-    num_workers: int = 2,
+    **how: Any,
 ) -> None:
-    """Run ``preprocess.py check`` with its flags' values. Raises DataError, and writes nothing, if no row is left."""
+    """Run ``preprocess.py check`` with its flags' values. how: see :func:`check_rows`.
+
+    Raises DataError, and writes nothing, if no row is left."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
-    kept, media, dropped = check_rows(
-        rows,
-        num_frames=num_frames,
-        frame_interval=frame_interval,
-        fps=fps,
-        min_size=min_size,
-        num_workers=num_workers,
-    )
+    kept, media, dropped = check_rows(rows, **how)
     print(f"kept {len(kept):,} of {len(rows):,} rows, dropped {len(rows) - len(kept):,}")
     for reason, files in dropped.items():
         if files:

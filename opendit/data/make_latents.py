@@ -381,28 +381,19 @@ def run(
     mixed_precision: str = "auto",
     shard_size: int = 4096,
     tar_bytes: int | None = None,
-    use_video: bool = False,
-    num_frames: int = 16,
-    frame_interval: int = 1,
-    fps: float | None = None,
-    short_clips: str = "skip",
-    video_reader: str = "auto",
-    energon_cooker: str | None = None,
-    file_column: str | None = None,
-    caption_column: str | None = None,
-    caption_prefix: str | None = None,
     pretrained: str | None = None,
     bucket_tokens: int | None = None,
     max_upscale: float = 1.25,
     patch: tuple[int, ...] = (),
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
-    max_bad: float = 0.05,
     data_timeout: float = 300.0,
+    **media: Any,
 ) -> dict[str, Any] | None:
     """Run ``preprocess.py latents`` with its flags' values, with one process per GPU if torchrun started several.
 
-    patch: of the model for which ``bucket_tokens`` counts tokens, ([frames,] rows, columns).
+    patch: of the model for which ``bucket_tokens`` counts tokens, ([frames,] rows, columns). media: fields of
+    ``sources.Request``, about how files are read.
 
     Raises ValueError, OSError or DataError; among several processes, an error of one ends all, see ``Supervisor``.
     """
@@ -424,18 +415,11 @@ def run(
             image_size,
             seed=0,
             random_flip=None if flip else False,
-            use_video=use_video,
-            num_frames=num_frames,
-            frame_interval=frame_interval,
-            fps=fps,
-            short_clips=short_clips,
-            video_reader=video_reader,
-            energon_cooker=energon_cooker,
-            file_column=file_column,
-            caption_column=caption_column,
-            caption_prefix=caption_prefix,
-            max_bad=max_bad,
+            **media,
         )
+        use_video = media.get("use_video", False)
+        clips: dict[str, Any] = {"num_frames": 16, "frame_interval": 1, "short_clips": "skip", "fps": None}
+        clips = {name: media.get(name, usual) for name, usual in clips.items()}
         about = dataset.describe()
         if about.kind != "pixels":
             raise ValueError(f"--data_path {data_path}: holds latents already; give pictures or clips")
@@ -450,11 +434,8 @@ def run(
                 bucket_tokens,
                 "--bucket_tokens",
                 image_size=image_size,
-                num_frames=num_frames if use_video else 1,
-                frame_interval=frame_interval,
-                short_clips=short_clips,
-                fps=fps,
                 max_upscale=max_upscale,
+                **clips | ({} if use_video else {"num_frames": 1}),
             )
             about = dataset.describe()
         encoder: AnyEncoder | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from opendit.data.container_header import table_parts
 from opendit.data.medium import Timeline
 from opendit.data.picture_file import picture_size, picture_suffixes
 from opendit.data.progress import Progress
-from opendit.data.row_arrays import locked
+from opendit.data.row_arrays import kept_file
 
 SIZES = "sizes as shown, of animations as clips"  # goes into the names of what is kept: other words for other sizes
 HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
@@ -31,26 +32,18 @@ def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
 
 
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium.
+    """Return (rows, 3) int32, the size of every row's medium, found once on this machine; see ``kept_file``.
 
-    identity: of the data set and its files. The sizes that one of a machine's processes finds are kept in a file; if
-    none can be written, every process looks for itself. look: finds the size of a row's medium, or raises BadSample; it
-    is called from ``threads`` threads.
+    identity: of the data set and its files. look: finds the size of a row's medium, or raises BadSample; it is called
+    from ``threads`` threads.
     """
-    with locked(identity) as folder:
-        if folder is None:
-            return _look_at_all(rows, look, threads)
-        path = folder / f"{identity}.npy"
-        if (found := _read(path, rows)) is not None:
-            return found
-        found = _look_at_all(rows, look, threads)
-        try:
-            with replacing(path) as file:
-                np.save(file, found)
-        except OSError:
-            return found
-        again = _read(path, rows)
-        return found if again is None else again
+    read, make = partial(_read, rows=rows), partial(_look_at_all, rows, look, threads)
+    return kept_file(identity, f"{identity}.npy", read, _write, make)
+
+
+def _write(path: Path, found: np.ndarray) -> None:
+    with replacing(path) as file:
+        np.save(file, found)
 
 
 def _read(path: Path, rows: int) -> np.ndarray | None:

@@ -7,9 +7,11 @@ import time
 from functools import cache
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
-from opendit.data.base import BadSample
+from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
 from opendit.data.medium import COLOURS
@@ -87,6 +89,15 @@ def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, f
     left, top = (image.width - across) * at[1], (image.height - down) * at[0]
     box = (max(0.0, left), max(0.0, top), min(image.width, left + across), min(image.height, top + down))
     return image.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
+
+
+def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
+    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8, mirrored if ``flip``. C is 1 for a grey
+    picture."""
+    pixels = torch.from_numpy(np.array(image))
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+    pixels = pixels.flip(-1) if flip else pixels
+    return pixels if as_bytes else to_pixels(pixels)
 
 
 def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> tuple[int, int]:

@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from opendit.data.base import BadSample, ClipReading, Item, MediaDataset, Shapes, View
+from opendit.data.base import BadSample, ClipReading, Description, Item, MediaDataset, Shapes, View
 from opendit.data.clips import Crop, check_window, read_clip
 from opendit.data.enlarging import Small
-from opendit.data.images import to_tensor
 from opendit.data.medium import Timeline
-from opendit.data.picture_file import fill_crop
+from opendit.data.picture_file import fill_crop, to_tensor
+from opendit.data.row_arrays import spread
 from opendit.data.video_readers import choose_reader
 
 PICTURE, CLIP = 0, 1  # shape keys
@@ -58,17 +59,14 @@ class PicturesAndClips(MediaDataset):
         self.random_flip, self.random_crop = bool(random_flip), random_crop
         self.random_window = training and use_video
 
-    @property
-    def clip_reading(self) -> ClipReading | None:
-        """Return how clips are read; None in a picture run."""
-        if not self.use_video:
-            return None
-        return ClipReading(
-            num_frames=self.num_frames,
-            frame_interval=self.frame_interval,
-            short_clips=self.short_clips,
-            fps=self.fps,
-        )
+    def description(self, text: str, **fields: Any) -> Description:
+        """Return the description of the data set, with these further fields."""
+        clips = None
+        if self.use_video:
+            names = "num_frames frame_interval short_clips fps".split()
+            clips = ClipReading(**{name: getattr(self, name) for name in names})
+        names = "sample_shape random_flip random_crop random_window seed max_bad".split()
+        return Description(text=text, clips=clips, **{name: getattr(self, name) for name in names} | fields)
 
     def picture_sample(self, picture: Image.Image, view: View) -> Item:
         """Crop a picture for ``read``."""
@@ -114,9 +112,8 @@ class PicturesAndClips(MediaDataset):
         if not self.use_video:
             return []
         rows: Sequence[int] = np.flatnonzero(keys != PICTURE) if isinstance(keys, np.ndarray) else range(len(self))  # pyright: ignore[reportAssignmentType]
-        places = np.unique(np.linspace(0, len(rows) - 1, self.rated).round().astype(int)).tolist() if len(rows) else []
         found = []
-        for place in places:
+        for place in spread(len(rows), self.rated):
             with suppress(BadSample):
                 found.append(self.rate_at(int(rows[place])))
         return [rate for rate in found if rate > 0]

@@ -168,19 +168,10 @@ class PythonDataset(PicturesAndClips):
 
     def describe(self) -> Description:
         what = f"{len(self):,} {self.medium}s with {self.condition}s"
-        return Description(
-            text=f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}",
-            conditioning=self.condition,
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            clips=self.clip_reading,
-            random_flip=self.random_flip,
-            random_window=self.random_window,
-            random_crop=self.random_crop,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            counted_captions=((len(self), 100),),  # each is read with its picture
-        )
+        text = f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}"
+        counted = ((len(self), 100),)  # each is read with its picture
+        of = {"conditioning": self.condition, "class_names": self.class_names, "counted_captions": counted}
+        return self.description(text, **of)
 
 
 def _kind(value: Any) -> str:

@@ -1,19 +1,19 @@
 """Arrays with an entry for every row of a data set, too long to copy or to make twice: one process of a machine makes
 them and keeps them in files, the others map these."""
 
-import fcntl
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
-from opendit.common.safe_files import creating, open_to_write, remove_tree, rename, write_whole
+from opendit.common.safe_files import creating, remove_tree, rename, write_whole
 from opendit.common.utils import HashedStream
+from opendit.data.files import file_locked
 
 _ROWS = 2**20  # hashed, or chosen, at once
 _LOOKED_AT = 2**16  # rows in which the next one of a key is looked for
@@ -34,7 +34,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` of the numbers below ``size``, spread evenly, in rising order."""
+    """Return up to ``most`` of the numbers below ``size``, spread evenly from first to last, in rising order."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
@@ -45,6 +45,50 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
         if len(later):
             return start + int(later[0])
     raise AssertionError("unreachable: this row has this key")
+
+
+class TextTable(Sequence[str]):
+    """An immutable list of texts in two arrays: their UTF-8, uint8, and where each one ends, int64.
+
+    A million Python strings, shared with forked workers, get copied page by page as their reference counts change:
+    gigabytes over an epoch. Two numpy arrays stay shared. errors: how bytes that are not UTF-8 are decoded.
+    """
+
+    def __init__(self, text: np.ndarray, ends: np.ndarray, errors: str = "surrogateescape"):
+        self.text, self.ends, self.errors = text, ends, errors
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "TextTable":
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]], errors: str) -> "TextTable":
+        """Return one table of several, each as (text, ends)."""
+        starts = np.cumsum([0, *(len(text) for text, _ in parts)])
+        ends = [ends + start for (_, ends), start in zip(parts, starts, strict=False)]
+        return cls(np.concatenate([text for text, _ in parts]), np.concatenate(ends), errors)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, row: int) -> str: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[str]: ...
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[each] for each in range(len(self))[row]]
+        row = range(len(self))[row]
+        return self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes().decode("utf-8", self.errors)
+
+    def encoded(self) -> Iterator[bytes]:
+        """Yield all texts as UTF-8."""
+        text, start = self.text.tobytes(), 0
+        for end in self.ends.tolist():
+            yield text[start:end]
+            start = end
 
 
 class Complement:
@@ -90,28 +134,39 @@ class Complement:
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
 
 
+Kept = TypeVar("Kept")
 FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
 LARGE = 2**20  # rows from which on what is known of each is kept in a file
 _ABOUT = "about.json"
 
 
-@contextmanager
-def locked(name: str) -> Iterator[Path | None]:
-    """Hold the lock ``name`` among the processes of this machine, and return the cache's folder; None if it can't be
-    written. A lock ends with its process, however that ends."""
-    folder, lock = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser(), None
-    try:
-        path = folder / f"{name}.lock"
-        lock = open(open_to_write(path, os.O_WRONLY | os.O_CREAT, make=True), "w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:
-        folder = None
-    try:
-        yield folder
-    finally:
-        if lock is not None:
-            lock.close()
+def kept_file(
+    name: str,
+    file: str,
+    read: Callable[[Path], Kept | None],
+    write: Callable[[Path, Kept], object],
+    make: Callable[[], Kept],
+) -> Kept:
+    """Return ``make()``, which one process of this machine calls once, and whose result all read from the cache.
+
+    name: a hash of everything that decides the result. read: returns None for a file that is missing or damaged. If
+    nothing can be written, or what was written is damaged, it is made anew."""
+    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_locked(folder / f"{name}.lock", make=True))
+        except OSError:
+            return make()
+        if (found := read(folder / file)) is not None:
+            return found
+        made = make()
+        try:
+            write(folder / file, made)
+        except OSError:
+            return made
+        again = read(folder / file)
+        return made if again is None else again
 
 
 class KeptArrays(NamedTuple):
@@ -122,24 +177,8 @@ class KeptArrays(NamedTuple):
 
 
 def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
-    """Return ``make()``, which one process of this machine calls once, and whose result all map.
-
-    name: a hash of everything that decides the result. If nothing can be written, or what was written is damaged, it is
-    made anew.
-    """
-    with locked(name) as cache:
-        folder = None if cache is None else cache / f"{name}.arrays"
-        if folder is not None and (found := _read(folder)) is not None:
-            return found
-        made = make()
-        if folder is None:
-            return made
-        try:
-            _write(folder, made)
-        except OSError:
-            return made
-        again = _read(folder)
-        return made if again is None else again
+    """Return ``make()`` as :func:`kept_file` does, its arrays mapped from files."""
+    return kept_file(name, f"{name}.arrays", _read, _write, make)
 
 
 def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:

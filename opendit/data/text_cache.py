@@ -143,21 +143,3 @@ def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
     out = tokens.new_zeros(max_tokens, tokens.shape[1])
     out[: len(tokens)] = tokens
     return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)
-
-
-class CaptionTable(Sequence[Any]):
-    """The captions of all shards, in two arrays, which forked workers share (see ``images.PathTable``)."""
-
-    def __init__(self, shards: list[tuple[np.ndarray, np.ndarray]]):
-        """shards: ``captions`` and ``caption_ends`` of every shard."""
-        before = np.cumsum([0] + [len(text) for text, _ in shards])
-        self.text = np.concatenate([text for text, _ in shards])
-        self.ends = np.concatenate([ends + start for (_, ends), start in zip(shards, before, strict=False)])
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, row: int) -> str:
-        row = range(len(self))[row]
-        start = self.ends[row - 1] if row else 0
-        return self.text[start : self.ends[row]].tobytes().decode("utf-8", "surrogatepass")

@@ -15,9 +15,8 @@ from PIL import Image
 
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
-from opendit.data.images import to_tensor
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import center_crop
+from opendit.data.picture_file import center_crop, to_tensor
 from opendit.data.sources import Request
 
 _DIGITS = [str(digit) for digit in range(10)]

@@ -68,7 +68,7 @@ def run(data_path, output):
 
 
 def found_in(data_path, **options):
-    dataset, sizes = look.open_any(str(data_path), None, None, None, "train")
+    dataset, sizes = look.open_any(str(data_path))
     return look.look(dataset, 0, 8, 2, MediumTokens(*sizes, 16, 1))
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_written_if_nothing_can_be_read(tmp_path):
 
 
 def test_rows_are_spread_evenly_and_shown_where_asked(data):
-    dataset, sizes = look.open_any("digits", None, None, None, "test")
+    dataset, sizes = look.open_any("digits", split="test")
     found = look.look(dataset, 10, 4, 1, MediumTokens(*sizes, 16, 1))
     rows = [each.row for each in found.looks]
     assert len(dataset) == 359 and len(rows) == 10 and rows[0] == 0 and rows[-1] == 358
@@ -170,7 +170,7 @@ def test_sources_are_looked_into_by_their_weights(data, tmp_path):
     write_csv(tmp_path / "large.csv", [TableRow(files[i % 6], f"large {i}") for i in range(60)])
     write_csv(tmp_path / "small.csv", [TableRow(files[i], f"small {i}") for i in range(3)])
     by_weight = f"{tmp_path / 'large.csv'}:0.6,{tmp_path / 'small.csv'}:0.4"
-    dataset, sizes = look.open_any(by_weight, None, None, None, "train")
+    dataset, sizes = look.open_any(by_weight)
     found = look.look(dataset, 20, 10, 1, MediumTokens(*sizes, 16, 1))
     words = [each.words for each in found.drawn]
     assert [sum(name in each for each in words) for name in ("large", "small")] == [12, 8]
@@ -181,7 +181,7 @@ def test_sources_are_looked_into_by_their_weights(data, tmp_path):
     found = look.look(dataset, 0, 10, 1, MediumTokens(*sizes, 16, 1))
     assert len(found.looks) == 63 and sum("small" in each.words for each in found.drawn) == 25
     (tmp_path / "blend.yaml").write_text("sources: [{path: large.csv, epochs: 1}, {path: small.csv, epochs: 5}]")
-    dataset, sizes = look.open_any(str(tmp_path / "blend.yaml"), None, None, None, "train")
+    dataset, sizes = look.open_any(str(tmp_path / "blend.yaml"))
     rows = look.draw_rows(dataset, 50)
     assert (rows < 60).sum() == 40 and np.unique(rows[rows >= 60], return_counts=True)[1].tolist() == [4, 3, 3]
 

@@ -4,24 +4,21 @@ An index is beside its tar, if ``preprocess.py index`` made it for the same fiel
 where it is made when the set is first opened.
 """
 
-import fcntl
 import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opendit.common.json_file import LARGEST, MIB
-from opendit.common.safe_files import open_to_write
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.data.base import name_few
-from opendit.data.files import printable
+from opendit.data.files import file_locked, printable
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.index import TarIndex, index_of, write_index
@@ -281,7 +278,9 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
             raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
     if any(not place.exists() for place in places.values()):
         try:
-            with _locked(folder):  # one of the ranks on this machine makes them
+            with file_locked(
+                folder / "lock", root=folder.parent, make=True
+            ):  # one of the ranks on this machine makes them
                 _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
         except OSError as error:
             what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"
@@ -334,11 +333,3 @@ def _make(todo: dict[Path, Path], prepared: PreparedSet) -> None:
 def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
     tar, place = job
     write_index(place, *scan(tar, fields, checksums=False, plan=plan))
-
-
-@contextmanager
-def _locked(folder: Path):
-    """Hold a lock on this folder among the processes of this machine. Raises OSError."""
-    with open(open_to_write(folder / "lock", os.O_WRONLY | os.O_CREAT, root=folder.parent, make=True), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
-        yield

@@ -352,20 +352,9 @@ class ShardDataset(PicturesAndClips):
         return hash_parts("shards", *self._contents(), names, str(self.used is not None), *kinds)
 
     def describe(self) -> Description:
-        return Description(
-            text=self._text(),
-            conditioning=self.conditioning,
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            clips=self.clip_reading,
-            random_flip=self.random_flip,
-            random_crop=self.random_crop,
-            random_window=self.random_window,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            counted_captions=((len(self), self.counted_captions),),
-            largest_label=self._find_largest_label,
-        )
+        more = {"counted_captions": ((len(self), self.counted_captions),), "largest_label": self._find_largest_label}
+        of: dict[str, Any] = {"conditioning": self.conditioning, "class_names": self.class_names}
+        return self.description(self._text(), **of, **more)
 
     def _text(self) -> str:
         clips = self.clips if self.use_video else 0

@@ -62,7 +62,7 @@ from opendit.data.latents_index import (
 from opendit.data.medium import Medium
 from opendit.data.row_arrays import kept_array
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
+from opendit.data.shards.index import ROW, TarIndex, empty_header, index_of, write_index
 from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
 from opendit.data.shards.store import LocalTars, Remote, RemoteTars
 from opendit.data.text_cache import padded
@@ -103,7 +103,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
         else:  # none of its files could be read
             size = os.fstat(new.fileno()).st_size
-            header = Header(0, 0, size, sha256, True, 0, "none", 0, [], [], plan=_plan(settings))
+            header = empty_header(size, sha256, _plan(settings))
             found = header, np.zeros(0, ROW), b""
         remove(index_of(path))
     write_index(index_of(path), *found)

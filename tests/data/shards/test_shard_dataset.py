@@ -15,10 +15,10 @@ from opendit.data import DataError, SampleKey, build_dataset, build_loader, buil
 from opendit.data.base import View
 from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
-from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
+from opendit.data.shards.index import ROW, TarIndex, index_of, write_index
 from opendit.data.shards.program import make_indexes
 from opendit.data.video_file import write_mp4
-from tests.data.shards.tars import captioned, picture, write_tar
+from tests.data.shards.tars import captioned, header_of, picture, write_tar
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
     """The index of a tar that is as large on paper: a sparse file, so that the test writes next to nothing."""
     rows = 10_000_000
     tar = tmp_path / "x.tar"
-    header = Header(rows, 0, 4 << 40, "", False, rows, "label", 1, [".png"], [])
+    header = header_of(rows=rows, tar_bytes=4 << 40, pictures=rows, suffixes=[".png"])
     write_index(index_of(tar), header, np.zeros(0, ROW), b"")
     index_path, start = index_of(tar), index_of(tar).stat().st_size
     os.truncate(index_path, start + rows * ROW.itemsize)
@@ -159,7 +159,7 @@ def index_alone(folder, name, kinds):
     rows["suffix"], rows["number"] = kinds, np.arange(len(kinds))
     pictures = len(kinds) - int(sum(kinds))
     (folder / f"{name}.tar").write_bytes(bytes(1024))
-    header = Header(len(kinds), 0, 1024, name * 64, False, pictures, "label", 1, [".png", ".mp4"], [])
+    header = header_of(rows=len(kinds), tar_bytes=1024, sha256=name * 64, pictures=pictures, suffixes=[".png", ".mp4"])
     write_index(index_of(folder / f"{name}.tar"), header, rows, b"")
 
 
