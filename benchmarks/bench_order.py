@@ -35,12 +35,11 @@ from opendit.data import build_dataset
 from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.loader import build_schedule
-from opendit.data.order.buckets import Lengths, TokenSize, shape_table
 from opendit.data.order.packs import SAMPLED, PackSchedule
 from opendit.data.order.schedule import WINDOW, BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
 from opendit.data.order.sequences import RowsByKey
 from opendit.data.row_arrays import FOLDER
-from opendit.data.shaped import ShapedDataset, shape_media
+from opendit.data.shaped import Lengths, ShapedDataset, TokenSize, shape_media, shape_table
 from opendit.data.shards.index import ROW, empty_header, index_of, write_index
 from opendit.data.video_readers import choose_reader
 

@@ -26,10 +26,9 @@ from opendit.data.captioned_folder import CaptionedFiles
 from opendit.data.clips import clip_rate, open_clip
 from opendit.data.contents import hash_files
 from opendit.data.files import bytes_of, printable, problem, retried_disk
-from opendit.data.media_size import column_size, file_size, sizes_of
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, column_size, file_size, sizes_of
 from opendit.data.row_arrays import TextTable, spread
 from opendit.data.sources import Request
 from opendit.data.tables import SUFFIXES, USUAL, Columns, TableRow, read_table

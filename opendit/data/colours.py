@@ -41,14 +41,8 @@ UNSPECIFIED = 2  # primaries, transfer or matrix
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
 # Matrices that FFmpeg's scaler does not have: it would show other colours.
-_NO_MATRIX = {
-    10: "BT.2020 with constant luminance",
-    11: "YDzDx",
-    12: "chromaticity-derived",
-    13: "chromaticity-derived",
-    14: "ICtCp",
-    15: "IPT-C2",
-}
+_NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 14: "ICtCp", 15: "IPT-C2"}
+_NO_MATRIX |= dict.fromkeys((12, 13), "chromaticity-derived")
 
 _BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 Chromaticities = tuple[tuple[float, float], ...]

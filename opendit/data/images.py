@@ -25,10 +25,9 @@ from opendit.data.base import (
 from opendit.data.contents import hash_files
 from opendit.data.files import bytes_of, printable, retried_disk
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
-from opendit.data.media_size import sizes_of
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import check_header, picture_size, picture_suffixes, read_picture
-from opendit.data.pictures_and_clips import PicturesAndClips
+from opendit.data.pictures_and_clips import PicturesAndClips, sizes_of
 from opendit.data.row_arrays import TextTable, spread
 
 CHECKED_HEADERS = 2000

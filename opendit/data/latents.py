@@ -46,7 +46,7 @@ from opendit.data.picture_file import picture_suffixes
 from opendit.data.row_arrays import TextTable
 from opendit.data.shards.latents import TarLatents, open_tars
 from opendit.data.sources import Request
-from opendit.data.text_cache import padded, read_empty_caption
+from opendit.data.text_cache import open_empty_caption, padded
 
 _KEY = "opendit"  # the shards' only metadata key: safetensors writes several in random order, so not the same bytes
 
@@ -118,7 +118,7 @@ class LatentDataset(CachedLatents):
             pairs = [(shard["captions"], shard["caption_ends"]) for shard in arrays]
             self.captions = TextTable.joined(pairs, "surrogatepass")
         self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
-        self.empty_caption = read_empty_caption(self.folder, index["text"]) if self.text_encoder else None
+        self.empty_caption = open_empty_caption(self.folder, index["text"]) if self.text_encoder else None
         self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read
 
     def __len__(self) -> int:
@@ -218,7 +218,7 @@ def open_source(asked: Request) -> LatentDataset | TarLatents | None:
     else:
         index = choose_index(indexes, asked.shown, asked.image_size)
         text, tars = index.get("text"), open_tars(asked.located, index)
-        empty = read_empty_caption(asked.located, text) if text else None
+        empty = open_empty_caption(asked.located, text) if text else None
         latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
     if next(files_below(str(asked.located), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"

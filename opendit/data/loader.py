@@ -756,25 +756,16 @@ def build_schedule(
     Raises:
         ValueError: there are too few samples.
     """
+    shaped, sources = cast(ShapedDataset, dataset), dataset.describe().sources
     if pack_tokens is not None:
-        shaped, sources = cast(ShapedDataset, dataset), dataset.describe().sources
         tokens = shaped.token_counts(caption_tokens)
         return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
-    if bucket_tokens is not None:
-        return _in_buckets(cast(ShapedDataset, dataset), global_batch, micro_batches, seed, bucket_tokens)
-    keys = dataset.shapes().array
-    if (sources := dataset.describe().sources) is not None:
-        return BlendSchedule(sources, global_batch, micro_batches, seed, keys)
-    shapes = None if keys is None else RowsByKey(keys)
-    if shapes is None or len(shapes.values) < 2:
-        return BatchSchedule(len(dataset), global_batch, seed)
-    return BucketSchedule(shapes, global_batch, micro_batches, seed)
-
-
-def _in_buckets(dataset: ShapedDataset, global_batch: int, micro_batches: int, seed: int, tokens: int) -> BatchSchedule:
-    keys, sources = dataset.keys, dataset.describe().sources
-    shapes = RowsByKey(keys)
-    samples = [tokens // int(dataset.tokens[key]) for key in shapes.values]
+    keys, samples = dataset.shapes().array, None
+    shapes = None if keys is None or (sources and bucket_tokens is None) else RowsByKey(keys)
+    if shapes is not None and bucket_tokens is not None:
+        samples = [bucket_tokens // int(shaped.tokens[key]) for key in shapes.values]
     if sources is not None:
         return BlendSchedule(sources, global_batch, micro_batches, seed, keys, samples)
+    if shapes is None or (samples is None and len(shapes.values) < 2):
+        return BatchSchedule(len(dataset), global_batch, seed)
     return BucketSchedule(shapes, global_batch, micro_batches, seed, samples)

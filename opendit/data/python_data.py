@@ -24,10 +24,9 @@ from opendit.data.base import (
     flip_note,
 )
 from opendit.data.clips import Crop, resize_and_crop
-from opendit.data.media_size import sizes_of
 from opendit.data.medium import Medium, clip_window, fitting_interval, of_picture
 from opendit.data.picture_file import as_rgb
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, sizes_of
 from opendit.data.row_arrays import spread
 from opendit.data.sources import Request
 

@@ -116,10 +116,10 @@ def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL
         raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another CSV") from error
     if not lines:
         raise ValueError(f"{name}: is empty; it needs lines of path,text")
-    table = _Table(path.parent, name, *_header(path.parent, name, lines, columns))
-    if not table.lines:
+    names, lines = _header(path.parent, name, lines, columns)
+    if not lines:
         raise ValueError(f"{name}: has a header and no rows; add some")
-    return [table.row(number, cells) for number, cells in table.lines]
+    return [_csv_row(path.parent, f"{name}, line {number}", names, cells) for number, cells in lines]
 
 
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
@@ -195,67 +195,49 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
         raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
     # A first line that names no medium, before one that does, is a header with other names.
     if not any(_is_medium(folder, cell) for cell in cells):
-        _check_delimiter(folder, name, number, cells)
+        _check_delimiter(folder, f"{name}, line {number}", cells)
         following = lines[1][1] if len(lines) > 1 else []
         if file or caption or any(_is_medium(folder, cell) for cell in following):
             raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
     return ["path", "text", *(f"column{i}" for i in range(3, 1 + max(len(cells) for _, cells in lines)))], lines
 
 
-def _check_delimiter(folder: Path, name: str, number: int, cells: list[str]) -> None:
+def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
     """Raise ValueError if the first cell holds several values, separated by something other than a comma."""
     for delimiter, plural in _OTHER_DELIMITERS.items():
         first, found, _ = cells[0].partition(delimiter)
         names = {part.strip().lower() for part in cells[0].split(delimiter)}
         if found and (_is_medium(folder, first) or len(cells) == 1 or {"path", "text"} <= names):
             raise ValueError(
-                f"{name}, line {number}: the columns are separated by {plural}; write commas, and quotes around "
-                "captions that hold one"
+                f"{here}: the columns are separated by {plural}; write commas, and quotes around captions that hold one"
             )
 
 
-@dataclass(frozen=True)
-class _Table:
-    """The settings that turn the lines of a CSV into rows."""
-
-    folder: Path  # that paths are relative to
-    name: str
-    columns: list[str]
-    lines: list[tuple[int, list[str]]]
-
-    def row(self, number: int, cells: list[str]) -> TableRow:
-        """Parse one row. Raises ValueError, naming the line, if it is malformed."""
-        here = f"{self.name}, line {number}"
-        values = dict(zip(self.columns, cells, strict=False))
-        if len(cells) < 2 or len(cells) > len(self.columns) or "path" not in values or "text" not in values:
-            _check_delimiter(self.folder, self.name, number, cells)
-            raise ValueError(
-                f"{here}: {len(cells)} columns where {printable(','.join(self.columns))} are expected; a caption with "
-                "commas needs quotes around it"
-            )
-        path = values.pop("path").strip()
-        if not path:
-            raise ValueError(f"{here}: the path is empty; name a file or remove the line")
-        for column, cell in ("text", values["text"]), *values.items():
-            check_utf8(here, column, cell)
-        if suffix_of(path) not in picture_suffixes() and suffix_of(path) not in CLIPS:
-            self._check_doubtful(number, path, cells, values["text"].strip())
-        medium = locate(self.folder, here, path)
-        return TableRow(medium, values.pop("text").strip(), values)
-
-    def _check_doubtful(self, number: int, path: str, cells: list[str], text: str) -> None:
-        """Raise ValueError if a path without a known suffix is something other than a medium."""
-        if os.path.isfile(self.folder / path):
-            return
-        here = f"{self.name}, line {number}"
+def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> TableRow:
+    """Parse one row of a CSV. Raises ValueError, beginning with ``here``, if it is malformed."""
+    values = dict(zip(columns, cells, strict=False))
+    if len(cells) < 2 or len(cells) > len(columns) or "path" not in values or "text" not in values:
+        _check_delimiter(folder, here, cells)
+        raise ValueError(
+            f"{here}: {len(cells)} columns where {printable(','.join(columns))} are expected; a caption with commas "
+            "needs quotes around it"
+        )
+    path = values.pop("path").strip()
+    if not path:
+        raise ValueError(f"{here}: the path is empty; name a file or remove the line")
+    for column, cell in ("text", values["text"]), *values.items():
+        check_utf8(here, column, cell)
+    text = values.pop("text").strip()
+    if suffix_of(path) not in picture_suffixes() | CLIPS and not os.path.isfile(folder / path):
         if (path.lstrip("\ufeff").lower(), text.lower()) == ("path", "text"):
             raise ValueError(f"{here}: a header in the middle of the file; remove the line")
-        _check_delimiter(self.folder, self.name, number, [path, *cells[1:]])
-        if suffix_of(text) in picture_suffixes() | CLIPS and os.path.isfile(self.folder / text):
+        _check_delimiter(folder, here, [path, *cells[1:]])
+        if suffix_of(text) in picture_suffixes() | CLIPS and os.path.isfile(folder / text):
             raise ValueError(
                 f"{here}: the column text holds the path {printable(text)}; swap the columns, or their names in the "
                 "header"
             )
+    return TableRow(locate(folder, here, path), text, values)
 
 
 def check_utf8(here: str, column: str, cell: str) -> None:

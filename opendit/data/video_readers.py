@@ -184,19 +184,7 @@ _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-
 _BT709, _FULL_RANGE = 1, 2  # numbers of a matrix in H.273, and of a range in FFmpeg
 _SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable index of frames
 # Codecs whose packets may all be key frames, because no frame refers to another.
-_KEYS_ONLY = (
-    "mjpeg",
-    "prores",
-    "dnxhd",
-    "ffv1",
-    "png",
-    "rawvideo",
-    "dvvideo",
-    "huffyuv",
-    "utvideo",
-    "jpeg2000",
-    "v210",
-)
+_KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
 _SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
 
 

@@ -19,8 +19,8 @@ from opendit.data import SampleKey, build_dataset, clips, make_csv
 from opendit.data.animations import AnimationReader, count_frames, is_animated, is_animation
 from opendit.data.base import BadSample
 from opendit.data.clips import open_clip
-from opendit.data.media_size import file_size
 from opendit.data.picture_file import read_picture
+from opendit.data.pictures_and_clips import file_size
 from opendit.data.shards.index import TarIndex, index_of
 from opendit.data.shards.program import make_indexes
 from opendit.data.tables import read_csv

@@ -14,11 +14,10 @@ from opendit.data import build_dataset, build_loader
 from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
 from opendit.data.loader import build_schedule
-from opendit.data.media_size import known_sizes
-from opendit.data.order.buckets import TokenSize, shape_table
 from opendit.data.picture_file import fill_crop, picture_size
+from opendit.data.pictures_and_clips import known_sizes
 from opendit.data.row_arrays import FOLDER
-from opendit.data.shaped import shape_latents, shape_media
+from opendit.data.shaped import TokenSize, shape_latents, shape_media, shape_table
 from opendit.data.shards.program import make_shards
 from opendit.data.video_file import write_mp4
 

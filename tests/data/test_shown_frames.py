@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from opendit.data.clips import clip_size, clip_window, decode_frames, open_clip
 from opendit.data.container_header import is_closed
 from opendit.data.make_csv import probe
-from opendit.data.media_size import stored_clip_size
+from opendit.data.pictures_and_clips import stored_clip_size
 from opendit.data.video_readers import READERS, problem_of
 
 WIDTH, HEIGHT, COUNT, RATE = 88, 72, 26, 24

@@ -6,8 +6,7 @@ import pytest
 from opendit.data import build_dataset, row_arrays
 from opendit.data.base import Shapes
 from opendit.data.held_out import hold_out
-from opendit.data.order.buckets import TokenSize
-from opendit.data.shaped import shape_latents
+from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards import dataset as shards
 from opendit.data.shards.program import make_indexes
 from opendit.data.video_file import write_mp4

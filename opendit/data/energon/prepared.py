@@ -39,16 +39,7 @@ _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
 ).split()
-_KNOWN = (
-    "__module__",
-    "__class__",
-    "sample_type",
-    "field_map",
-    "sample_loader",
-    "part_filter",
-    "subflavors",
-    *_IGNORED,
-)
+_KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
 SMALL = 64 << 20  # bytes of tars that are read faster than processes start
 

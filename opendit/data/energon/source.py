@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from opendit.common.utils import shown as short
-from opendit.common.yaml_file import read_yaml
+from opendit.common.yaml_file import positive, read_yaml, require, require_known
 from opendit.config.data_sources import is_address
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset
@@ -25,6 +25,9 @@ LONGEST = 4096  # characters of a path, a name or a number
 ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of the shares of leaves
 
 _REFERENCE = ("path", "split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
+_HINTS: dict[str, str] = dict.fromkeys(
+    ("cooker", "joiner"), f"; samples are read by {COOKER}"
+)  # of keys that are not known
 _FIRST = (*_REFERENCE, "subflavor", "weight")
 _SECOND = (*_REFERENCE, "subset", "aux")
 _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPETITIONS)}
@@ -107,12 +110,12 @@ class _Reader:
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
             raise ValueError(f"{where} leads back to itself, over {' -> '.join(map(printable, (*above, place)))}")
-        self._check(len(above) < MOST_FILES, where, f"more than {MOST_FILES} files lead to each other; name fewer")
+        require(len(above) < MOST_FILES, where, f"more than {MOST_FILES} files lead to each other; name fewer")
         if place not in self._read:
             self._read[place] = read_yaml(path, where)
         content = self._read[place]
-        self._check(isinstance(content, dict) and isinstance(content.get("splits"), dict), where, "needs splits: {...}")
-        self._known(content, ("__module__", "__class__", "path", "splits"), where)
+        require(isinstance(content, dict) and isinstance(content.get("splits"), dict), where, "needs splits: {...}")
+        require_known(content, ("__module__", "__class__", "path", "splits"), where, _HINTS)
         kind, module = content.get("__class__", "Metadataset"), content.get("__module__", "megatron.energon")
         if kind not in ("Metadataset", "MetadatasetV2") or not str(module).startswith("megatron.energon"):
             raise ValueError(
@@ -124,12 +127,12 @@ class _Reader:
             raise NoSuchSplitThere(f"{where} has no split {' or '.join(splits)}; it has {there}")
         node = content["splits"][chosen]
         where = f"{where}, split {chosen}"
-        self._check(isinstance(node, dict), where, "must be {path: ...}, {blend: [...]} or {datasets: [...]}")
+        require(isinstance(node, dict), where, "must be {path: ...}, {blend: [...]} or {datasets: [...]}")
         read = self._second if kind == "MetadatasetV2" else self._first
         return read(node, where, _At(path.parent, chosen, (*above, place), inherited or {}, subset))
 
     def _first(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
-        self._known(node, ("datasets",), where)
+        require_known(node, ("datasets",), where, _HINTS)
         return self._mixed(node, "datasets", "weight", WEIGHTS, _FIRST, where, at)
 
     def _second(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
@@ -140,9 +143,9 @@ class _Reader:
             )
         form = next((key for key in _LISTS if key in node), None)
         if form is None:
-            self._known(node, _SECOND, where)
+            require_known(node, _SECOND, where, _HINTS)
             return self._reference(node, where, at)
-        self._known(node, (form, "subset"), where)
+        require_known(node, (form, "subset"), where, _HINTS)
         name, kind = _LISTS[form]
         at = replace(at, subset=self._subset(node, where, at.subset))
         self._relative(at.subset, where)
@@ -152,13 +155,13 @@ class _Reader:
         self, node: dict[str, Any], form: str, name: str, kind: str, known: tuple[Any, ...], where: str, at: "_At"
     ) -> tuple[Any, ...]:
         entries = cast(list, node.get(form))
-        self._check(isinstance(entries, list) and entries, where, f"{form} must be a list of {{path: ..., {name}: 1}}")
+        require(isinstance(entries, list) and entries, where, f"{form} must be a list of {{path: ..., {name}: 1}}")
         for entry in entries:
-            self._check(isinstance(entry, dict), where, f"an entry of {form} is like {{path: ..., {name}: 1}}")
+            require(isinstance(entry, dict), where, f"an entry of {form} is like {{path: ..., {name}: 1}}")
             if "join" in entry:
                 self._second(entry, where, at)
-            self._known(entry, known, where)
-        shares = [self._positive(entry.get(name, 1), name, entry, where) for entry in entries]
+            require_known(entry, known, where, _HINTS)
+        shares = [positive(entry.get(name, 1), f"{name} of {entry.get('path')}", where) for entry in entries]
         total = sum(shares) if kind == WEIGHTS else 1
         leaves = []
         for entry, share in zip(entries, shares, strict=True):
@@ -170,23 +173,23 @@ class _Reader:
 
     def _reference(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
         right = isinstance(node.get("path"), str) and "\0" not in node["path"] and 0 < len(node["path"]) <= LONGEST
-        self._check(right, where, "every data set needs a path")
+        require(right, where, "every data set needs a path")
         if is_address(node["path"]):
             raise ValueError(f"{where}: {node['path']} is an address; a metadataset's folders must be on this machine")
         if node.get("aux"):
             raise ValueError(f"{where}: aux of {node['path']} hands other sets to Python code; pack them into its tars")
         named = node.get("subflavors") or {}
-        self._check(isinstance(named, dict), where, f"subflavors of {node['path']} must be names with values")
+        require(isinstance(named, dict), where, f"subflavors of {node['path']} must be names with values")
         if node.get("subflavor") is not None:
             named = {"__subflavor__": node["subflavor"], **named}
         split = node.get("split_part") or at.split
         configs = {key: node.get(key) for key in ("dataset_config", "split_config")}
         for value in (split, *configs.values()):
             right = value is None or isinstance(value, str) and len(value) <= LONGEST
-            self._check(right, where, f"{node['path']}: {short(value)} is no name")
+            require(right, where, f"{node['path']}: {short(value)} is no name")
         for value in configs.values():  # names of files in .nv-meta
             right = value is None or Path(value).name == value
-            self._check(right, where, f"{node['path']}: {short(value)} is no plain name of a file")
+            require(right, where, f"{node['path']}: {short(value)} is no plain name of a file")
         subset = self._subset(node, where, at.subset)
         try:
             path, flavors = at.folder / expanded(node["path"]), {**named, **at.subflavors}
@@ -195,16 +198,14 @@ class _Reader:
         if path.exists() and not path.is_dir():
             if path.suffix.lower() == ".jsonl":
                 raise ValueError(f"{where}: {node['path']} holds texts alone; leave it out, or pack pictures with it")
-            self._check(
-                not any(configs.values()), where, f"{node['path']} is a file, which takes no {'/'.join(configs)}"
-            )
+            require(not any(configs.values()), where, f"{node['path']} is a file, which takes no {'/'.join(configs)}")
             self._relative(subset, where)
             return self.file(path, (split,), at.above, flavors, subset)
         if not is_prepared(path):
             what = "has not been prepared: run energon prepare" if path.is_dir() else "doesn't exist"
             raise ValueError(f"{where}: {printable(path)} {what}")
         self.folders += 1
-        self._check(self.folders <= MOST_FOLDERS, where, f"leads to more than {MOST_FOLDERS:,} folders; name fewer")
+        require(self.folders <= MOST_FOLDERS, where, f"leads to more than {MOST_FOLDERS:,} folders; name fewer")
         return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
 
     def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
@@ -213,9 +214,7 @@ class _Reader:
         if content is None:
             return outer
         ends = cast(list, content.get("range") if isinstance(content, dict) else None)
-        self._check(
-            isinstance(ends, list) and len(ends) == 2, where, "a subset is {range: [10%, 90%]} or {range: [0, 99]}"
-        )
+        require(isinstance(ends, list) and len(ends) == 2, where, "a subset is {range: [10%, 90%]} or {range: [0, 99]}")
         first, last = ends
         if type(first) is int:
             last = None if last == "end" else last
@@ -225,7 +224,7 @@ class _Reader:
             found = Subset(self._percent(first, where), self._percent(last, where))
             right = 0 <= found.start <= found.end <= 1
         ends = f"[{short(first)}, {short(last)}]"
-        self._check(right, where, f"subset: range {ends} must rise, within 0% and 100% or from 0 on")
+        require(right, where, f"subset: range {ends} must rise, within 0% and 100% or from 0 on")
         return found.within(outer)
 
     def _percent(self, value: Any, where: str) -> float:
@@ -238,28 +237,7 @@ class _Reader:
 
     def _relative(self, subset: Subset | None, where: str) -> None:
         counts = subset is not None and (subset.first, subset.last) != (0, None)
-        self._check(not counts, where, "a subset of numbers must be that of a prepared folder; give percentages here")
-
-    def _positive(self, value: Any, name: str, entry: dict[str, Any], where: str) -> Fraction:
-        try:  # 1e3 is a string in YAML
-            number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
-            if 1e-15 < number < 1e15:
-                return Fraction(str(value))
-        except ValueError:
-            pass
-        raise ValueError(
-            f"{where}: {name} of {entry.get('path')} must be a number above 0, not {short(value)}; leave it out to "
-            "train without"
-        )
-
-    def _known(self, found: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-        if unknown := [key for key in found if key not in known]:
-            more = f"; samples are read by {COOKER}" if unknown[0] in ("cooker", "joiner") else ""
-            raise ValueError(f"{where} has the unknown key {short(unknown[0])}; known here: {', '.join(known)}{more}")
-
-    def _check(self, true: Any, where: str, message: str) -> None:
-        if not true:
-            raise ValueError(f"{where}: {message}")
+        require(not counts, where, "a subset of numbers must be that of a prepared folder; give percentages here")
 
 
 @dataclass(frozen=True)

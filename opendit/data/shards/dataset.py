@@ -31,11 +31,18 @@ from opendit.data.base import (
 from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
 from opendit.data.contents import Checksums
 from opendit.data.files import allow_open_files, printable
-from opendit.data.media_size import SIZES, known_sizes, stored_clip_size, stored_picture_size
 from opendit.data.medium import Medium, of_picture
 from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.pictures_and_clips import (
+    CLIP,
+    PICTURE,
+    SIZES,
+    PicturesAndClips,
+    known_sizes,
+    stored_clip_size,
+    stored_picture_size,
+)
 from opendit.data.row_arrays import kept_array
 from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptRows, Record, TarIndex, is_clip
 from opendit.data.shards.scan import read_caption

@@ -214,9 +214,7 @@ def repack_latents(folder: Path, index: dict[str, Any], output: Path, *, shard_s
     form = tars_of(index["image_size"])
     plans = list(_plan(folder, index, output, shard_size, form))
     make_folder(output)
-    refuse_links(output, [INDEX, EMPTY, *(plan.path.name for plan in plans)], "--output")
-    if others := sorted({tar.name for tar in output.glob("*.tar")} - {plan.path.name for plan in plans}):
-        raise ValueError(f"--output {printable(output)}: holds other tars, such as {others[0]}; name another folder")
+    _claim(output, [plan.path.name for plan in plans], [INDEX, EMPTY])
     done = [plan for plan in plans if (found := form.header(plan.path)) is not None and found[1] == plan.settings]
     todo = [plan for plan in plans if plan not in done]
     with Progress(index["count"], "samples", initial=sum(plan.count for plan in done), title="packing") as bar:
@@ -323,10 +321,7 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
     folder = Path(output)
     jobs = plan_jobs(entries, folder, shard_size)
     names = [job.tar.name for job in jobs]
-    refuse_links(folder, [CLASS_NAMES, *names, *(index_of(name).name for name in names)], "--output")
-    others = sorted({tar.name for tar in folder.glob("*.tar")} - set(names))
-    if others:
-        raise ValueError(f"--output {printable(output)} holds other tars: {name_few(others)}; name another folder")
+    _claim(folder, names, [CLASS_NAMES, *(index_of(name).name for name in names)])
     todo = [job for job in jobs if not is_done(job)]
     _remove_partial(folder)
     if class_names:
@@ -337,6 +332,13 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
         for count in in_processes(write_job, todo, num_workers):
             bar.update(count)
     print(f"{len(entries):,} samples in {count_tars(len(jobs))}: train with --data_path {printable(output)}")
+
+
+def _claim(output: Path, tars: list[str], beside: list[str]) -> None:
+    """Raise ValueError for an output folder that holds other tars than these, or links in the places of its files."""
+    refuse_links(output, [*beside, *tars], "--output")
+    if others := sorted({tar.name for tar in output.glob("*.tar")} - set(tars)):
+        raise ValueError(f"--output {printable(output)}: holds other tars: {name_few(others)}; name another folder")
 
 
 def index_folder(

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from opendit.common.json_file import MIB, parse_json
+from opendit.common.json_file import parse_json
 from opendit.common.json_models import checked
 from opendit.common.utils import DataError
 from opendit.data.base import name_few
@@ -16,9 +16,7 @@ from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, i
 from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
 from opendit.data.shards.store import FileCache, Remote, RemoteTars, expand, fetch_indexes, size_problem
 from opendit.data.sources import Request
-from opendit.data.text_cache import EMPTY, load_empty_caption
-
-MOST_EMPTY = 256 * MIB  # bytes of the embedding of an empty caption
+from opendit.data.text_cache import EMPTY, MOST_EMPTY, read_empty_caption
 
 
 def open_source(asked: Request) -> ShardDataset | None:
@@ -91,7 +89,7 @@ def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatent
     store, empty = RemoteTars([tar.path for tar in kept], contents, sizes, remote, cache), None
     if text := index.get("text"):
         name = f"{folder}/{EMPTY}"
-        empty = load_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
+        empty = read_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
     options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
     return TarLatents(asked.shown, index, tars, store=store, **options)
 

@@ -17,8 +17,7 @@ from safetensors.torch import load
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.base import View
 from opendit.data.make_latents import make_latents
-from opendit.data.order.buckets import TokenSize
-from opendit.data.shaped import shape_latents
+from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards import store
 from opendit.data.shards.index import index_of
 from opendit.data.shards.latents import ABOUT
