@@ -183,8 +183,8 @@ class AnimationReader:
     the reason.
     """
 
-    def __init__(self, path: str, most_pixels: int, time_limit: float = TIME_LIMIT):
-        self._path, self._most_pixels, self._time_limit = path, most_pixels, time_limit
+    def __init__(self, path: str, most_pixels: int):
+        self._path, self._most_pixels = path, most_pixels
         with self._opened() as (file, image):
             self._first = int(bool(getattr(image, "default_image", False)))  # a PNG's picture for old browsers
             self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
@@ -249,7 +249,7 @@ class AnimationReader:
     def _opened(self) -> Iterator[tuple[PictureFile, Image.Image]]:
         """Open the file, and Pillow's picture of it; every error inside becomes a BadSample."""
         try:
-            with PictureFile(self._path, self._time_limit) as file, open_picture_file(file) as image:
+            with PictureFile(self._path, TIME_LIMIT) as file, open_picture_file(file) as image:
                 note_codes(image, file)
                 yield file, image
         except BadSample:

@@ -189,10 +189,10 @@ class FolderDataset(PicturesAndClips):
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())
 
     def describe(self) -> Description:
-        c, h, w = self.sample_shape
         count = len(self.class_names)
         classes = f"{count:,} class{'es' if count > 1 else ''}"
         note = f"; {self.ignored}" if self.ignored else ""
+        shape = "x".join(map(str, self.sample_shape))
         folder, mirrored = printable(self.folder), flip_note(self.random_flip)
-        text = f"{folder}: {len(self):,} pictures of {classes}, {c}x{h}x{w}, {mirrored}{note}"
+        text = f"{folder}: {len(self):,} pictures of {classes}, {shape}, {mirrored}{note}"
         return self.description(text, class_names=self.class_names, largest_label=self._largest_label)

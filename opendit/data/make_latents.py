@@ -379,16 +379,11 @@ def run(
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         dtype = pick_dtype(mixed_precision, device, "fp16" if pretrained is None else "fp32")
-        dataset = build_dataset(
-            data_path,
-            image_size,
-            seed=0,
-            random_flip=None if flip else False,
-            **media,
-        )
+        dataset = build_dataset(data_path, image_size, seed=0, random_flip=None if flip else False, **media)
         use_video = media.get("use_video", False)
         clips: dict[str, Any] = {"num_frames": 16, "frame_interval": 1, "short_clips": "skip", "fps": None}
         clips = {name: media.get(name, usual) for name, usual in clips.items()}
+        clips["num_frames"] = clips["num_frames"] if use_video else 1
         about = dataset.describe()
         if about.kind != "pixels":
             raise ValueError(f"--data_path {data_path}: holds latents already; give pictures or clips")
@@ -404,7 +399,7 @@ def run(
                 "--bucket_tokens",
                 image_size=image_size,
                 max_upscale=max_upscale,
-                **clips | ({} if use_video else {"num_frames": 1}),
+                **clips,
             )
             about = dataset.describe()
         encoder: AnyEncoder | None = None

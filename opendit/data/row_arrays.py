@@ -176,16 +176,17 @@ class KeptArrays(NamedTuple):
     about: dict[str, Any]
 
 
-def kept(name: str, make: Callable[[], KeptArrays]) -> KeptArrays:
-    """Return ``make()`` as :func:`kept_file` does, its arrays mapped from files."""
-    return kept_file(name, f"{name}.arrays", _read, _write, make)
+def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays]) -> KeptArrays:
+    """Return ``make()``; with ``LARGE`` rows or more as :func:`kept_file` does under ``name()``, mapped from files."""
+    if rows < LARGE:
+        return make()
+    identity = name()
+    return kept_file(identity, f"{identity}.arrays", _read, _write, make)
 
 
 def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return ``make()``, (rows,); with ``LARGE`` rows or more :func:`kept` under ``name()``."""
-    if rows < LARGE:
-        return make()
-    return kept(name(), lambda: KeptArrays({"array": make()}, {})).arrays["array"]
+    """Return ``make()``, (rows,), as :func:`kept` does."""
+    return kept(rows, name, lambda: KeptArrays({"array": make()}, {})).arrays["array"]
 
 
 def _write(folder: Path, made: KeptArrays) -> None:

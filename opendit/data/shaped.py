@@ -15,7 +15,7 @@ import numpy as np
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Fingerprint, Item, MediaDataset, Size, View, name_few
 from opendit.data.held_out import SomeRows
-from opendit.data.row_arrays import LARGE, Complement, KeptArrays, kept, stream_of
+from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 
 LONGEST = 4  # the largest ratio of a shape's sides
 STEP = 1.1  # from one aspect ratio of buckets to the next
@@ -257,11 +257,8 @@ def crop_media(
     return shape_media(dataset, table, interval, max_upscale, flag)
 
 
-def shape_media(
-    dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str, *, large: int = LARGE
-) -> ShapedDataset:
-    """Return the pixels of a data set at the shapes of ``table``. interval: of a clip's frames. large: number of rows
-    from which on the result is kept in a file.
+def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
+    """Return the pixels of a data set at the shapes of ``table``. interval: of a clip's frames.
 
     Media that can't be read, and those that are smaller than every shape, are left out, counted and named. Raises
     ValueError, naming ``flag`` and what to do, if none is left, or more than the data set's ``max_bad`` can't be read.
@@ -277,7 +274,7 @@ def shape_media(
         known = dataset.fingerprint()
         return hash_parts("shapes as shown", known.identity, known.contents or "", *arrays, how)
 
-    return _shaped(dataset, find, table.shapes, table.tokens, name, large)
+    return _shaped(dataset, find, table.shapes, table.tokens, name)
 
 
 def _shaped(
@@ -286,16 +283,15 @@ def _shaped(
     sizes: np.ndarray,
     tokens: np.ndarray,
     name: Callable[[], str],
-    large: int,
 ) -> ShapedDataset:
-    """Find shapes, and keep those of ``large`` rows or more in a file under ``name()``."""
+    """Find shapes, and keep those of many rows in a file under ``name()``."""
 
     def find_with_identity() -> KeptArrays:  # which takes seconds, too, where rows are many
         found = find()
         identity = ShapedDataset(dataset, found, sizes, tokens).fingerprint().identity
         return found._replace(about={**found.about, "identity": identity})
 
-    return ShapedDataset(dataset, find() if len(dataset) < large else kept(name(), find_with_identity), sizes, tokens)
+    return ShapedDataset(dataset, kept(len(dataset), name, find_with_identity), sizes, tokens)
 
 
 def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
@@ -345,11 +341,9 @@ def _shapes_of_media(
     return chosen, "; ".join(notes)
 
 
-def shape_latents(
-    dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0, large: int = LARGE
-) -> ShapedDataset:
+def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
     """Return cached latents at the shapes that they have. token: with sides in latents. beside: tokens of the most that
-    are a caption's. large: see ``shape_media``.
+    are a caption's.
 
     Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the
     model's patch does not divide.
@@ -387,7 +381,7 @@ def shape_latents(
         known = (fingerprint.contents or "", shapes.tobytes(), keys.tobytes(), counts.astype(np.int64).tobytes(), note)
         return hash_parts("shapes of latents", fingerprint.identity, *known)
 
-    return _shaped(dataset, find, shapes, tokens, name, large)
+    return _shaped(dataset, find, shapes, tokens, name)
 
 
 def _latent_sizes(dataset: MediaDataset) -> list[tuple[int, Size]]:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence, features
 
-from opendit.data import SampleKey, build_dataset, clips, make_csv
+from opendit.data import SampleKey, animations, build_dataset, clips, make_csv
 from opendit.data.animations import AnimationReader, count_frames, is_animated, is_animation
 from opendit.data.base import BadSample
 from opendit.data.clips import open_clip
@@ -338,9 +338,11 @@ def test_what_lies_beyond_the_canvas_is_cut_off(tmp_path):
 
 def test_an_animation_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     path = save(tmp_path / "a.webp")
+    monkeypatch.setattr(animations, "TIME_LIMIT", -1.0)
     with pytest.raises(BadSample, match="not read within"):
-        AnimationReader(str(path), 2**26, time_limit=-1.0)
-    reader = AnimationReader(str(path), 2**26, time_limit=60.0)
+        AnimationReader(str(path), 2**26)
+    monkeypatch.setattr(animations, "TIME_LIMIT", 60.0)
+    reader = AnimationReader(str(path), 2**26)
     clock = iter([0.0, *np.arange(50.0, 1000, 5)])  # when it is opened, and from then on
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with pytest.raises(BadSample, match="not read within 60 seconds"):

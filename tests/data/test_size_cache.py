@@ -64,8 +64,9 @@ def test_shapes_of_latents(mixed, monkeypatch):
     runs = [(end, tuple(size)) for end, size in enumerate(sizes.tolist(), 1)]
     monkeypatch.setattr(type(data), "shapes", lambda self: Shapes(latents=lambda: runs))
     small = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
     for _ in ("made", "mapped"):
-        large = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens", large=1)
+        large = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
         assert isinstance(large.keys, np.memmap) and large.fingerprint().identity == small.fingerprint().identity
         assert large.sizes[large.keys, 1:].tolist() == sizes[:, 1:].tolist()
         assert large.token_counts()[np.arange(len(data))].tolist() == [
