@@ -14,11 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opendit.data.base import BadSample
 from opendit.data.colours import conversion_of, note_codes
 from opendit.data.files import TIME_LIMIT, problem
 from opendit.data.medium import MAX_FRAMES, Timeline
-from opendit.data.picture_file import PictureFile, on_white, open_picture_file, reason, upright, upright_size
+from opendit.data.picture_file import PictureFile, on_white, opened_picture, upright, upright_size
 
 # Of files that are pictures or clips depending on their contents.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
@@ -247,12 +246,6 @@ class AnimationReader:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[PictureFile, Image.Image]]:
-        """Open the file, and Pillow's picture of it; every error inside becomes a BadSample."""
-        try:
-            with PictureFile(self._path, TIME_LIMIT) as file, open_picture_file(file) as image:
-                note_codes(image, file)
-                yield file, image
-        except BadSample:
-            raise
-        except Exception as error:
-            raise BadSample(self._path, reason(error)) from error
+        with opened_picture(self._path, None, TIME_LIMIT) as (file, image):
+            note_codes(image, file)
+            yield file, image

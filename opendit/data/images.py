@@ -13,6 +13,7 @@ import numpy as np
 from opendit.common.utils import hash_parts
 from opendit.data.base import (
     PLAIN,
+    BadSample,
     Description,
     Fingerprint,
     Item,
@@ -26,7 +27,7 @@ from opendit.data.contents import hash_files
 from opendit.data.files import bytes_of, printable, retried_disk
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import check_header, picture_size, picture_suffixes, read_picture
+from opendit.data.picture_file import opened_picture, picture_size, picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import PicturesAndClips, sizes_of
 from opendit.data.row_arrays import TextTable, spread
 
@@ -132,14 +133,21 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
     rows = spread(len(paths), CHECKED_HEADERS)
     with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
         warnings.simplefilter("ignore")  # Pillow warns of large and odd files; whether one is usable shows anyway
-        found = list(pool.map(check_header, [paths[row] for row in rows]))
-    bad = [f"{printable(paths[row])}: {why}" for row, why in zip(rows, found, strict=True) if why is not None]
+        bad = [why for why in pool.map(_why_not, [paths[row] for row in rows]) if why is not None]
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
         raise ValueError(
             f"--data_path {printable(folder)}: of {len(rows):,} pictures checked {share} ({name_few(bad)}); remove or "
             "repair them"
         )
+
+
+def _why_not(path: str) -> str | None:
+    try:
+        with opened_picture(path):
+            return None
+    except BadSample as bad:
+        return str(bad)
 
 
 class FolderDataset(PicturesAndClips):

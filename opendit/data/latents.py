@@ -82,24 +82,13 @@ class LatentDataset(CachedLatents):
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
     text_encoder: the encoder whose embeddings of the captions are cached, None without any; max_tokens: their length.
-    use_video, num_frames, frame_interval, fps: of the run that reads them.
+    of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads them.
 
     Raises ValueError if they were made for another ``image_size`` or other clips, have no mirror images though
     ``random_flip`` asks for them, or lack a shard, and if the index or a shard's header contradicts itself.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        image_size: int,
-        *,
-        seed: int = 0,
-        random_flip: bool | None = None,
-        use_video: bool = False,
-        num_frames: int = 16,
-        frame_interval: int = 1,
-        fps: float | None = None,
-    ):
+    def __init__(self, folder: str | Path, image_size: int, *, seed: int = 0, **of_run: Any):
         self.folder = Path(folder)
         indexes = read_indexes(self.folder)
         if indexes is None:
@@ -108,7 +97,7 @@ class LatentDataset(CachedLatents):
             )
         index = choose_index(indexes, f"--data_path {folder}", image_size)
         self.seed = seed
-        self._take(index, f"--data_path {folder}", random_flip, use_video, num_frames, frame_interval, fps)
+        self._take(index, f"--data_path {folder}", **of_run)
         counts = [shard["count"] for shard in index["shards"]]
         self.starts = np.cumsum([0, *counts])
         self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)

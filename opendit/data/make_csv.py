@@ -128,17 +128,12 @@ def check_rows(
     what is wrong" of the rows that were dropped for it. A row counts under the first reason that applies: empty
     caption, missing, undecodable, too small (a shorter side below ``min_size``), too short. A picture is never too
     short."""
-    dropped: dict[str, list[str]] = {reason: [] for reason in REASONS}
-    faults: list[tuple[str, str] | None] = [None] * len(rows)
-    media: list[Medium | None] = [None] * len(rows)
-    jobs = []
-    for i, row in enumerate(rows):
-        if says_nothing(row.text):
-            faults[i] = ("empty caption", printable(row.path))
-        elif (why := problem(row.path)) is not None:
-            faults[i] = ("missing", f"{printable(row.path)}: {why}")
-        else:
-            jobs.append(i)
+    found: list[Medium | tuple[str, str] | None] = []  # of every row; a fault: its reason and what is wrong
+    for row in rows:
+        why = problem(row.path) if not says_nothing(row.text) else None
+        missing = None if why is None else ("missing", f"{printable(row.path)}: {why}")
+        found.append(("empty caption", printable(row.path)) if says_nothing(row.text) else missing)
+    jobs = [i for i, fault in enumerate(found) if fault is None]
     pictures = [row.is_picture for row in rows]
     work = [(str(rows[i].path), pictures[i]) for i in jobs]
     span = (num_frames - 1) * frame_interval + 1
@@ -149,20 +144,18 @@ def check_rows(
         for done, result in results:
             i = jobs[done]
             bar.update()
+            found[i] = result
             if isinstance(result, str):
-                faults[i] = ("undecodable", f"{printable(rows[i].path)}: {result}")
+                found[i] = "undecodable", f"{printable(rows[i].path)}: {result}"
             elif min(result.height, result.width) < min_size:
-                faults[i] = "too small", f"{_size(rows[i], result)}, needs {min_size}"
+                found[i] = "too small", f"{_size(rows[i], result)}, needs {min_size}"
             elif result.frames_at(fps) < span and not pictures[i]:
-                found = f"{result.frames} frames" if fps is None else f"{result.seconds:.2f} s"
+                length = f"{result.frames} frames" if fps is None else f"{result.seconds:.2f} s"
                 needs = f"{span}" if fps is None else f"{span} frames at {fps:g} a second"
-                faults[i] = ("too short", f"{printable(rows[i].path)}: {found}, needs {needs}")
-            else:
-                media[i] = result
-    for fault in faults:
-        if fault is not None:
-            dropped[fault[0]].append(fault[1])
-    kept = [(row, medium) for row, medium in zip(rows, media, strict=True) if medium is not None]
+                found[i] = "too short", f"{printable(rows[i].path)}: {length}, needs {needs}"
+    kept = [(row, result) for row, result in zip(rows, found, strict=True) if isinstance(result, Medium)]
+    faults = [result for result in found if isinstance(result, tuple)]
+    dropped = {reason: [what for kind, what in faults if kind == reason] for reason in REASONS}
     return [row for row, _ in kept], [medium for _, medium in kept], dropped
 
 

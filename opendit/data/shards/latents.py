@@ -284,12 +284,8 @@ class TarLatents(CachedLatents, ShardDataset):
         store: LocalTars | RemoteTars | None = None,
         empty_caption: Embedding | None = None,
         seed: int = 0,
-        random_flip: bool | None = None,
-        use_video: bool = False,
-        num_frames: int = 16,
-        frame_interval: int = 1,
-        fps: float | None = None,
         max_bad: float = 0.05,
+        **of_run: Any,
     ):
         pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
         kept = [tar for tar, _ in pairs]
@@ -302,8 +298,8 @@ class TarLatents(CachedLatents, ShardDataset):
             raise ValueError(
                 f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
             )
-        self._take(index, name, random_flip, use_video, num_frames, frame_interval, fps)
-        self.random_window, self.use_video = False, use_video
+        self._take(index, name, **of_run)
+        self.random_window, self.use_video = False, of_run.get("use_video", False)
         self.empty_caption = empty_caption
         self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
         self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]
