@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from opendit.data.base import (
 from opendit.data.captioned_folder import CaptionedFiles
 from opendit.data.clips import clip_rate, open_clip
 from opendit.data.contents import hash_files
-from opendit.data.files import bytes_of, printable, problem, retried_disk
+from opendit.data.files import bytes_of, in_threads, printable, problem, retried_disk
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, column_size, file_size, sizes_of
@@ -137,8 +136,7 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
     picture_suffixes()  # else the threads would race to register Pillow's formats
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        return list(zip(rows, pool.map(lambda row: row.is_picture, rows), strict=True))
+    return list(zip(rows, in_threads(lambda row: row.is_picture, rows), strict=True))
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
@@ -158,8 +156,8 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
 
     picture_suffixes()  # else the threads would race to register Pillow's formats
     tried = spread(len(rows), CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS)
-    with ThreadPoolExecutor(8) as pool:
-        bad = {at: why for at, why in zip(tried, pool.map(lambda at: why_not(*rows[at]), tried), strict=True) if why}
+    found = in_threads(lambda at: why_not(*rows[at]), tried)
+    bad = {at: why for at, why in zip(tried, found, strict=True) if why}
     if len(bad) == len(tried):
         raise ValueError(
             f"--data_path {printable(path)}: none of {len(tried):,} files can be read ({name_few([*bad.values()])}); "
@@ -175,8 +173,7 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
 
     Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
     rows = spread(len(paths), CHECKED_FILES)
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        found = list(pool.map(problem, [paths[row] for row in rows]))
+    found = in_threads(problem, [paths[row] for row in rows])
     missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
     name = f"--data_path {printable(csv_path)}"
     hints = "".join(

@@ -7,13 +7,12 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from opendit.common.utils import DataError, hash_parts
-from opendit.data.files import retried_disk
+from opendit.data.files import in_threads, retried_disk
 from opendit.data.row_arrays import spread
 
 MOST_FILES = 10_000
@@ -30,8 +29,7 @@ def hash_files(paths: Sequence[str]) -> str:
     """
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        return hash_parts(str(len(paths)), *pool.map(lambda path: _contents(path, share), [paths[row] for row in rows]))
+    return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
 
 
 def _contents(path: str, share: int) -> bytes:

@@ -5,7 +5,8 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ from opendit.common.safe_files import open_to_write
 from opendit.common.utils import DataError
 from opendit.common.utils import printable as printable  # as its callers know it
 
+Given, Result = TypeVar("Given"), TypeVar("Result")
 TIME_LIMIT = 30.0  # seconds that one file may take
 
 _KINDS = {
@@ -87,6 +89,12 @@ def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Ite
         yield
 
 
+def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
+    """Return ``work(item)`` of all items, in order. A network disk answers eight threads as fast as one."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
+
+
 def first_bytes(path: str | Path, count: int) -> bytes:
     """Return the start of a file; nothing if it can't be read or is not an ordinary file."""
     try:
@@ -104,8 +112,6 @@ PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the t
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
-
-Result = TypeVar("Result")
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:

@@ -4,7 +4,6 @@ import os
 import shlex
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from opendit.data.base import (
     name_few,
 )
 from opendit.data.contents import hash_files
-from opendit.data.files import bytes_of, printable, retried_disk
+from opendit.data.files import bytes_of, in_threads, printable, retried_disk
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import opened_picture, picture_size, picture_suffixes, read_picture
@@ -131,9 +130,9 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
     """
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
     rows = spread(len(paths), CHECKED_HEADERS)
-    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of large and odd files; whether one is usable shows anyway
-        bad = [why for why in pool.map(_why_not, [paths[row] for row in rows]) if why is not None]
+        bad = [why for why in in_threads(_why_not, [paths[row] for row in rows]) if why is not None]
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
         raise ValueError(

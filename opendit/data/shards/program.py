@@ -11,7 +11,6 @@ import re
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from opendit.data.base import name_few
 from opendit.data.captioned_folder import find_captions
 from opendit.data.energon.cooked import load_cooker
 from opendit.data.energon.prepared import all_tars, check_count, is_prepared
-from opendit.data.files import printable, problem
+from opendit.data.files import in_threads, printable, problem
 from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.latents import read_shard_header
@@ -88,8 +87,7 @@ def find_entries(data_path: str) -> tuple[list[Entry], list[str], list[str]]:
             if suffix not in picture_suffixes() | CLIPS:
                 suffix = ".jpg" if row.is_picture else ".mp4"  # decoders go by the bytes; this only tells the two apart
             media.append((str(row.path), suffix, row.text))
-    with ThreadPoolExecutor(16) as pool:  # a network disk answers sixteen as quickly as one
-        states = list(pool.map(lambda medium: _state(medium[0]), media))
+    states = in_threads(lambda medium: _state(medium[0]), media, 16)
     entries, left_out = [], []
     if captioned is not None and captioned.has_captions:
         left_out += [name for names in captioned.left_out.values() for name in names]
