@@ -1,6 +1,7 @@
-"""Pictures and clips with captions, from a table or a folder."""
+"""Pictures and clips with captions, from a table or a folder; and the folders that no other source recognises."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from opendit.data.base import (
     flip_note,
     name_few,
 )
-from opendit.data.captioned_folder import CaptionedFiles
+from opendit.data.captioned_folder import CaptionedFiles, find_captions
 from opendit.data.clips import clip_rate, open_clip
 from opendit.data.contents import hash_files
 from opendit.data.files import bytes_of, in_threads, printable, problem, retried_disk
+from opendit.data.images import FolderDataset
 from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
 from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, column_size, file_size, sizes_of
@@ -193,7 +195,32 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
         )
 
 
-def open_source(asked: Request) -> CaptionedDataset | None:
-    if asked.located.is_dir() or asked.located.suffix.lower() not in SUFFIXES:
+def open_source(asked: Request) -> CaptionedDataset | FolderDataset | None:
+    if asked.located.is_dir():
+        return _open_folder(asked)
+    if asked.located.suffix.lower() not in SUFFIXES:
         return None
     return CaptionedDataset(asked.located, asked.image_size, columns=asked.columns, **asked.of_clips())
+
+
+def _open_folder(asked: Request) -> CaptionedDataset | FolderDataset:
+    """Open a folder of pictures or clips: with captions if there are any, else with classes."""
+    path = str(asked.located)
+    found = find_captions(asked.located, columns=asked.columns, bare=bool(asked.caption_prefix))
+    if any(asked.columns) and found.table is None:
+        raise ValueError(
+            f"{asked.shown}: holds no metadata.jsonl, .csv or .parquet; leave --file_column and --caption_column out"
+        )
+    if found.has_captions:
+        if not found.rows:
+            raise ValueError(f"{asked.shown}: no picture or clip has a caption ({'; '.join(found.lines())}); add some")
+        return CaptionedDataset(path, asked.image_size, found=found, **asked.of_clips())
+    if asked.use_video:
+        raise ValueError(
+            f"{asked.shown}: is a folder without captions; --use_video needs clip.txt beside clip.mp4, or "
+            "metadata.jsonl with file_name and text; to take the folders' names run: python preprocess.py folder "
+            f"{shlex.quote(printable(asked.data_path))} --output videos.csv"
+        )
+    asked.check_split()
+    options = {name: getattr(asked, name) for name in ("seed", "random_flip", "random_crop", "max_bad")}
+    return FolderDataset(path, asked.image_size, **options)
