@@ -15,7 +15,8 @@ from opendit.common.safe_files import open_to_write
 from opendit.common.utils import DataError
 from opendit.common.utils import printable as printable  # as its callers know it
 
-Given, Result = TypeVar("Given"), TypeVar("Result")
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 TIME_LIMIT = 30.0  # seconds that one file may take
 
 _KINDS = {
