@@ -35,11 +35,11 @@ def run(command: str, options: dict) -> None:
     elif command in ("ucf101", "folder"):
         from opendit.data import make_csv
 
-        make_csv.run(command, **options)
+        make_csv.make(command, **options)
     elif command == "check":
-        from opendit.data import check_csv
+        from opendit.data import make_csv
 
-        check_csv.run(**options)
+        make_csv.check(**options)
     elif command == "look":
         from opendit.data import look
 

@@ -34,14 +34,13 @@ from benchmarks import results
 from opendit.data import build_dataset
 from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
-from opendit.data.order.buckets import Lengths, TokenSize, shape_table
-from opendit.data.order.build import build_schedule
+from opendit.data.loader import build_schedule
 from opendit.data.order.packs import SAMPLED, PackSchedule
 from opendit.data.order.schedule import WINDOW, BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
 from opendit.data.order.sequences import RowsByKey
-from opendit.data.shaped import ShapedDataset, shape_media
-from opendit.data.shards.index import ROW, Header, index_of, write_index
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
+from opendit.data.shaped import Lengths, ShapedDataset, TokenSize, shape_media, shape_table
+from opendit.data.shards.index import ROW, empty_header, index_of, write_index
 from opendit.data.video_readers import choose_reader
 
 SHAPES = 12
@@ -171,7 +170,11 @@ def write_tars(folder: Path, rows: int, mixed: bool) -> None:
         count, tar = min(TAR_ROWS, rows - first), folder / f"{number:05d}.tar"
         pictures = count - int(records["suffix"][:count].sum()) if mixed else count
         size = 1536 * count + 1024
-        header = Header(count, 0, size, f"{number:064x}", True, pictures, "label", 1000, [".jpg", ".mp4"], [])
+        header = empty_header(size, f"{number:064x}", "").model_copy(
+            update=dict(
+                rows=count, pictures=pictures, conditioning="label", num_classes=1000, suffixes=[".jpg", ".mp4"]
+            )
+        )
         write_index(index_of(tar), header, records[:count] if mixed else records[:0], b"")
         if not mixed:
             os.truncate(index_of(tar), index_of(tar).stat().st_size + count * ROW.itemsize)

@@ -27,8 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 from benchmarks import results
 from opendit.data import MediaDataset, SampleKey, build_dataset
 from opendit.data.base import SampleReader
-from opendit.data.images import to_tensor
-from opendit.data.picture_file import center_crop
+from opendit.data.picture_file import center_crop, to_tensor
 from opendit.data.shards.program import make_shards
 
 SIDE = 256

@@ -26,8 +26,8 @@ import opendit
 from benchmarks.results import RESULTS, append
 from opendit.checkpoint.run_folders import newest_run
 from opendit.data import digits_split
-from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import make_demo, name_digit
+from opendit.data.tables import TableRow, write_csv
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = {"class accuracy": 0.9, "digit": 0.8, "direction": 0.9}  # what a model must reach

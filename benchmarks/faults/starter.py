@@ -25,7 +25,7 @@ from pathlib import Path
 
 IMPORTED = (
     "opendit.training.build opendit.sampling.sample_output opendit.export opendit.data.make_latents "
-    "opendit.data.check_csv opendit.data.make_csv opendit.data.digits sklearn.datasets "
+    "opendit.data.make_csv opendit.data.digits sklearn.datasets "
     "torchvision torch.utils.tensorboard PIL.ImageFont safetensors.torch"
 ).split()
 

@@ -11,8 +11,9 @@ occurs twice, and a key that is not a text. Infinities and NaNs are read: whoeve
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -267,3 +268,28 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
         raise _BadValue(event, f"the number {text[:20]}... is out of range")
     plain = text.replace("_", "")
     return int(plain, 0) if is_int else float(plain)
+
+
+def require(true: object, where: str, message: str) -> None:
+    """Raise ValueError, which begins with ``where``, unless ``true``."""
+    if not true:
+        raise ValueError(f"{where}: {message}")
+
+
+def require_known(found: dict[Any, Any], known: Sequence[str], where: str, hints: Mapping[str, str] = {}) -> None:
+    """Raise ValueError for a key that is not ``known``. hints: the end of the message for some keys."""
+    if unknown := next((key for key in found if key not in known), None):
+        keys = ", ".join(known[:20])
+        raise ValueError(f"{where}: has the unknown key {shown(unknown)}; known here: {keys}{hints.get(unknown, '')}")
+
+
+def positive(value: Any, what: str, where: str) -> Fraction:
+    """Return a number above 0, exactly. Raises ValueError, which calls it ``what``."""
+    try:  # 1e3 is a string in YAML
+        number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
+        if 1e-15 < number < 1e15:
+            return Fraction(str(value))
+    except ValueError:
+        pass
+    found = repr(value) if type(value) is float else shown(value)
+    raise ValueError(f"{where}: {what} must be a number above 0, not {found}; leave it out to train without it")

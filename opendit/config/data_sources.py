@@ -13,9 +13,9 @@ from opendit.common.utils import printable
 
 FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
 MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set that a program hands over
-FALLBACK = "any_folder"  # source of a folder that no other source recognises
 ADDRESSES = "shards.source"  # source of addresses
-ENERGON, BLENDS, TABLES = "energon.source", "blend", "captioned"
+ENERGON, BLENDS = "energon.source", "blend"
+TABLES = "captioned"  # source of tables, and of a folder that no other source recognises: it is asked last
 _WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
 
 
@@ -34,13 +34,14 @@ class SourceDescription:
 
 # By modules of opendit.data, in the order in which they are asked for a path.
 SOURCES = {
-    "captioned": SourceDescription(None, "a CSV, .jsonl or .parquet of captioned media"),
+    "captioned": SourceDescription(
+        None, "a CSV, .jsonl or .parquet of captioned media, a folder of pictures or of such media"
+    ),
     "digits": SourceDescription("digits", "digits"),
     "energon.source": SourceDescription(None, "an Energon folder or metadataset"),
     "latents": SourceDescription(None, "a folder of cached latents"),
     MOCK: SourceDescription(MOCK, "mock: random latents"),
     "python_data": SourceDescription(PYTHON, "python: what a program hands to opendit.train"),
-    "any_folder": SourceDescription(None, "a folder of pictures, or of captioned pictures and clips"),
     "blend": SourceDescription(None, "a YAML file of several sources"),
     "shards.source": SourceDescription(None, "a folder of indexed tars"),
     "torchvision_sets": SourceDescription(None, "a torchvision data set's folder"),

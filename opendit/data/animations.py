@@ -4,21 +4,20 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from opendit.data.base import BadSample
 from opendit.data.colours import conversion_of, note_codes
 from opendit.data.files import TIME_LIMIT, problem
-from opendit.data.frame_times import Timeline
-from opendit.data.mp4 import MAX_FRAMES
-from opendit.data.picture_file import PictureFile, on_white, open_picture_file, reason, upright, upright_size
+from opendit.data.medium import MAX_FRAMES, Timeline
+from opendit.data.picture_file import PictureFile, on_white, opened_picture, upright, upright_size
 
 # Of files that are pictures or clips depending on their contents.
 SUFFIXES = frozenset((".gif", ".webp", ".png", ".apng", ".avif", ".avifs", ".fli", ".flc"))
@@ -183,8 +182,8 @@ class AnimationReader:
     the reason.
     """
 
-    def __init__(self, path: str, most_pixels: int, time_limit: float = TIME_LIMIT):
-        self._path, self._most_pixels, self._time_limit = path, most_pixels, time_limit
+    def __init__(self, path: str, most_pixels: int):
+        self._path, self._most_pixels = path, most_pixels
         with self._opened() as (file, image):
             self._first = int(bool(getattr(image, "default_image", False)))  # a PNG's picture for old browsers
             self.length, self.declared = count_frames(file, MAX_FRAMES + 1), image.width * image.height
@@ -245,31 +244,8 @@ class AnimationReader:
                 raise ValueError(f"damaged: frame {count - 1} is needed, {number} frames can be decoded") from None
             yield image
 
-    def _opened(self) -> "_Opened":
-        return _Opened(self._path, self._time_limit)
-
-
-class _Opened:
-    """An open file and Pillow's picture of it; every error inside becomes a BadSample."""
-
-    def __init__(self, path: str, time_limit: float):
-        self._path, self._time_limit = path, time_limit
-
-    def __enter__(self) -> tuple[PictureFile, Image.Image]:
-        try:
-            self._file = PictureFile(self._path, self._time_limit, None)
-        except OSError as error:
-            raise BadSample(self._path, error.strerror or error) from error
-        try:
-            self._image = open_picture_file(self._file)
-            note_codes(self._image, self._file)
-        except Exception as error:
-            self._file.close()
-            raise BadSample(self._path, reason(error)) from error
-        return self._file, self._image
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._image.close()
-        self._file.close()
-        if isinstance(error, Exception) and not isinstance(error, BadSample):
-            raise BadSample(self._path, reason(error)) from error
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[PictureFile, Image.Image]]:
+        with opened_picture(self._path, None, TIME_LIMIT) as (file, image):
+            note_codes(image, file)
+            yield file, image

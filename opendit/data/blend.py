@@ -13,7 +13,7 @@ import torch
 
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
-from opendit.common.yaml_file import read_yaml
+from opendit.common.yaml_file import positive, read_yaml, require, require_known
 from opendit.config.data_sources import inline_sources, is_address, named_sources
 from opendit.data.base import (
     PLAIN,
@@ -34,8 +34,7 @@ from opendit.data.medium import Medium
 from opendit.data.mock import MockDataset
 from opendit.data.order.schedule import SourceRows
 from opendit.data.recaptioned import Recaptioned
-from opendit.data.row_arrays import stream_of
-from opendit.data.size_cache import kept_array
+from opendit.data.row_arrays import kept_array, stream_of
 from opendit.data.sources import Request, build_dataset
 
 SAME = "kind conditioning sample_shape vae scaling_factor shift_factor text_encoder max_tokens".split()
@@ -292,29 +291,29 @@ def _number(text: str) -> Any:
 
 def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
     shown = asked.shown
-    _check(isinstance(content, dict), shown, f"must be like {EXAMPLE}")
-    _known(content, ("sources", "changes", "classes"), shown)
+    require(isinstance(content, dict), shown, f"must be like {EXAMPLE}")
+    require_known(content, ("sources", "changes", "classes"), shown)
     sources, changes = content.get("sources"), content.get("changes", [])
-    _check(isinstance(sources, list) and sources, shown, f"needs a list of sources, like {EXAMPLE}")
-    _check(isinstance(changes, list), shown, "changes must be a list of {step: ..., weights: {...}}")
+    require(isinstance(sources, list) and sources, shown, f"needs a list of sources, like {EXAMPLE}")
+    require(isinstance(changes, list), shown, "changes must be a list of {step: ..., weights: {...}}")
     union = content.get("classes")
-    _check(len(sources) <= MOST and len(changes) <= MOST, shown, f"has more than {MOST:,} sources or changes")
-    _check(union in (None, "union"), shown, "classes can only be union here; a source has its own classes: {...}")
+    require(len(sources) <= MOST and len(changes) <= MOST, shown, f"has more than {MOST:,} sources or changes")
+    require(union in (None, "union"), shown, "classes can only be union here; a source has its own classes: {...}")
     names, paths = [], []
     for source in sources:
         right = isinstance(source, dict) and isinstance(source.get("path"), str) and 0 < len(source["path"]) <= LONGEST
         right = right and "\0" not in source["path"]
-        _check(right, shown, f"a source is like {EXAMPLE}")
-        _known(source, ("path", "name", "weight", "epochs", "classes", *OF_CAPTIONS), shown)
+        require(right, shown, f"a source is like {EXAMPLE}")
+        require_known(source, ("path", "name", "weight", "epochs", "classes", *OF_CAPTIONS), shown)
         mapped = source.get("classes", {})
         right = isinstance(mapped, dict) and all(isinstance(name, str) for name in mapped.values())
-        _check(right, shown, f"classes of {printable(source['path'])} must be its names: the blend's, all texts")
+        require(right, shown, f"classes of {printable(source['path'])} must be its names: the blend's, all texts")
         for key in OF_CAPTIONS:
             right = isinstance(source.get(key, ""), str) and len(source.get(key, "")) <= LONGEST
-            _check(right, shown, f"{key} of {printable(source['path'])} must be a text")
+            require(right, shown, f"{key} of {printable(source['path'])} must be a text")
         name = source.get("name", source["path"])
         right = isinstance(name, str) and 0 < len(name) <= LONGEST or type(name) is int
-        _check(right, shown, f"name must be a text, not {short(name)}; put quotes around it")
+        require(right, shown, f"name must be a text, not {short(name)}; put quotes around it")
         names.append(str(name))
         named = source["path"] in named_sources() or is_address(source["path"])
         try:
@@ -325,20 +324,20 @@ def _open(content: Any, asked: Request, folder: Path) -> BlendedDataset:
         counts = Counter(values)
         twice = next((name for name, value in zip(names, values, strict=True) if counts[value] > 1), "")
         again = f"names the source {printable(twice)} twice (by {what}); give it once, with a larger weight"
-        _check(len(counts) == len(values), shown, again)
+        require(len(counts) == len(values), shown, again)
     given = [key for key in ("weight", "epochs") if any(key in source for source in sources)]
-    _check(len(given) == 1, shown, "give every source a weight, or every source epochs")
+    require(len(given) == 1, shown, "give every source a weight, or every source epochs")
     pairs = zip(sources, names, strict=True)
-    amounts = [_positive(source.get(given[0]), f"{given[0]} of {name}", shown) for source, name in pairs]
+    amounts = [positive(source.get(given[0]), f"{given[0]} of {name}", shown) for source, name in pairs]
     parts = []
     for path, source in zip(paths, sources, strict=True):
         suffix = Path(path).suffix.lower()
         blend = suffix in (".yaml", ".yml") or inline_sources(path) is not None
-        _check(not blend, shown, f"can't hold another blend, {printable(path)}: list its sources here")
+        require(not blend, shown, f"can't hold another blend, {printable(path)}: list its sources here")
         cooker = asked.energon_cooker if is_prepared(Path(path)) else None
         own = {key: source[key] for key in OF_CAPTIONS if key in source}
         parts.append(build_dataset(**_options(replace(asked, data_path=path, energon_cooker=cooker, **own))))
-        _check(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
+        require(not isinstance(parts[-1], MockDataset), shown, "can't hold mock, whose latents are random")
     if asked.energon_cooker and not any(is_prepared(Path(path)) for path in paths):
         raise ValueError(
             f"--energon_cooker {asked.energon_cooker}: no source of {shown} was prepared by Energon; leave it out"
@@ -361,33 +360,14 @@ def _options(asked: Request) -> dict[str, Any]:
 def _changes(changes: list[Any], names: list[str], shown: str) -> list[tuple[int, list[Fraction]]]:
     stages, last, nothing = [], 0, Fraction(0)
     for change in changes:
-        _check(isinstance(change, dict), shown, "a change is {step: 10000, weights: {NAME: 0.2, ...}}")
-        _known(change, ("step", "weights"), shown)
+        require(isinstance(change, dict), shown, "a change is {step: 10000, weights: {NAME: 0.2, ...}}")
+        require_known(change, ("step", "weights"), shown)
         step, weights = change.get("step"), change.get("weights")
-        _check(type(step) is int and step > last, shown, f"changes need rising steps above 0, not {short(step)}")
-        _check(isinstance(weights, dict) and weights, shown, f"the change at step {step} needs weights: {{NAME: 0.2}}")
-        _known(weights, names, shown)
+        require(type(step) is int and step > last, shown, f"changes need rising steps above 0, not {short(step)}")
+        require(isinstance(weights, dict) and weights, shown, f"the change at step {step} needs weights: {{NAME: 0.2}}")
+        require_known(weights, names, shown)
         stages.append(
-            (step, [_positive(weights[n], f"weight of {n}", shown) if n in weights else nothing for n in names])
+            (step, [positive(weights[n], f"weight of {n}", shown) if n in weights else nothing for n in names])
         )
         last = step
     return stages
-
-
-def _positive(value: Any, what: str, shown: str) -> Fraction:
-    number = type(value) in (int, float) and 1e-15 < value < 1e15
-    found = repr(value) if type(value) is float else short(value)
-    _check(number, shown, f"{what} must be a number above 0, not {found}; leave the source out to train without it")
-    return Fraction(str(value))
-
-
-def _known(found: dict[str, Any], known: Sequence[str], shown: str) -> None:
-    unknown = sorted(found.keys() - set(known))
-    _check(
-        not unknown, shown, f"has the unknown key {short(unknown and unknown[0])}; known here: {', '.join(known[:20])}"
-    )
-
-
-def _check(true: Any, shown: str, message: str) -> None:
-    if not true:
-        raise ValueError(f"{shown}: {message}")

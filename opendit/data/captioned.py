@@ -1,8 +1,8 @@
-"""Pictures and clips with captions, from a table or a folder."""
+"""Pictures and clips with captions, from a table or a folder; and the folders that no other source recognises."""
 
 import os
+import shlex
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,17 @@ from opendit.data.base import (
     flip_note,
     name_few,
 )
-from opendit.data.captioned_folder import CaptionedFiles
-from opendit.data.clips import clip_rate
+from opendit.data.captioned_folder import CaptionedFiles, find_captions
+from opendit.data.clips import clip_rate, open_clip
 from opendit.data.contents import hash_files
-from opendit.data.csv_table import USUAL, Columns, TableRow
-from opendit.data.files import bytes_of, printable, problem, retried_disk
-from opendit.data.images import PathTable
-from opendit.data.media_size import column_size, file_size, sizes_of
-from opendit.data.medium import Medium
-from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.files import bytes_of, in_threads, printable, problem, retried_disk
+from opendit.data.images import FolderDataset
+from opendit.data.medium import Medium, of_picture
 from opendit.data.picture_file import picture_suffixes, read_picture
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
-from opendit.data.row_arrays import spread
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, column_size, file_size, sizes_of
+from opendit.data.row_arrays import TextTable, spread
 from opendit.data.sources import Request
-from opendit.data.tables import SUFFIXES, read_table
+from opendit.data.tables import SUFFIXES, USUAL, Columns, TableRow, read_table
 
 CHECKED_FILES = 2000
 CHECKED_CLIPS, DECODED_FILES = 200, 100  # of a folder
@@ -67,8 +64,10 @@ class CaptionedDataset(PicturesAndClips):
         if found is not None:
             used, unreadable = _readable(used, self.path)
             self.notes, self.captions_of = (*found.lines(), *unreadable), f" ({found.shown_sources()})"
-        # In arrays, which forked workers share; see PathTable.
-        self.paths, self.texts = PathTable([str(row.path) for row, _ in used]), PathTable([row.text for row, _ in used])
+        self.paths, self.texts = (
+            TextTable.of([str(row.path) for row, _ in used]),
+            TextTable.of([row.text for row, _ in used]),
+        )
         self.keys = np.array([PICTURE if is_picture else CLIP for _, is_picture in used], dtype=np.uint8)
         sizes = [column_size(row.extra, is_picture) or (0, 0, 0) for row, is_picture in used]
         self.column_sizes = np.array(sizes, dtype=np.int32)  # from the table's columns height, width and num_frames
@@ -91,7 +90,7 @@ class CaptionedDataset(PicturesAndClips):
         return item._replace(text=self.texts[row], bytes_read=size)
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        return open_picture(self.paths[row]) if self.keys[row] == PICTURE else open_clip(self.paths[row])
+        return of_picture(read_picture(self.paths[row])) if self.keys[row] == PICTURE else open_clip(self.paths[row])
 
     def media_size(self, row: int) -> Size:
         picture, size = bool(self.keys[row] == PICTURE), tuple(self.column_sizes[row].tolist())
@@ -120,20 +119,9 @@ class CaptionedDataset(PicturesAndClips):
         return hash_parts("captioned", names, "\0".join(self.texts), self.keys.tobytes())
 
     def describe(self) -> Description:
-        return Description(
-            text=self._text(),
-            conditioning="text",
-            sample_shape=self.sample_shape,
-            clips=self.clip_reading,
-            random_flip=self.random_flip,
-            random_crop=self.random_crop,
-            random_window=self.random_window,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            counted_captions=((len(self), 1_000_000),),  # they are in memory
-            files=self._files,
-            notes=self.notes,
-        )
+        counted = ((len(self), 1_000_000),)  # they are in memory
+        more: dict[str, Any] = {"counted_captions": counted, "files": self._files, "notes": self.notes}
+        return self.description(self._text(), conditioning="text", **more)
 
     def _text(self) -> str:
         clips = int((self.keys == CLIP).sum())
@@ -150,8 +138,7 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
     picture_suffixes()  # else the threads would race to register Pillow's formats
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        return list(zip(rows, pool.map(lambda row: row.is_picture, rows), strict=True))
+    return list(zip(rows, in_threads(lambda row: row.is_picture, rows), strict=True))
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
@@ -171,8 +158,8 @@ def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[
 
     picture_suffixes()  # else the threads would race to register Pillow's formats
     tried = spread(len(rows), CHECKED_FILES if all(is_picture for _, is_picture in rows) else CHECKED_CLIPS)
-    with ThreadPoolExecutor(8) as pool:
-        bad = {at: why for at, why in zip(tried, pool.map(lambda at: why_not(*rows[at]), tried), strict=True) if why}
+    found = in_threads(lambda at: why_not(*rows[at]), tried)
+    bad = {at: why for at, why in zip(tried, found, strict=True) if why}
     if len(bad) == len(tried):
         raise ValueError(
             f"--data_path {printable(path)}: none of {len(tried):,} files can be read ({name_few([*bad.values()])}); "
@@ -188,8 +175,7 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
 
     Raises FileNotFoundError if none is, ValueError if more than the share ``max_bad`` is missing."""
     rows = spread(len(paths), CHECKED_FILES)
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        found = list(pool.map(problem, [paths[row] for row in rows]))
+    found = in_threads(problem, [paths[row] for row in rows])
     missing = [f"{printable(paths[row])} ({why})" for row, why in zip(rows, found, strict=True) if why is not None]
     name = f"--data_path {printable(csv_path)}"
     hints = "".join(
@@ -209,7 +195,32 @@ def check_files(csv_path: str, paths: Sequence[str], max_bad: float) -> None:
         )
 
 
-def open_source(asked: Request) -> CaptionedDataset | None:
-    if asked.located.is_dir() or asked.located.suffix.lower() not in SUFFIXES:
+def open_source(asked: Request) -> CaptionedDataset | FolderDataset | None:
+    if asked.located.is_dir():
+        return _open_folder(asked)
+    if asked.located.suffix.lower() not in SUFFIXES:
         return None
     return CaptionedDataset(asked.located, asked.image_size, columns=asked.columns, **asked.of_clips())
+
+
+def _open_folder(asked: Request) -> CaptionedDataset | FolderDataset:
+    """Open a folder of pictures or clips: with captions if there are any, else with classes."""
+    path = str(asked.located)
+    found = find_captions(asked.located, columns=asked.columns, bare=bool(asked.caption_prefix))
+    if any(asked.columns) and found.table is None:
+        raise ValueError(
+            f"{asked.shown}: holds no metadata.jsonl, .csv or .parquet; leave --file_column and --caption_column out"
+        )
+    if found.has_captions:
+        if not found.rows:
+            raise ValueError(f"{asked.shown}: no picture or clip has a caption ({'; '.join(found.lines())}); add some")
+        return CaptionedDataset(path, asked.image_size, found=found, **asked.of_clips())
+    if asked.use_video:
+        raise ValueError(
+            f"{asked.shown}: is a folder without captions; --use_video needs clip.txt beside clip.mp4, or "
+            "metadata.jsonl with file_name and text; to take the folders' names run: python preprocess.py folder "
+            f"{shlex.quote(printable(asked.data_path))} --output videos.csv"
+        )
+    asked.check_split()
+    options = {name: getattr(asked, name) for name in ("seed", "random_flip", "random_crop", "max_bad")}
+    return FolderDataset(path, asked.image_size, **options)

@@ -8,17 +8,15 @@ under "caption" or "text" in name.json.
 import json
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from opendit.data.base import name_few
-from opendit.data.csv_table import USUAL, Columns, NoColumns, TableRow
-from opendit.data.files import printable, problem, retried_disk
+from opendit.data.files import in_threads, printable, problem, retried_disk
 from opendit.data.folders import CLIPS, Ignored, files_below, folders_above, identity_of, suffix_of
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.tables import read_table
+from opendit.data.tables import USUAL, Columns, NoColumns, TableRow, read_table
 
 MAX_CAPTION = 2**20  # bytes of a file beside a clip
 TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -79,17 +77,16 @@ def find_captions(
         found.has_captions = True
         _match(found, rows, media, bare)
         return found
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        captions = pool.map(lambda path: _caption(beside.get(os.path.splitext(path)[0], {})), media)
-        for path, (text, source, why) in zip(map(Path, media), captions, strict=True):
-            if not (why or text) and folder_names and path.parent != root:
-                text, source, why = _folder_caption(path.parent.name)
-            if why:
-                found.leave_out(UNREAD, f"{path}: {why}")
-            elif text or bare:
-                found.add(path, text, source or ALONE)
-            else:
-                found.leave_out(BARE, path)
+    captions = in_threads(lambda path: _caption(beside.get(os.path.splitext(path)[0], {})), media)
+    for path, (text, source, why) in zip(map(Path, media), captions, strict=True):
+        if not (why or text) and folder_names and path.parent != root:
+            text, source, why = _folder_caption(path.parent.name)
+        if why:
+            found.leave_out(UNREAD, f"{path}: {why}")
+        elif text or bare:
+            found.add(path, text, source or ALONE)
+        else:
+            found.leave_out(BARE, path)
     captioned = {os.path.splitext(path)[0] for path in media}
     meant = [(stem, files) for stem, files in beside.items() if files.keys() - {".json"}]
     found.has_captions = bool(found.rows) or any(stem in captioned for stem, _ in meant)

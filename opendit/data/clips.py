@@ -5,9 +5,10 @@ is not known to get right, and decodes those whose frames have no times from the
 """
 
 import os
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -23,8 +24,16 @@ from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import is_high_definition
 from opendit.data.container_header import ANIMATION, IN_ORDER, ContainerHeader, read_header
 from opendit.data.files import TIME_LIMIT, kind_of, printable
-from opendit.data.frame_times import Timeline, clip_window, timed_window, whole_clip
-from opendit.data.mp4 import MAX_FRAMES
+from opendit.data.medium import (
+    MAX_FRAMES,
+    ROUNDING,
+    Medium,
+    Timeline,
+    clip_window,
+    fitting_interval,
+    timed_window,
+    whole_clip,
+)
 from opendit.data.picture_file import start_of_crop
 from opendit.data.video_readers import (
     OPENERS,
@@ -57,11 +66,9 @@ Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """The result of ``read_clip``: the pixels, the frame interval they were read at, and whether they are closer
-    together than asked for."""
+    """The result of ``read_clip``: the pixels, and whether their frames are closer together than asked for."""
 
     pixels: Tensor
-    interval: int
     shortened: bool
 
 
@@ -73,20 +80,14 @@ class Crop(NamedTuple):
     place: tuple[float, float] | None = None
 
 
-class FileMemory:
+class FileMemory(OrderedDict[str, tuple[Any, ...]]):
     """Facts about the last ``REMEMBERED`` files; the oldest are forgotten first."""
 
-    def __init__(self):
-        self._known: OrderedDict[str, tuple[Any, ...]] = OrderedDict()
-
-    def add(self, path: str, *what: object) -> None:
-        self._known[path] = what
-        self._known.move_to_end(path)
-        while len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-
-    def get(self, path: str) -> tuple[Any, ...] | None:
-        return self._known.get(path)
+    def __setitem__(self, path: str, what: tuple[Any, ...]) -> None:
+        super().__setitem__(path, what)
+        self.move_to_end(path)
+        while len(self) > REMEMBERED:
+            self.popitem(last=False)
 
 
 # For this process. A file that hung would cost its time limit again in every epoch, and decord leaks about 1 KB each
@@ -148,9 +149,8 @@ def read_clip(
     name: str | None = None,
     reader: str = "auto",
 ) -> Clip:
-    """Read a window of a clip, (3, num_frames, size, size) float32 in [-1, 1] or uint8, turned as the camera was held,
-    and the interval between its frames. size: a side in pixels, (height, width), or a crop. enlarge: see
-    :func:`resize_and_crop`.
+    """Read a window of a clip, (3, num_frames, size, size) float32 in [-1, 1] or uint8, turned as the camera was held.
+    size: a side in pixels, (height, width), or a crop. enlarge: see :func:`resize_and_crop`.
 
     Frames are chosen by number, whatever their times; with ``fps`` by their times, see ``timed_window``. start: see
     ``clip_window``. short_clips: how to treat a clip that is too short for the window: "skip" it, or "interval": read
@@ -164,44 +164,33 @@ def read_clip(
     name = path if name is None else name
     if (limit := _hung.get(name)) is not None:
         raise BadSample(name, _too_long(*limit))  # in the words of the first time: it is told once
-    interval, shortened = frame_interval, False
+    shortened = False
 
-    def choose_timed(timeline: Timeline) -> list[int]:
+    def choose(timeline: Timeline) -> list[int]:
         nonlocal shortened
-        assert fps is not None
-        indices = timed_window(timeline, num_frames, fps, start)
-        if indices is None and short_clips == "interval" and len(timeline.seconds) >= num_frames:
-            indices, shortened = whole_clip(timeline, num_frames), True
+        length, shorter = len(timeline.seconds), short_clips == "interval"
+        if fps is None:
+            interval = fitting_interval(length, num_frames, frame_interval) if shorter else frame_interval
+            indices, shortened = clip_window(length, num_frames, interval, start), interval < frame_interval
+        else:
+            indices = timed_window(timeline, num_frames, fps, start)
+            if indices is None and shorter and length >= num_frames:
+                indices, shortened = whole_clip(timeline, num_frames), True
         if indices is None:
-            raise BadSample(path, _too_short_at(timeline, num_frames, fps))
-        return indices
-
-    def choose(length: int) -> list[int]:
-        nonlocal interval
-        if short_clips == "interval" and num_frames <= length < 1 + (num_frames - 1) * frame_interval:
-            interval = (length - 1) // (num_frames - 1)
-        indices = clip_window(length, num_frames, interval, start)
-        if indices is None:
-            raise BadSample(path, _too_short(length, num_frames, frame_interval))
+            too_short = _too_short(length, num_frames, frame_interval)
+            raise BadSample(path, too_short if fps is None else _too_short_at(timeline, num_frames, fps))
         return indices
 
     try:
-        if fps is None:
-            frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
-        else:
-            frames = _within(time_limit, lambda stop: decode_chosen(path, choose_timed, stop, size, reader))
+        frames = _within(time_limit, lambda stop: decode_frames(path, choose, stop, size, reader))
     except TimeoutError:
-        _hung.add(name, time_limit)
+        _hung[name] = (time_limit,)
         raise BadSample(name, _too_long(time_limit)) from None
     except BadSample as bad:
         if name == path:
             raise
         raise BadSample(name, str(bad).removeprefix(f"{printable(path)}: ")) from None
-    return Clip(
-        resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge),
-        interval,
-        shortened or interval < frame_interval,
-    )
+    return Clip(resize_and_crop(torch.from_numpy(frames), size, as_bytes, enlarge), shortened)
 
 
 def _too_short(length: int, num_frames: int, interval: int) -> str:
@@ -272,6 +261,28 @@ def clip_rate(path: str, time_limit: float = TIME_LIMIT) -> float:
         raise BadSample(path, _too_long(time_limit)) from None
 
 
+def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
+    """Return a clip's first, ``middle`` (if asked for) and last frame, (2 or 3, H, W, 3) uint8.
+
+    Raises an exception of any kind."""
+    found: list[Timeline] = []
+
+    def choose(timeline: Timeline) -> list[int]:
+        length = len(timeline.seconds)
+        if not length:
+            raise ValueError("no frames")
+        found.append(timeline)
+        return [0, length // 2, length - 1] if middle else [0, length - 1]
+
+    frames = decode_frames(path, choose, threading.Event())
+    height, width = frames.shape[1:3]
+    [times] = found
+    length, duration = len(times.seconds), times.end - float(times.seconds[0])
+    if times.rate and abs(length / times.rate - duration) <= ROUNDING:
+        duration = 0.0  # as the frames and their rate imply
+    return Medium(length, height, width, times.rate, duration, colours_in(path)), frames
+
+
 class _Helper:
     """A thread that does one piece of work after another; starting one for every clip takes 0.1 ms."""
 
@@ -326,27 +337,16 @@ def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result
 
 def decode_frames(
     path: str,
-    choose: Callable[[int], list[int]],
-    stop: threading.Event,
-    size: int | tuple[int, int] | Crop | None = None,
-    reader: str = "auto",
-) -> np.ndarray:
-    """Decode the frames ``choose(number of frames)`` of a file, (T, H, W, 3) uint8. Raises BadSample.
-
-    With ``size``, frames that would take more than ``WINDOW`` bytes together are cropped and resized to that size by
-    :func:`resize_and_crop` one after the other. reader: see :func:`read_clip`.
-    """
-    return decode_chosen(path, lambda timeline: choose(len(timeline.seconds)), stop, size, reader)
-
-
-def decode_chosen(
-    path: str,
     choose: Callable[[Timeline], list[int]],
     stop: threading.Event,
     size: int | tuple[int, int] | Crop | None = None,
     reader: str = "auto",
 ) -> np.ndarray:
-    """Decode the frames that ``choose`` picks from the times at which they are shown; see ``decode_frames``."""
+    """Decode the frames that ``choose`` picks of a file's timeline, (T, H, W, 3) uint8. Raises BadSample.
+
+    With ``size``, frames that would take more than ``WINDOW`` bytes together are cropped and resized to that size by
+    :func:`resize_and_crop` one after the other. reader: see :func:`read_clip`.
+    """
     file, by_number = _open(path, reader, stop)
     try:
         indices = choose(file.timeline())
@@ -371,11 +371,6 @@ def _is_final(error: Exception) -> bool:
     """Return True if nothing else should be tried: the file is bad, or memory has run out. libav's error of that name
     does not count: it says that a damaged file asks for an absurd amount."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
-
-
-def _check_size(path: str, height: int, width: int) -> None:
-    if height * width > MAX_FRAME_PIXELS:
-        raise BadSample(path, f"frames of {width:,} x {height:,} pixels, more than {MAX_FRAME_PIXELS:,}")
 
 
 def _shrink(frames: Tensor, size: int | tuple[int, int] | Crop) -> np.ndarray:
@@ -410,7 +405,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
         known = _counts.get(path)
         if known is None or known[0] != version:
             known = version, count_frames(name, contents, stop)
-            _counts.add(path, *known)
+            _counts[path] = known
         return known[1]
 
     try:
@@ -426,7 +421,7 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
         reason = "holds no video stream" if isinstance(error, NoVideo) else "not a video that can be decoded"
         reason = str(error) if isinstance(error, UnknownColours) else reason
         if whole:
-            _unopened.add(path, version, reason)
+            _unopened[path] = version, reason
         raise BadSample(path, reason) from error
     if file.length > MAX_FRAMES:
         raise BadSample(path, f"{file.length:,} frames, more than {MAX_FRAMES:,}")
@@ -502,7 +497,9 @@ def _decode_in_order(
             for count, frame in enumerate(decoded(container, stream), 1):
                 if count - 1 in wanted:
                     for height, width in ((frame.height, frame.width), convert.size(frame)):
-                        _check_size(path, height, width)
+                        if height * width > MAX_FRAME_PIXELS:
+                            what = f"frames of {width:,} x {height:,} pixels"
+                            raise BadSample(path, f"{what}, more than {MAX_FRAME_PIXELS:,}")
                     pixels = convert(frame)
                     if size is not None and pixels.size * len(wanted) > WINDOW:
                         pixels = _shrink(torch.from_numpy(pixels.copy())[None], size)[0]
@@ -516,3 +513,27 @@ def _decode_in_order(
         if _is_final(error):
             raise
         raise BadSample(path, f"damaged: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextmanager
+def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
+    """Yield the path of a file of ``size`` bytes: ``parts``, (where they begin, bytes), and zeros elsewhere.
+
+    It is in memory where the system supports that."""
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("clip"), "wb", buffering=0) as file:
+            _write(file, parts, size)
+            yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with tempfile.NamedTemporaryFile(buffering=0) as file:
+        _write(file, parts, size)
+        yield file.name
+
+
+def _write(file, parts: Iterable[tuple[int, bytes]], size: int) -> None:
+    file.truncate(size)
+    for at, content in parts:
+        file.seek(at)
+        left = memoryview(content)
+        while left:
+            left = left[file.write(left) :]

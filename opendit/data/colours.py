@@ -41,14 +41,8 @@ UNSPECIFIED = 2  # primaries, transfer or matrix
 MATRICES = {1: (0.2126, 0.0722), 4: (0.30, 0.11), 5: (0.299, 0.114), 6: (0.299, 0.114), 7: (0.212, 0.087)}
 MATRICES |= {9: (0.2627, 0.0593)}
 # Matrices that FFmpeg's scaler does not have: it would show other colours.
-_NO_MATRIX = {
-    10: "BT.2020 with constant luminance",
-    11: "YDzDx",
-    12: "chromaticity-derived",
-    13: "chromaticity-derived",
-    14: "ICtCp",
-    15: "IPT-C2",
-}
+_NO_MATRIX = {10: "BT.2020 with constant luminance", 11: "YDzDx", 14: "ICtCp", 15: "IPT-C2"}
+_NO_MATRIX |= dict.fromkeys((12, 13), "chromaticity-derived")
 
 _BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 Chromaticities = tuple[tuple[float, float], ...]
@@ -186,6 +180,7 @@ def of_picture(primaries: int, transfer: int) -> Conversion | None:
     return Conversion(to_light, to_bt709(_PRIMARIES.get(primaries, _PRIMARIES[1])), encode_srgb)
 
 
+@lru_cache(maxsize=16)
 def of_gamma(gamma: float | None, chromaticities: Chromaticities | None) -> Conversion:
     """Return the conversion of signals that are light to the power ``gamma``, or sRGB's, of some primaries: (x, y) of
     red, green, blue and white; None: sRGB's. Raises ValueError for primaries that span no colours."""
@@ -360,12 +355,9 @@ def _by_gamma(gamma: Any, chromaticities: Any) -> tuple[str, Convert] | None:
         white, red, green, blue = (tuple(chromaticities[at : at + 2]) for at in (0, 2, 4, 6))
         pairs = red, green, blue, white
     try:
-        return "RGB", _by(_of_gamma(gamma, pairs))
+        return "RGB", _by(of_gamma(gamma, pairs))
     except ValueError:
         return None
-
-
-_of_gamma = lru_cache(maxsize=16)(of_gamma)
 
 
 # ------------------------------------------------------------------------------------------ codes of H.273

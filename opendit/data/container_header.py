@@ -1,15 +1,618 @@
 """Read the header of a clip's file before a decoder is asked: it is quick, and a decoder believes anything.
 
-MP4 files are read by ``opendit.data.mp4``, AVI files here. Chunks of AVI are named as in Microsoft's description of
-it, fields of MPEG-4 as in ISO/IEC 14496-2, 6.2.3.
+FFmpeg makes an entry of 24 bytes or more for every sample that an MP4's tables declare, and decord one of its own: a
+file of 2 KB can ask for gigabytes, and the error ends the process. So tables are checked first. They also tell whether
+a file's only video track is plain: whether a decoder that finds frames by their numbers gives the frames that decoding
+from the start gives.
+
+MP4's boxes are named as in ISO/IEC 14496-12, fields of H.264 as in ITU-T H.264, 7.3.2.1 and E.1.1, chunks of AVI as in
+Microsoft's description of it, fields of MPEG-4 as in ISO/IEC 14496-2, 6.2.3.
 """
 
+import os
 import struct
-from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import BinaryIO, NamedTuple, cast
+
+import numpy as np
 
 from opendit.data.animations import HEAD, may_be_animation
-from opendit.data.mp4 import PlainTrack, read_tables
+from opendit.data.colours import UNSPECIFIED, is_high_definition, kind_of_colours, unknown_matrix
+from opendit.data.medium import MAX_FRAMES
+
+MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
+MAX_BOXES = 100_000  # at the top of a file (a fragmented one has two for every few seconds), and inside a box
+_MOST_PARTS = 8  # of a file inside a tar that are read before all of it is
+
+FRAGMENTED = "fragmented"  # given instead of a codec
+_CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
+# Bytes of an entry of the tables that begin with a version, flags and the number of their entries.
+_ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
+_TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
+_FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
+_HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
+
+ReadAt = Callable[[int, int], bytes]  # (where, how many bytes) -> these bytes of the file
+
+_VISUAL_SAMPLE_ENTRY = 78  # bytes before the boxes inside of one
+_ONE = 1 << 16  # as matrices have it
+_UPRIGHT = (_ONE, 0, 0, _ONE)
+_QUARTER_TURNS = (_UPRIGHT, (0, _ONE, -_ONE, 0), (-_ONE, 0, 0, -_ONE), (0, -_ONE, _ONE, 0))
+_SLICES, _SLICE_OF_IDR, _MORE_INFORMATION = (1, 2, 3, 4), 5, 6  # kinds of NAL units of H.264
+_INTRA = (2, 4, 7, 9)  # kinds of slices
+_DISPLAY_ORIENTATION = 47  # a kind of supplemental enhancement information, by which a frame is shown turned
+_CHROMA_FOLLOWS = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)  # profiles
+_EXTENDED_SAR = 255
+_EXAMINED = 16  # sync samples of a track, spread evenly
+_BEGINNING = 1024  # bytes of each; x264 writes its settings, 700 bytes, before the first frame
+
+
+class PlainTrack(NamedTuple):
+    """A video track that shows all of its frames, each once, upright or turned by quarter turns, with square pixels.
+
+    It can be decoded from every frame that it calls a sync sample, and no frame shown later is stored before one. Its
+    colours are SDR of BT.709 or BT.601. times: (frames,) int64, ascending, when each frame is shown, in units of
+    time_base seconds."""
+
+    times: np.ndarray
+    time_base: Fraction
+
+
+def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
+    """Check a file's tables, and look for a plain track.
+
+    Returns:
+        Why the tables can't be believed; None if they can, if the file is not an MP4, or if it is so broken that no
+        table is found.
+        The four letters of the only codec of the only video track; ``FRAGMENTED`` for a file whose tables lie among its
+        frames; empty if there is no single codec or the file does not begin as an MP4 has to.
+        This track, if it is plain.
+
+    Raises:
+        OSError: the file can't be read.
+    """
+    size = os.fstat(file.fileno()).st_size
+    read, samples, frames, first, fragmented, codecs, tables = 0, 0, 0, b"", False, [], b""
+    try:
+        for kind, begin, length in _top_boxes(file, size):
+            first = first or kind
+            if kind not in (b"moov", b"moof"):
+                continue
+            fragmented |= kind == b"moof"
+            read += length
+            if read > MAX_TABLES:
+                return f"tables of {read:,} bytes, more than {MAX_TABLES:,}", "", None
+            file.seek(begin)
+            tables = file.read(length)
+            more, shown, found = _count(tables)
+            # In a fragmented file every fragment has its own samples.
+            samples, frames, codecs = samples + more, frames + shown, codecs + found
+            if samples > size:
+                return f"declares {samples:,} samples, more than its {size:,} bytes", "", None
+            if frames > MAX_FRAMES:
+                return f"declares {frames:,} frames, more than {MAX_FRAMES:,}", "", None
+    except ValueError as error:
+        return str(error), "", None
+    if fragmented:
+        return None, FRAGMENTED, None
+    if first != b"ftyp" or len(codecs) != 1:
+        return None, "", None
+    return None, codecs[0].decode("latin-1"), plain_track(tables, partial(_read_at, file), size)
+
+
+def read_movie(file: BinaryIO) -> bytes:
+    """Return the contents of an MP4's first ``moov`` box, empty if there is none.
+
+    Raises OSError, or ValueError after too many boxes."""
+    for kind, begin, length in _top_boxes(file, os.fstat(file.fileno()).st_size):
+        if kind == b"moov":
+            file.seek(begin)
+            return file.read(min(length, MAX_TABLES))
+    return b""
+
+
+def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
+    return os.pread(file.fileno(), count, at)
+
+
+class _Parts:
+    """File interface to something that is read in parts, which are kept as (where it begins, bytes) in ``parts``."""
+
+    def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
+        self.parts: list[tuple[int, bytes]] = []
+        self._read, self._size, self._least, self._at = read, size, least, 0
+
+    def seek(self, at: int) -> None:
+        self._at = at
+
+    def read(self, count: int) -> bytes:
+        at, end = self._at, min(self._at + count, self._size)
+        for begin, part in self.parts:
+            if begin <= at and end <= begin + len(part):
+                return part[at - begin : end - begin]
+        if end <= at or len(self.parts) == _MOST_PARTS:
+            return b""
+        self.parts.append((at, self._read(at, min(max(count, self._least), self._size - at))))
+        return self.parts[-1][1][:count]
+
+
+def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
+    """Return (offset, bytes) of the parts of a file of ``size`` bytes that describe all its frames.
+
+    They include at least the first ``least`` bytes. None if all of the file is needed: it is not an MP4, or keeps
+    tables with its frames. read: (at, count) -> ``count`` bytes of the file from ``at``."""
+    file = _Parts(read, size, least)
+    try:
+        for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
+            if kind == b"moof" or kind == b"moov" and length > size // 2:
+                return None
+            if kind == b"moov":
+                file.seek(begin)
+                tables = file.read(length)
+                fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
+                return None if fragmented or len(tables) < length else file.parts
+    except ValueError:  # of a file that is refused when it is read
+        pass
+    return None
+
+
+def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (kind, where its contents begin, their length) of the boxes of a file; nothing if it is not an MP4.
+
+    Raises ValueError after too many."""
+    at = 0
+    for _ in range(MAX_BOXES):
+        file.seek(at)
+        head = file.read(16)
+        if len(head) < 8:
+            return
+        length, kind = _HEAD.unpack_from(head)
+        if at == 0 and kind not in _FIRST:
+            return
+        begin = 8
+        if length == 1 and len(head) == 16:
+            length, begin = struct.unpack_from(">Q", head, 8)[0], 16
+        elif length == 0:  # up to the end of the file
+            length = size - at
+        if length < begin:
+            return
+        yield kind, at + begin, min(length, size - at) - begin
+        at += length
+        if at >= size:
+            return
+    raise ValueError(f"more than {MAX_BOXES:,} boxes")
+
+
+def _count(data: bytes) -> tuple[int, int, list[bytes]]:
+    """Return the most samples that a table of any track declares, the most of a video track, and all video codecs.
+
+    Raises ValueError for colours that can't be converted, and for a table with more entries than it has room for, whose
+    following bytes FFmpeg would read as entries."""
+    most, video, codecs, left = 0, 0, [], MAX_BOXES
+    todo = [(0, len(data), False)]
+    while todo:
+        first, last, is_video = todo.pop()
+        boxes = _boxes(data, first, last, left)
+        left -= len(boxes)
+        # A track's handler, which tells its kind, comes before its tables, in the box around them.
+        for kind, begin, end in boxes:
+            is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
+        for kind, begin, end in boxes:
+            if kind in _CONTAINERS:
+                todo.append((begin, end, is_video))
+            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, and each one's length and letters
+                for letters, first, last in _boxes(data, begin + 8, end, left):
+                    codecs.append(letters)
+                    if (profile := dolby_profile(data[first:last])) is not None:
+                        raise ValueError(
+                            f"Dolby Vision of profile {profile}, whose colours can't be converted; make it HDR10 or SDR"
+                        )
+            elif kind in _TABLES:
+                count = _declared(kind, data, begin, end)
+                most, video = max(most, count), max(video, count if is_video else 0)
+    return most, video, codecs
+
+
+def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
+    """Return (kind, where its contents begin, where they end) of the boxes in data[at:last].
+
+    Raises ValueError for more than ``most``."""
+    found, last = [], len(data) if last is None else last
+    while at + 8 <= last:
+        length, kind = _HEAD.unpack_from(data, at)
+        begin = at + 8
+        if length == 1 and at + 16 <= last:
+            length, begin = struct.unpack_from(">Q", data, begin)[0], at + 16
+        elif length == 0:  # up to the end of the box around it
+            length = last - at
+        if at + length < begin:
+            break
+        found.append((kind, begin, min(at + length, last)))
+        at += length
+        if len(found) > most:
+            raise ValueError(f"more than {MAX_BOXES:,} boxes")
+    return found
+
+
+def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
+    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError, see :func:`_count`."""
+    size = end - begin
+    _check(kind, 8, size)
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # of entries; for stsz the size of all samples, if it is the same
+    if kind in _ENTRY:
+        _check(kind, number * _ENTRY[kind], size - 8)
+        if kind not in (b"stts", b"ctts"):
+            return 0
+        runs = np.frombuffer(data, ">u4", number * 2, begin + 8)[::2]  # of (count, value)
+        return int(runs.sum(dtype=np.uint64))
+    if kind == b"trun":
+        flags = _NUMBER.unpack_from(data, begin)[0]
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # duration, size, flags and offset of each sample
+        _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
+        return number
+    _check(kind, 12, size)
+    samples = _NUMBER.unpack_from(data, begin + 8)[0]
+    if kind == b"stz2":
+        _check(kind, samples * (number & 0xFF) // 8, size - 12)
+    elif number == 0:
+        _check(kind, samples * 4, size - 12)
+    return samples
+
+
+def _check(kind: bytes, needed: int, room: int) -> None:
+    if needed > room:
+        raise ValueError(f"its table {kind.decode()} declares more entries than it holds")
+
+
+# ------------------------------------------------------------------------------------------ a plain track
+
+
+def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
+    """Return the only video track of a file with this ``moov`` box; None if it is not plain, or not known to be.
+
+    read, size: of the file, whose sync samples are examined.
+    """
+    try:
+        return _plain_track(moov, read, size)
+    except (KeyError, IndexError, ValueError, ZeroDivisionError, StopIteration, struct.error):
+        return None
+
+
+def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
+    """Return the pixels that each video track's ``clap`` box cuts off: (left, right, top, bottom); None without one."""
+    return [_clean_aperture(*_entry(tables)) for _, _, tables in _video_tracks(moov)]
+
+
+def _clean_aperture(entry: bytes, parts: dict[bytes, bytes]) -> tuple[int, int, int, int] | None:
+    if len(parts.get(b"clap", b"")) < 32:
+        return None
+    fields = struct.unpack_from(">IIIIiIiI", parts[b"clap"])
+    if 0 in fields[1::2]:
+        return None
+    across, down, right, below = (Fraction(a, b) for a, b in zip(fields[::2], fields[1::2], strict=True))
+    width, height = struct.unpack_from(">HH", entry, 24)
+    left, top = int((width - across) / 2 + right), int((height - down) / 2 + below)
+    cut = left, width - int(across) - left, top, height - int(down) - top
+    return cut if min(cut) >= 0 else None
+
+
+def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
+    (track, media, tables), *others = _video_tracks(moov)
+    entry, parts = _entry(tables)
+    movie = _inside(moov, b"mvhd")
+    header = track[b"tkhd"]
+    if others or _matrix(movie, 36 if movie[0] == 0 else 48) != _UPRIGHT:
+        return None
+    if _matrix(header, 40 if header[0] == 0 else 52) not in _QUARTER_TURNS or b"clap" in parts:
+        return None
+    if b"pasp" in parts and len(set(struct.unpack_from(">2I", parts[b"pasp"]))) > 1:
+        return None
+    if not _has_plain_colours(entry, parts):
+        return None
+    times, order = _times(tables)
+    timescale, duration = _scale(media[b"mdhd"]), int(times[1] - times[0]) if len(times) > 1 else 0
+    if b"edts" in track and not _shows_all(track[b"edts"], times, duration, Fraction(timescale, _scale(movie))):
+        return None
+    if b"stss" in tables:
+        sync = np.frombuffer(tables[b"stss"], ">u4", offset=8).astype(np.int64) - 1
+    elif b"avcC" in parts:  # whose samples are examined below
+        sync = np.arange(len(times))
+    else:
+        return None
+    if not len(sync) or sync[0] != 0 or not is_closed(order, sync):
+        return None
+    places, sizes = _places(tables, size)
+    if len(sizes) != len(times):
+        return None
+    if b"avcC" in parts:
+        length = (parts[b"avcC"][4] & 3) + 1
+        if not all(describe_frames(each).square for each in _parameter_sets(parts[b"avcC"])):
+            return None
+        chosen = sync if len(sync) <= _EXAMINED else sync[np.linspace(0, len(sync) - 1, _EXAMINED).astype(np.int64)]
+        for sample in chosen.tolist():
+            if not begins_anew(read(places(sample), min(_BEGINNING, int(sizes[sample]))), length):
+                return None
+    return PlainTrack(times, Fraction(1, timescale))
+
+
+def _named(data: bytes, at: int = 0) -> dict[bytes, bytes]:
+    """Return the contents of the first box of each kind, by kind."""
+    found: dict[bytes, bytes] = {}
+    for kind, begin, end in _boxes(data, at):
+        found.setdefault(kind, data[begin:end])
+    return found
+
+
+def _inside(data: bytes, kind: bytes) -> bytes:
+    return next(data[begin:end] for found, begin, end in _boxes(data) if found == kind)
+
+
+def _video_tracks(moov: bytes) -> list[tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes]]]:
+    """Return the boxes of each video track, of its media, and of its tables."""
+    found = []
+    for kind, begin, end in _boxes(moov):
+        if kind == b"trak":
+            track = _named(moov[begin:end])
+            media = _named(track.get(b"mdia", b""))
+            if media.get(b"hdlr", b"")[8:12] == b"vide":
+                found.append((track, media, _named(_named(media.get(b"minf", b"")).get(b"stbl", b""))))
+    return found
+
+
+def dolby_profile(entry: bytes) -> int | None:
+    """Return the profile of Dolby Vision, from a track's sample entry, if its pictures have no other form than Dolby's;
+    otherwise None."""
+    parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
+    box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
+    return box[2] >> 1 if len(box) >= 5 and box[4] >> 4 == 0 else None
+
+
+def _has_plain_colours(entry: bytes, parts: dict[bytes, bytes]) -> bool:
+    """Return True for frames that are described as SDR of BT.709 or BT.601, and for small ones without a description,
+    which decoders take for BT.601 as players do."""
+    codes = []
+    if parts.get(b"colr", b"")[:4] in (b"nclx", b"nclc"):
+        codes.append(struct.unpack_from(">3H", parts[b"colr"], 4))
+    elif b"av1C" in parts:  # they are in the stream
+        return False
+    if b"vpcC" in parts:
+        codes.append(struct.unpack_from("3B", parts[b"vpcC"], 7))
+    if b"avcC" in parts:
+        codes += [describe_frames(each).colours for each in _parameter_sets(parts[b"avcC"])]
+    if any(kind_of_colours(*each[:2]) or unknown_matrix(each[2]) for each in codes):
+        return False
+    width, height = struct.unpack_from(">HH", entry, 24)
+    return any(each[2] != UNSPECIFIED for each in codes) or not is_high_definition(width, height)
+
+
+def _entry(tables: dict[bytes, bytes]) -> tuple[bytes, dict[bytes, bytes]]:
+    _, begin, end = _boxes(tables[b"stsd"], 8)[0]
+    entry = tables[b"stsd"][begin:end]
+    return entry, _named(entry, _VISUAL_SAMPLE_ENTRY)
+
+
+def _matrix(header: bytes, at: int) -> tuple[int, ...] | None:
+    a, b, u, c, d, v, _, _, w = struct.unpack_from(">9i", header, at)
+    return (a, b, c, d) if (u, v, w) == (0, 0, 1 << 30) else None
+
+
+def _scale(header: bytes) -> int:
+    """Return the ticks a second of a mvhd or mdhd box."""
+    return struct.unpack_from(">I", header, 12 if header[0] == 0 else 20)[0]
+
+
+def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the ascending times at which frames are shown, and each frame's number in this order by its number in the
+    file; None if the two are the same. Raises ValueError if two frames are shown at once."""
+    lengths = np.frombuffer(tables[b"stts"], ">u4", offset=8).reshape(-1, 2).astype(np.int64)
+    durations = np.repeat(lengths[:, 1], lengths[:, 0])
+    times = np.cumsum(durations) - durations
+    order = None
+    if b"ctts" in tables:
+        offsets = np.frombuffer(tables[b"ctts"], ">i4", offset=8).reshape(-1, 2).astype(np.int64)
+        times = times + np.repeat(offsets[:, 1], offsets[:, 0])
+        by_time = np.argsort(times, kind="stable")
+        times, order = times[by_time], np.empty(len(by_time), np.int64)
+        order[by_time] = np.arange(len(by_time))
+    if not (times[1:] > times[:-1]).all():
+        raise ValueError("two frames of one time")
+    return times, order
+
+
+def is_closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
+    """Return True if frames stored before a sync sample are shown before it, and those stored after it later."""
+    if order is None:
+        return True
+    return bool((order[sync] == sync).all() and (np.maximum.accumulate(order)[sync] == sync).all())
+
+
+def _shows_all(edits: bytes, times: np.ndarray, duration: int, ticks: Fraction) -> bool:
+    """Return True for one edit at normal speed from the first frame to the last, perhaps after a pause.
+
+    duration: of a frame. ticks: of the media in a tick of the movie, to which the edits' durations were rounded."""
+    table = _inside(edits, b"elst")
+    form, step = (">Iihh", 12) if table[0] == 0 else (">Qqhh", 20)
+    count = struct.unpack_from(">I", table, 4)[0]
+    entries = [struct.unpack_from(form, table, 8 + step * number) for number in range(min(count, 3))]
+    while entries and entries[0][1] == -1:  # nothing is shown for this long
+        entries, count = entries[1:], count - 1
+    if count != 1 or len(entries) != 1:
+        return False
+    length, start, rate, fraction = entries[0]
+    last = int(times[-1]) + duration
+    return (rate, fraction) == (1, 0) and 0 <= start <= times[0] and start + (length + 1) * ticks >= last
+
+
+def _places(tables: dict[bytes, bytes], size: int) -> tuple[Callable[[int], int], np.ndarray]:
+    """Return a function from a sample to its offset in the file, and the samples' sizes.
+
+    Raises ValueError if one ends after the file."""
+    same, count = struct.unpack_from(">II", tables[b"stsz"], 4)
+    sizes = np.full(count, same) if same else np.frombuffer(tables[b"stsz"], ">u4", count, 12)
+    sizes = sizes.astype(np.int64)
+    kind, name = (">u8", b"co64") if b"co64" in tables else (">u4", b"stco")
+    chunks = np.frombuffer(tables[name], kind, offset=8).astype(np.int64)
+    runs = np.frombuffer(tables[b"stsc"], ">u4", offset=8).reshape(-1, 3).astype(np.int64)
+    of_chunks = np.repeat(runs[:, 1], np.diff(runs[:, 0] - 1, append=len(chunks)))
+    if runs[0, 0] != 1 or len(of_chunks) != len(chunks) or of_chunks.min() < 1 or of_chunks.sum() != count:
+        raise ValueError("chunks of other samples")
+    first = np.cumsum(of_chunks) - of_chunks
+    if (chunks + np.add.reduceat(sizes, first)).max() > size:
+        raise ValueError("samples behind the end")
+
+    def place(sample: int) -> int:
+        chunk = int(np.searchsorted(first, sample, side="right")) - 1
+        return int(chunks[chunk]) + int(sizes[first[chunk] : sample].sum())
+
+    return place, sizes
+
+
+def begins_anew(sample: bytes, length: int, intra: bool = False) -> bool:
+    """Return True if an H.264 frame can be decoded without earlier frames, and is shown as it is.
+
+    sample: at least the beginning of its first slice. length: bytes of the sizes before its NAL units; 0 for units that
+    follow start codes. intra: accept a slice that refers to no other frame, though later frames may refer to earlier
+    ones."""
+    for unit in _units(sample, length):
+        kind = unit[0] & 31
+        if kind == _SLICE_OF_IDR:
+            return True
+        if kind in _SLICES:
+            return intra and _Bits(unit[1:9]).slice_kind() in _INTRA
+        if kind == _MORE_INFORMATION and not intra and _DISPLAY_ORIENTATION in _messages(unit[1:]):
+            return False
+    return False
+
+
+def _units(sample: bytes, length: int) -> Iterator[bytes]:
+    if not length:
+        yield from (unit for unit in sample.split(b"\0\0\1")[1:] if unit)
+        return
+    at = 0
+    while at + length < len(sample):
+        end = at + length + int.from_bytes(sample[at : at + length], "big")
+        yield sample[at + length : end]
+        if end <= at + length:
+            return
+        at = end
+
+
+def _messages(data: bytes) -> Iterator[int]:
+    """Yield the kinds of the messages in a NAL unit of supplemental enhancement information."""
+    data = data.replace(b"\0\0\3", b"\0\0")
+    at = 0
+    while at + 2 < len(data):
+        numbers = []
+        for _ in range(2):  # its kind and its size
+            number = 0
+            while at < len(data) - 1 and data[at] == 255:
+                number, at = number + 255, at + 1
+            numbers.append(number + data[at])
+            at += 1
+            if at >= len(data):
+                break
+        yield numbers[0]
+        at += numbers[1] if len(numbers) == 2 else len(data)
+
+
+def _parameter_sets(configuration: bytes) -> list[bytes]:
+    """Return the sequence parameter sets of an avcC box."""
+    found, at = [], 6
+    for _ in range(configuration[5] & 31):
+        length = struct.unpack_from(">H", configuration, at)[0]
+        found.append(configuration[at + 2 : at + 2 + length])
+        at += 2 + length
+    return found
+
+
+class _Bits:
+    """Reader of a string of bits. Raises IndexError after its end."""
+
+    def __init__(self, data: bytes):
+        self._bits, self._at = "".join(f"{byte:08b}" for byte in data), 0
+
+    def flag(self) -> bool:
+        self._at += 1
+        return self._bits[self._at - 1] == "1"
+
+    def number(self, bits: int) -> int:
+        self._at += bits
+        return int(self._bits[self._at - bits : self._at], 2)
+
+    def golomb(self) -> int:
+        """Return an unsigned Exp-Golomb number; for a signed one a number of as many bits."""
+        end = self._bits.index("1", self._at)
+        zeros, self._at = end - self._at, end
+        return self.number(zeros + 1) - 1
+
+    def skip(self, *kinds: str) -> None:
+        """Skip fields: "u" is one bit, "ue" an Exp-Golomb number."""
+        for kind in kinds:
+            self.flag() if kind == "u" else self.golomb()
+
+    def slice_kind(self) -> int:
+        self.golomb()  # its first macroblock
+        return self.golomb()
+
+
+class FrameDescription(NamedTuple):
+    """square: whether pixels are square. colours: primaries, transfer and matrix, as numbered in H.273."""
+
+    square: bool
+    colours: tuple[int, int, int]
+
+
+@lru_cache(1024)
+def describe_frames(parameters: bytes) -> FrameDescription:
+    """Read an H.264 sequence parameter set. Pixels without an aspect ratio are square.
+
+    Raises IndexError or ValueError if it can't be read."""
+    bits = _Bits(parameters[1:].replace(b"\0\0\3", b"\0\0"))
+    profile = bits.number(8)
+    bits.number(16)
+    bits.golomb()
+    if profile in _CHROMA_FOLLOWS:
+        chroma = bits.golomb()
+        if chroma == 3:
+            bits.flag()
+        bits.skip("ue", "ue", "u")
+        if bits.flag():
+            raise ValueError("scaling lists")  # rare, and not parsed
+    bits.golomb()
+    order = bits.golomb()
+    if order == 0:
+        bits.golomb()
+    elif order == 1:
+        bits.skip("u", "ue", "ue")
+        for _ in range(min(bits.golomb(), 255)):
+            bits.golomb()
+    bits.skip("ue", "u", "ue", "ue")
+    if not bits.flag():
+        bits.flag()
+    bits.flag()
+    if bits.flag():
+        for _ in range(4):
+            bits.golomb()
+    square, colours = True, (UNSPECIFIED, UNSPECIFIED, UNSPECIFIED)
+    if not bits.flag():
+        return FrameDescription(square, colours)
+    if bits.flag():
+        shape = bits.number(8)
+        if shape == _EXTENDED_SAR:
+            wide, high = bits.number(16), bits.number(16)
+            square = wide == high or 0 in (wide, high)
+        else:
+            square = shape in (0, 1)
+    if bits.flag():  # overscan
+        bits.flag()
+    if bits.flag():
+        bits.number(4)  # the original video format, and the range
+        if bits.flag():
+            colours = bits.number(8), bits.number(8), bits.number(8)
+    return FrameDescription(square, colours)
+
 
 IN_ORDER = "MPEG-4 without B frames"
 ANIMATION = "animation"
@@ -56,7 +659,7 @@ def has_no_b_frames(file: BinaryIO) -> bool:
     first = b""
     for kind, inside in _chunks(data[12:]):
         if kind == b"hdrl":
-            tracks += [track for name, parts in _chunks(inside) if name == b"strl" for track in _video_tracks(parts)]
+            tracks += [track for name, parts in _chunks(inside) if name == b"strl" for track in _avi_tracks(parts)]
         elif kind == b"movi":
             first = next((bytes(frame) for name, frame in _chunks(inside) if name[2:] in (b"dc", b"db")), b"")
     if len(tracks) != 1 or tracks[0][0] not in _MPEG4 or not first:
@@ -75,7 +678,7 @@ def _chunks(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
         at += 8 + length + length % 2
 
 
-def _video_tracks(parts: memoryview) -> Iterator[tuple[bytes, bytes]]:
+def _avi_tracks(parts: memoryview) -> Iterator[tuple[bytes, bytes]]:
     described = dict(_chunks(parts))
     if bytes(described.get(b"strh", b"")[:4]) == b"vids":
         description = bytes(described.get(b"strf", b""))

@@ -7,15 +7,13 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from opendit.common.utils import DataError, hash_parts
-from opendit.data.files import retried_disk
+from opendit.data.files import in_threads, retried_disk
+from opendit.data.row_arrays import spread
 
 MOST_FILES = 10_000
 MOST_BYTES = 64 << 20  # in all
@@ -29,10 +27,9 @@ def hash_files(paths: Sequence[str]) -> str:
     reads blocks spread evenly over every file, including its beginning and end. So it takes about a second, also for a
     million pictures or 100 GB of weights. A file that can't be read counts as one without contents.
     """
-    rows = _spread(len(paths), MOST_FILES)
+    rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))
-    with ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
-        return hash_parts(str(len(paths)), *pool.map(lambda path: _contents(path, share), [paths[row] for row in rows]))
+    return hash_parts(str(len(paths)), *in_threads(partial(_contents, share=share), [paths[row] for row in rows]))
 
 
 def _contents(path: str, share: int) -> bytes:
@@ -46,17 +43,12 @@ def _contents(path: str, share: int) -> bytes:
             parts = [found.st_size.to_bytes(8, "little")]
             if found.st_size <= share:
                 return b"".join([*parts, file.read()])
-            for block in _spread(-(-found.st_size // _BLOCK), share // _BLOCK):
+            for block in spread(-(-found.st_size // _BLOCK), share // _BLOCK):
                 file.seek(min(block * _BLOCK, found.st_size - _BLOCK))
                 parts.append(file.read(_BLOCK))
             return hash_parts(*parts).encode()
     except OSError:
         return b""
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` of the numbers below ``count``, evenly spaced, including the first and the last."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)).tolist() if count else []
 
 
 READ_AT_ONCE = 8 << 20

@@ -17,10 +17,10 @@ from torch import Tensor
 from opendit.common.safe_files import make_folder, refuse_links, write_whole
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
-from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.medium import Medium, of_pixels
 from opendit.data.progress import Progress
 from opendit.data.sources import Request
+from opendit.data.tables import TableRow, write_csv
 from opendit.data.video_file import write_mp4
 
 SIZE = 8  # pixels of a side as shipped

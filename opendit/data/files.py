@@ -1,17 +1,22 @@
 """Files that others made: what kind they are, how their names are shown, and reads that are tried again."""
 
 import errno
+import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from opendit.common.safe_files import open_to_write
 from opendit.common.utils import DataError
 from opendit.common.utils import printable as printable  # as its callers know it
 
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 TIME_LIMIT = 30.0  # seconds that one file may take
 
 _KINDS = {
@@ -75,6 +80,22 @@ def allow_open_files(most: int = 2**14) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+@contextmanager
+def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
+    """Hold the lock of a file among the processes of this machine; it ends with its process, however that ends.
+
+    root, make: see ``open_to_write``. Raises OSError."""
+    with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def in_threads(work: Callable[[Given], Result], items: Iterable[Given], threads: int = 8) -> list[Result]:
+    """Return ``work(item)`` of all items, in order. A network disk answers eight threads as fast as one."""
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, items))
+
+
 def first_bytes(path: str | Path, count: int) -> bytes:
     """Return the start of a file; nothing if it can't be read or is not an ordinary file."""
     try:
@@ -92,8 +113,6 @@ PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds before the second attempt, before the t
 _NAMES = """EIO ESTALE EREMOTEIO ENODEV ENXIO ENOLINK ECOMM ETIMEDOUT ENOTCONN ESHUTDOWN EHOSTDOWN EHOSTUNREACH ENETDOWN
     ENETUNREACH ECONNRESET ECONNABORTED ECONNREFUSED""".split()
 DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name))
-
-Result = TypeVar("Result")
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:

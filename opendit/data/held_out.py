@@ -20,8 +20,7 @@ from opendit.data.base import (
 )
 from opendit.data.medium import Medium
 from opendit.data.order.sequences import permuted
-from opendit.data.row_arrays import Complement, chosen, stream_of
-from opendit.data.size_cache import kept_array
+from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
 _DRAWN = 2**17  # places of a permutation that are computed at once
 SEED = 0x76616C  # of everything random about held-out samples: runs of any --global_seed have the same ones

@@ -3,75 +3,34 @@
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from PIL import Image
-from torch import Tensor
 
 from opendit.common.utils import hash_parts
 from opendit.data.base import (
     PLAIN,
+    BadSample,
     Description,
     Fingerprint,
     Item,
-    MediaDataset,
     Shapes,
     Size,
     View,
     flip_note,
     name_few,
-    to_pixels,
 )
 from opendit.data.contents import hash_files
-from opendit.data.files import bytes_of, printable, retried_disk
+from opendit.data.files import bytes_of, in_threads, printable, retried_disk
 from opendit.data.folders import Ignored, files_below, folders_above, identity_of, list_folder
-from opendit.data.media_size import sizes_of
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import check_header, fill_crop, picture_size, picture_suffixes, read_picture
-from opendit.data.row_arrays import spread
+from opendit.data.picture_file import opened_picture, picture_size, picture_suffixes, read_picture
+from opendit.data.pictures_and_clips import PicturesAndClips, sizes_of
+from opendit.data.row_arrays import TextTable, spread
 
 CHECKED_HEADERS = 2000
-
-
-def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
-    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8, mirrored if ``flip``. C is 1 for a grey
-    picture."""
-    pixels = torch.from_numpy(np.array(image))
-    pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    pixels = pixels.flip(-1) if flip else pixels
-    return pixels if as_bytes else to_pixels(pixels)
-
-
-class PathTable(Sequence[Any]):
-    """An immutable list of paths in two arrays.
-
-    A million Python strings, shared with forked workers, get copied page by page as their reference counts
-    change: gigabytes over an epoch. Two numpy arrays stay shared.
-    """
-
-    def __init__(self, paths: Sequence[str]):
-        encoded = [os.fsencode(path) for path in paths]
-        self.ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
-        self.text = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, row: int) -> str:
-        row = range(len(self))[row]
-        return os.fsdecode(self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes())
-
-    def encoded(self) -> Iterator[bytes]:
-        """Yield all paths as the file system has them."""
-        text, start = self.text.tobytes(), 0
-        for end in self.ends.tolist():
-            yield text[start:end]
-            start = end
 
 
 class PictureFolder(NamedTuple):
@@ -171,10 +130,9 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
     """
     picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
     rows = spread(len(paths), CHECKED_HEADERS)
-    with warnings.catch_warnings(), ThreadPoolExecutor(8) as pool:  # a network disk answers eight as fast as one
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of large and odd files; whether one is usable shows anyway
-        found = list(pool.map(check_header, [paths[row] for row in rows]))
-    bad = [f"{printable(paths[row])}: {why}" for row, why in zip(rows, found, strict=True) if why is not None]
+        bad = [why for why in in_threads(_why_not, [paths[row] for row in rows]) if why is not None]
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
         raise ValueError(
@@ -183,26 +141,23 @@ def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
         )
 
 
-class FolderDataset(MediaDataset):
-    """Pictures in folders as (3, image_size, image_size) in [-1, 1]; mirrored at random by default. Pillow decodes
-    them in the worker process."""
+def _why_not(path: str) -> str | None:
+    try:
+        with opened_picture(path):
+            return None
+    except BadSample as bad:
+        return str(bad)
 
-    def __init__(
-        self,
-        folder: str,
-        image_size: int,
-        *,
-        seed: int = 0,
-        random_flip: bool | None = None,
-        random_crop: bool = False,
-        max_bad: float = 0.05,
-    ):
+
+class FolderDataset(PicturesAndClips):
+    """Pictures in folders of their classes, or of one class; mirrored at random by default. options: see
+    ``PicturesAndClips``, which describes the samples."""
+
+    def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
+        super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
         self.class_names, paths, labels, self.ignored = find_pictures(folder)
-        check_headers(folder, paths, max_bad)
-        self.folder, self.paths, self.labels = folder, PathTable(paths), np.array(labels, dtype=np.int64)
-        self.sample_shape = (3, image_size, image_size)
-        self.seed, self.max_bad = seed, max_bad
-        self.random_flip, self.random_crop = True if random_flip is None else random_flip, random_crop
+        check_headers(folder, paths, self.max_bad)
+        self.folder, self.paths, self.labels = folder, TextTable.of(paths), np.array(labels, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -212,11 +167,8 @@ class FolderDataset(MediaDataset):
 
     def read(self, row: int, view: View = PLAIN) -> Item:
         path = self.paths[row]
-        size = bytes_of(path)
-        picture = retried_disk(path, partial(read_picture, path))
-        _, height, width = view.shape or self.sample_shape
-        x = to_tensor(fill_crop(picture, height, width, view.place), view.flip, view.as_bytes)
-        return Item(x, int(self.labels[row]), bytes_read=size)
+        item = self.picture_sample(retried_disk(path, partial(read_picture, path)), view)
+        return item._replace(y=self.label(row), bytes_read=bytes_of(path))
 
     def label(self, row: int) -> int:
         return int(self.labels[row])
@@ -232,30 +184,22 @@ class FolderDataset(MediaDataset):
 
     def _largest_label(self) -> tuple[int, str]:
         row = int(self.labels.argmax())
-        return int(self.labels[row]), self.source(row)
+        return self.label(row), self.source(row)
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint(self._identity, lambda: hash_files(self.paths))
 
     def _identity(self) -> str:
         # Paths are joined to the folder: what is before them is cut off, which takes a second for a million.
-        before = os.fsencode(os.path.join(self.folder, ""))
+        before = os.path.join(self.folder, "").encode("utf-8", "surrogateescape")
         names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())
 
     def describe(self) -> Description:
-        c, h, w = self.sample_shape
         count = len(self.class_names)
         classes = f"{count:,} class{'es' if count > 1 else ''}"
         note = f"; {self.ignored}" if self.ignored else ""
+        shape = "x".join(map(str, self.sample_shape))
         folder, mirrored = printable(self.folder), flip_note(self.random_flip)
-        return Description(
-            text=f"{folder}: {len(self):,} pictures of {classes}, {c}x{h}x{w}, {mirrored}{note}",
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            random_flip=self.random_flip,
-            random_crop=self.random_crop,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            largest_label=self._largest_label,
-        )
+        text = f"{folder}: {len(self):,} pictures of {classes}, {shape}, {mirrored}{note}"
+        return self.description(text, class_names=self.class_names, largest_label=self._largest_label)

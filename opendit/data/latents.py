@@ -43,9 +43,10 @@ from opendit.data.latents_index import (
 )
 from opendit.data.medium import Medium
 from opendit.data.picture_file import picture_suffixes
+from opendit.data.row_arrays import TextTable
 from opendit.data.shards.latents import TarLatents, open_tars
 from opendit.data.sources import Request
-from opendit.data.text_cache import CaptionTable, padded, read_empty_caption
+from opendit.data.text_cache import open_empty_caption, padded
 
 _KEY = "opendit"  # the shards' only metadata key: safetensors writes several in random order, so not the same bytes
 
@@ -81,24 +82,13 @@ class LatentDataset(CachedLatents):
 
     vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
     text_encoder: the encoder whose embeddings of the captions are cached, None without any; max_tokens: their length.
-    use_video, num_frames, frame_interval, fps: of the run that reads them.
+    of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads them.
 
     Raises ValueError if they were made for another ``image_size`` or other clips, have no mirror images though
     ``random_flip`` asks for them, or lack a shard, and if the index or a shard's header contradicts itself.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        image_size: int,
-        *,
-        seed: int = 0,
-        random_flip: bool | None = None,
-        use_video: bool = False,
-        num_frames: int = 16,
-        frame_interval: int = 1,
-        fps: float | None = None,
-    ):
+    def __init__(self, folder: str | Path, image_size: int, *, seed: int = 0, **of_run: Any):
         self.folder = Path(folder)
         indexes = read_indexes(self.folder)
         if indexes is None:
@@ -107,16 +97,17 @@ class LatentDataset(CachedLatents):
             )
         index = choose_index(indexes, f"--data_path {folder}", image_size)
         self.seed = seed
-        self._take(index, f"--data_path {folder}", random_flip, use_video, num_frames, frame_interval, fps)
+        self._take(index, f"--data_path {folder}", **of_run)
         counts = [shard["count"] for shard in index["shards"]]
         self.starts = np.cumsum([0, *counts])
         self.keys = np.repeat([shard.get("shape_key", 0) for shard in index["shards"]], counts)
         arrays = [read_shard(self.folder, shard, layout_of(index)) for shard in index["shards"]]
         self.labels = np.concatenate([shard["labels"] for shard in arrays])
         if self.conditioning == "text":
-            self.captions = CaptionTable([(shard["captions"], shard["caption_ends"]) for shard in arrays])
+            pairs = [(shard["captions"], shard["caption_ends"]) for shard in arrays]
+            self.captions = TextTable.joined(pairs, "surrogatepass")
         self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
-        self.empty_caption = read_empty_caption(self.folder, index["text"]) if self.text_encoder else None
+        self.empty_caption = open_empty_caption(self.folder, index["text"]) if self.text_encoder else None
         self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read
 
     def __len__(self) -> int:
@@ -216,7 +207,7 @@ def open_source(asked: Request) -> LatentDataset | TarLatents | None:
     else:
         index = choose_index(indexes, asked.shown, asked.image_size)
         text, tars = index.get("text"), open_tars(asked.located, index)
-        empty = read_empty_caption(asked.located, text) if text else None
+        empty = open_empty_caption(asked.located, text) if text else None
         latents = TarLatents(asked.shown, index, tars, empty_caption=empty, max_bad=asked.max_bad, **asked.of_latents())
     if next(files_below(str(asked.located), picture_suffixes(), Ignored(), visits=1), None) is not None:
         latents.note = "; the pictures that are in the folder as well are not read"

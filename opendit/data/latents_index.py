@@ -383,14 +383,15 @@ class CachedLatents(MediaDataset):
         self,
         index: dict[str, Any],
         name: str,
-        random_flip: bool | None,
-        use_video: bool,
-        num_frames: int,
-        frame_interval: int,
-        fps: float | None,
+        *,
+        random_flip: bool | None = None,
+        use_video: bool = False,
+        num_frames: int = 16,
+        frame_interval: int = 1,
+        fps: float | None = None,
     ) -> None:
-        """Take over what an index says. Raises ValueError, which begins with ``name``, for what a run asks for and the
-        latents are not."""
+        """Take over what an index says. The other arguments are the run's. Raises ValueError, which begins with
+        ``name``, for what the run asks for and the latents are not."""
         made = index.get("video")
         if use_video != (made is not None):
             what = (

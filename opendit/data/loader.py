@@ -1,4 +1,4 @@
-"""Read the batches of every step, in worker processes that read ahead.
+"""Read the batches of every step, in worker processes that read ahead, and choose the schedule of a data set.
 
 Any number of ranks, micro-batches and worker processes divides the same global batch. The workers are watched while
 they read, and ended whatever happens to the process that asks: a worker can die, run out of memory or hang, and that
@@ -6,6 +6,7 @@ process can fail or be killed. In every case the outcome is one error that names
 """
 
 import ctypes
+import itertools
 import logging
 import math
 import signal
@@ -41,13 +42,16 @@ from opendit.data.base import (
 )
 from opendit.data.contents import Verification
 from opendit.data.enlarging import Small
-from opendit.data.order.schedule import BatchSchedule
+from opendit.data.order.packs import PackSchedule
+from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule
+from opendit.data.order.sequences import RowsByKey
 from opendit.data.processes import (
     end_processes,
     end_with_parent,
     leave_inherited_garbage,
     state_of,
 )
+from opendit.data.shaped import ShapedDataset
 
 logger = logging.getLogger(__name__)
 
@@ -435,32 +439,22 @@ class _Request:
     packed: bool = False  # samples of any sizes, in one sequence
 
 
-class Requests:
-    """Sampler of what a rank reads, step after step, micro-batch after micro-batch."""
-
-    def __init__(
-        self,
-        schedule: Any,
-        dp_rank: int,
-        dp_size: int,
-        batch_size: int,
-        micro_batches: int,
-        start_step: int,
-        end_step: int | None,
-    ):
-        self.schedule, self.dp_rank, self.dp_size = schedule, dp_rank, dp_size
-        self.batch_size, self.micro_batches = batch_size, micro_batches
-        self.start_step, self.end_step = start_step, end_step
-
-    def __iter__(self) -> Iterator[_Request]:
-        step = self.start_step
-        while self.end_step is None or step < self.end_step:
-            schedule, rows, epoch = self.schedule, self.schedule.rows(step), self.schedule.epoch(step)
-            for micro in range(self.micro_batches):
-                share = schedule.share(step, micro, self.dp_rank, self.dp_size, self.batch_size)
-                sample_keys = schedule.arranged([SampleKey(rows[i], step, i) for i in share])
-                yield _Request(sample_keys, step, micro, epoch, len(rows), schedule.packed)
-            step += 1
+def requests(
+    schedule: BatchSchedule,
+    dp_rank: int,
+    dp_size: int,
+    batch_size: int,
+    micro_batches: int,
+    start_step: int,
+    end_step: int | None,
+) -> Iterator[_Request]:
+    """Yield what a rank reads, step after step, micro-batch after micro-batch."""
+    for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
+        rows, epoch = schedule.rows(step), schedule.epoch(step)
+        for micro in range(micro_batches):
+            share = schedule.share(step, micro, dp_rank, dp_size, batch_size)
+            sample_keys = schedule.arranged([SampleKey(rows[i], step, i) for i in share])
+            yield _Request(sample_keys, step, micro, epoch, len(rows), schedule.packed)
 
 
 class _BatchReader(Dataset[Any]):
@@ -710,9 +704,9 @@ def build_loader(
         raise ValueError("clips can be left to be enlarged as bytes only")
     if schedule.dataset_size != len(dataset):
         raise ValueError(f"the schedule is for {schedule.dataset_size} samples, the data set holds {len(dataset)}")
-    requests = Requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
+    asked = requests(schedule, dp_rank, dp_size, batch_size, micro_batches, start_step, end_step)
     how: dict[str, Any] = dict(num_workers=num_workers, pin_memory=pin_memory and torch.cuda.is_available())
-    batches = ReadAhead(_BatchReader(dataset, enlarge), requests, **how, patience=patience, who=who, on_hang=on_hang)
+    batches = ReadAhead(_BatchReader(dataset, enlarge), asked, **how, patience=patience, who=who, on_hang=on_hang)
     checksums = dataset.fingerprint().checksums
     verification = checksums and checksums.verification(dp_rank, dp_size)
     return BatchIterator(batches, BadFileCounter(max_bad, on_skip), as_bytes, verification)
@@ -731,6 +725,47 @@ def read_batches(
     The samples of one batch have one step and shape. max_bad, on_skip: see :func:`build_loader`. how: num_workers,
     patience, who and on_hang of ``ReadAhead``.
     """
-    requests = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
-    read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), requests, pin_memory=False, **how)
+    asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
+    read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
     return BatchIterator(read, BadFileCounter(max_bad, on_skip), as_bytes=True)
+
+
+# ------------------------------------------------------------------------------------------ the order of samples
+
+
+def build_schedule(
+    dataset: MediaDataset,
+    global_batch: int,
+    micro_batches: int,
+    seed: int,
+    *,
+    bucket_tokens: int | None = None,
+    pack_tokens: int | None = None,
+    caption_tokens: int = 0,
+    attention: float = float("inf"),
+) -> BatchSchedule:
+    """Return the data set's schedule: in buckets if its samples have several shapes, by weights if it has several
+    sources.
+
+    Args:
+        bucket_tokens: tokens of a unit of several samples of one shape; for a ``ShapedDataset``.
+        pack_tokens: tokens of a unit of any samples; for a ``ShapedDataset``.
+        caption_tokens: tokens of a pack that each sample takes beside its media's.
+        attention: see ``PackSchedule``.
+
+    Raises:
+        ValueError: there are too few samples.
+    """
+    shaped, sources = cast(ShapedDataset, dataset), dataset.describe().sources
+    if pack_tokens is not None:
+        tokens = shaped.token_counts(caption_tokens)
+        return PackSchedule(tokens, pack_tokens, global_batch, seed, sources=sources, attention=attention)
+    keys, samples = dataset.shapes().array, None
+    shapes = None if keys is None or (sources and bucket_tokens is None) else RowsByKey(keys)
+    if shapes is not None and bucket_tokens is not None:
+        samples = [bucket_tokens // int(shaped.tokens[key]) for key in shapes.values]
+    if sources is not None:
+        return BlendSchedule(sources, global_batch, micro_batches, seed, keys, samples)
+    if shapes is None or (samples is None and len(shapes.values) < 2):
+        return BatchSchedule(len(dataset), global_batch, seed)
+    return BucketSchedule(shapes, global_batch, micro_batches, seed, samples)

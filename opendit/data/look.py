@@ -32,7 +32,7 @@ from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
 from opendit.data.recaptioned import Recaptioned
 from opendit.data.shards.latents import fetch_latents_indexes
-from opendit.data.shards.remote import Remote
+from opendit.data.shards.store import Remote
 from opendit.data.sources import build_dataset
 
 BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 128k
@@ -395,26 +395,17 @@ def run(
     *,
     samples: int = 1000,
     pictures: int = 48,
-    image_size: int | None = None,
-    num_frames: int | None = None,
-    frame_interval: int | None = None,
-    fps: float | None = None,
-    split: str = "train",
-    energon_cooker: str | None = None,
-    file_column: str | None = None,
-    caption_column: str | None = None,
-    caption_prefix: str | None = None,
     token_pixels: int = 16,
     token_frames: int = 1,
     num_workers: int = 2,
+    fps: float | None = None,
+    **media: Any,
 ) -> None:
-    """Run ``preprocess.py look`` with its flags' values. Raises DataError, and writes nothing, if no row can be
-    read."""
+    """Run ``preprocess.py look`` with its flags' values. media: see :func:`open_any`.
+
+    Raises DataError, and writes nothing, if no row can be read."""
     refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
-    of_captions = {"file_column": file_column, "caption_column": caption_column, "caption_prefix": caption_prefix}
-    dataset, video = open_any(
-        data_path, image_size, num_frames, frame_interval, split, energon_cooker, fps, **of_captions
-    )
+    dataset, video = open_any(data_path, fps=fps, **media)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
     if not found.looks:
         raise DataError(f"no row of {data_path} can be read: {name_few(found.bad)}")
@@ -436,18 +427,17 @@ def run(
 
 def open_any(
     data_path: str,
-    image_size: int | None,
-    num_frames: int | None,
-    frame_interval: int | None,
-    split: str,
-    energon_cooker: str | None = None,
+    *,
+    image_size: int | None = None,
+    num_frames: int | None = None,
+    frame_interval: int | None = None,
     fps: float | None = None,
-    **of_captions: str | None,
+    **options: Any,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
     frame_interval): the given values, else those that cached latents were made at, else 256, 16, 1.
 
-    Raises ValueError or FileNotFoundError, which name the flag.
+    options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, which name the flag.
     """
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
@@ -458,10 +448,7 @@ def open_any(
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
     # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
     # so, or opens all the same, and what it says then of pictures is what is wrong, or what it is.
-    options: dict[str, Any] = dict(
-        seed=0, split=split, max_bad=1.0, num_frames=frames, frame_interval=interval, fps=rate
-    )
-    options |= dict(short_clips="interval", energon_cooker=energon_cooker, **of_captions)
+    options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:

@@ -1,15 +1,29 @@
-"""Finds clips and pictures with their captions: what ``preprocess.py ucf101`` and ``preprocess.py folder`` do."""
+"""``preprocess.py ucf101``, ``folder`` and ``check``: list clips and pictures with their captions in a CSV, and keep
+the rows that can be trained on.
+
+Decoders crash and hang on broken files. Each is tried in a separate process, so such a file costs only its row.
+"""
 
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from opendit.data.captioned_folder import BARE, UNREAD, CaptionedFiles, find_captions, is_text
-from opendit.data.csv_table import TableRow, write_csv
-from opendit.data.files import printable
+from opendit.data.base import DataError, name_few
+from opendit.data.captioned_folder import BARE, UNREAD, CaptionedFiles, find_captions, is_text, read_captioned
+from opendit.data.captions import count_texts, says_nothing
+from opendit.data.clips import open_clip
+from opendit.data.files import printable, problem
 from opendit.data.folders import CLIPS, Ignored, files_below, folders_above, identity_of
+from opendit.data.medium import Medium, count_colours, of_picture
+from opendit.data.picture_file import read_picture
+from opendit.data.processes import run_apart
+from opendit.data.progress import Progress
+from opendit.data.tables import Columns, TableRow, write_csv
 
 # A run of capitals (TV in TVShow), a word with or without its capital, a number.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
@@ -77,7 +91,7 @@ def _clips_below(root: str | Path, ignored: Ignored) -> Iterator[Path]:
     yield from map(Path, files_below(root, CLIPS, ignored, above=above, visits=1))
 
 
-def run(kind: str, root: str, output: str) -> None:
+def make(kind: str, root: str, output: str) -> None:
     """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write the CSV and print what is in it."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
@@ -89,3 +103,112 @@ def run(kind: str, root: str, output: str) -> None:
     kinds = f"{len(found.rows) - pictures:,} clips" + (f" and {pictures:,} pictures" if pictures else "")
     print(f"{kinds} with captions ({found.shown_sources()}): {output}")
     print(f"next: python preprocess.py check {shlex.quote(output)} --output checked.csv")
+
+
+REASONS = ("missing", "undecodable", "too short", "too small", "empty caption")
+TIME_LIMIT = 60.0  # seconds for the two frames of one file
+
+
+def probe(path: str, is_picture: bool) -> Medium:
+    """Decode a picture, or a clip's first and last frame, as training does. Raises an exception of any kind."""
+    return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
+
+
+def check_rows(
+    rows: list[TableRow],
+    *,
+    num_frames: int = 16,
+    frame_interval: int = 1,
+    fps: float | None = None,
+    min_size: int = 0,
+    num_workers: int = 2,
+    time_limit: float = TIME_LIMIT,
+) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
+    """Return the rows that can be trained on, in their order, the media in their files, and for every reason the "path:
+    what is wrong" of the rows that were dropped for it. A row counts under the first reason that applies: empty
+    caption, missing, undecodable, too small (a shorter side below ``min_size``), too short. A picture is never too
+    short."""
+    found: list[Medium | tuple[str, str] | None] = []  # of every row; a fault: its reason and what is wrong
+    for row in rows:
+        why = problem(row.path) if not says_nothing(row.text) else None
+        missing = None if why is None else ("missing", f"{printable(row.path)}: {why}")
+        found.append(("empty caption", printable(row.path)) if says_nothing(row.text) else missing)
+    jobs = [i for i, fault in enumerate(found) if fault is None]
+    pictures = [row.is_picture for row in rows]
+    work = [(str(rows[i].path), pictures[i]) for i in jobs]
+    span = (num_frames - 1) * frame_interval + 1
+    with (
+        closing(run_apart(probe, work, num_workers, time_limit)) as results,
+        Progress(len(rows), "files", initial=len(rows) - len(jobs), title="checking") as bar,
+    ):
+        for done, result in results:
+            i = jobs[done]
+            bar.update()
+            found[i] = result
+            if isinstance(result, str):
+                found[i] = "undecodable", f"{printable(rows[i].path)}: {result}"
+            elif min(result.height, result.width) < min_size:
+                found[i] = "too small", f"{_size(rows[i], result)}, needs {min_size}"
+            elif result.frames_at(fps) < span and not pictures[i]:
+                length = f"{result.frames} frames" if fps is None else f"{result.seconds:.2f} s"
+                needs = f"{span}" if fps is None else f"{span} frames at {fps:g} a second"
+                found[i] = "too short", f"{printable(rows[i].path)}: {length}, needs {needs}"
+    kept = [(row, result) for row, result in zip(rows, found, strict=True) if isinstance(result, Medium)]
+    faults = [result for result in found if isinstance(result, tuple)]
+    dropped = {reason: [what for kind, what in faults if kind == reason] for reason in REASONS}
+    return [row for row, _ in kept], [medium for _, medium in kept], dropped
+
+
+def _size(row: TableRow, medium: Medium) -> str:
+    return f"{printable(row.path)}: {medium.width}x{medium.height}"
+
+
+def table(media: list[Medium]) -> str:
+    """Return a table of the minimum, median and maximum of durations, frames, sizes and frame rates. Durations, frames
+    and rates are of the clips alone."""
+    clips = [medium for medium in media if medium.fps]
+    columns: list[tuple[str, list[float], Callable[[float], str]]] = [
+        ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
+        ("frames", [m.frames for m in clips], "{:.0f}".format),
+        ("width", [m.width for m in media], "{:.0f}".format),
+        ("height", [m.height for m in media], "{:.0f}".format),
+        ("frame rate", [m.fps for m in clips], "{:.2f}".format),
+    ]
+    lines = [f"{'':14}{'min':>10}{'median':>10}{'max':>10}"]
+    for name, values, show in columns:
+        if values:
+            lines.append(f"{name:14}" + "".join(f"{show(pick(values)):>10}" for pick in (min, median, max)))
+    return "\n".join(lines)
+
+
+def check(
+    csv: str,
+    output: str,
+    *,
+    file_column: str | None = None,
+    caption_column: str | None = None,
+    image_size: int = 0,
+    **how: Any,
+) -> None:
+    """Run ``preprocess.py check`` with its flags' values. how: see :func:`check_rows`.
+
+    Raises DataError, and writes nothing, if no row is left."""
+    rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
+    print("\n".join(lines), end="\n" * bool(lines))
+    kept, media, dropped = check_rows(rows, **how)
+    print(f"kept {len(kept):,} of {len(rows):,} rows, dropped {len(rows) - len(kept):,}")
+    for reason, files in dropped.items():
+        if files:
+            print(f"  {reason}: {len(files):,} ({name_few(files)})")
+    pairs = zip(kept, media, strict=True)
+    small = [_size(row, medium) for row, medium in pairs if min(medium.height, medium.width) < image_size]
+    if small:
+        few = name_few(small)
+        print(f"  kept, and enlarged by training at {image_size}: {len(small):,} ({few}); --min_size drops them")
+    if not kept:
+        raise DataError(f"no row of {csv} is left; see the reasons above")
+    found = count_texts(range(len(kept)), lambda i: kept[i].text, lambda i: str(kept[i].path), len(kept))
+    lines = [table(media), *count_colours(media), *found.without_words(), *found.for_any_encoder()]
+    print("\n".join(lines))
+    write_csv(output, kept)
+    print(f"wrote {output}: train with --data_path {output}")

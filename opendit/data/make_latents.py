@@ -7,7 +7,9 @@ on how many ranks there are or how often the job was stopped and started again.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +29,9 @@ from opendit.data.captions import MOST_TOKENIZED, CaptionCount, count_captions
 from opendit.data.latents import FILES
 from opendit.data.latents_index import INDEX, LOCK, ShardForm, complete_shards, index_locked, put_index, take_index
 from opendit.data.loader import ReadAhead
-from opendit.data.order.buckets import token_size
 from opendit.data.pictures_and_clips import PICTURE
 from opendit.data.progress import Progress
-from opendit.data.shaped import ShapedDataset, crop_media
+from opendit.data.shaped import ShapedDataset, crop_media, token_size
 from opendit.data.shards.latents import HEADERS, tars_of
 from opendit.data.sources import build_dataset
 from opendit.data.text_cache import (
@@ -49,9 +50,6 @@ from opendit.encoders.video_vae import load_video_codec
 from opendit.models.families import FAMILIES
 from opendit.parallel.rendezvous import meet
 from opendit.parallel.supervisor import Supervisor
-
-# Of a shard: moments (B, F, 2C, ...) fp16, labels, rows, captions and their embeddings, if there are any.
-Part = tuple[Tensor, Tensor, Tensor, list[str], list[Any]]
 
 
 class _RowReader(Dataset[Any]):
@@ -117,14 +115,9 @@ def make_latents(
     """
     output = Path(output)
     form = FILES if tar_bytes is None else tars_of(image_size)
-    settings = _settings(dataset, codec, image_size, flips, tar_bytes or shard_size, encoder, form.version)
-    if isinstance(dataset, ShapedDataset):
-        # Several sizes of the same media may lie in one folder.
-        settings |= {"data": dataset.whole.fingerprint().identity, "shapes": settings["data"]}
-        settings |= {"bucket_tokens": bucket_tokens}
-    plan = _plan(
-        dataset, lambda rows: _samples_of_a_tar(dataset, codec, settings, rows, encoder) if tar_bytes else shard_size
-    )
+    work = _Encoding(dataset, codec, encoder, image_size, flips)
+    settings = work.settings(tar_bytes or shard_size, form.version, bucket_tokens)
+    plan = _plan(dataset, lambda rows: work.samples_of_a_tar(tar_bytes, rows) if tar_bytes else shard_size)
     shards = len(plan)
     make_folder(output)
     refuse_links(output, [INDEX, LOCK, EMPTY, *(form.name(shard, shards) for shard in range(shards))], "--output")
@@ -142,26 +135,16 @@ def make_latents(
     }
 
     title = "encoding" if world_size == 1 else f"encoding (rank 0's part of {world_size})"
-    done = sum(len(part) for shard, part in mine.items() if shard not in todo)
-    total = sum(map(len, mine.values()))
+    done, total = sum(len(part) for shard, part in mine.items() if shard not in todo), sum(map(len, mine.values()))
     counter = BadFileCounter(max_bad, on_skip=lambda file: Progress.write(f"skipped {file}"))
-    reader, pin_memory = _RowReader(dataset), _device(codec).type == "cuda"
+    how: dict[str, Any] = {"num_workers": num_workers, "pin_memory": work.device.type == "cuda"}
+    requests = list(chain(*todo.values()))
     with (
         Progress(total, noun_of(settings), initial=done, title=title, disable=rank > 0) as bar,
-        ReadAhead(
-            reader,
-            list(chain(*todo.values())),
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            patience=patience,
-            on_hang=on_hang,
-        ) as batches,
+        ReadAhead(_RowReader(dataset), requests, **how, patience=patience, on_hang=on_hang) as batches,
     ):
         for shard, jobs in todo.items():
-            parts, skipped = _encode_shard(islice(batches, len(jobs)), dataset, codec, flips, encoder, counter, bar)
-            views = 2 if flips else 1
-            channels, *sides = latent_shape(codec, dataset, image_size, plan[shard])
-            tensors = _join(parts, dataset, (views, 2 * channels, *sides), encoder)
+            tensors, skipped = work.encode(islice(batches, len(jobs)), plan[shard], counter, bar)
             checksums[names[shard]] = form.write(output / names[shard], tensors, settings, skipped)
 
     everyone = [checksums]
@@ -172,7 +155,11 @@ def make_latents(
     if rank > 0:
         return None
     with index_locked(output, form):
-        index = _finish(output, dataset, codec, settings, plan, max_bad, encoder, checksums, form, counted)
+        entries, skipped = work.entries(output, settings, plan, checksums, form)
+        BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(skipped), skipped)
+        index = work.index(settings, entries, skipped, counted)
+        if encoder:
+            index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
         put_index(output, settings, form, index)
     return index
 
@@ -200,50 +187,6 @@ def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list
     return plan or [[]]
 
 
-def _samples_of_a_tar(dataset: MediaDataset, codec: Codec, settings: dict[str, Any], rows: list[int], encoder) -> int:
-    """Return how many of these rows, at least one, a tar of about ``shard_size`` bytes holds, with captions of the
-    longest length."""
-    numbers = (4 if settings["flips"] else 2) * math.prod(latent_shape(codec, dataset, settings["image_size"], rows))
-    if encoder:
-        numbers += form_of(encoder).numbers(encoder.max_tokens)
-    return max(1, settings["shard_size"] // (2 * numbers + HEADERS))
-
-
-def _settings(
-    dataset: MediaDataset,
-    codec: Codec,
-    image_size: int,
-    flips: bool,
-    shard_size: int,
-    encoder,
-    version: int,
-) -> dict[str, Any]:
-    """Return everything that a shard's bytes depend on."""
-    settings = {
-        "version": version,
-        "data": dataset.fingerprint().identity,
-        "pictures": len(dataset),
-        "image_size": image_size,
-        "vae": codec.fingerprint(),
-        "latent_shape": list(latent_shape(codec, dataset, image_size)),
-        "flips": flips,
-        "precision": str(inner(codec).dtype).removeprefix("torch."),
-        "shard_size": shard_size,
-    }
-    about = dataset.describe()
-    if about.clips is not None:
-        settings["video"] = {name: value for name, value in vars(about.clips).items() if value is not None}
-    if about.conditioning == "text":
-        settings["text"] = encoder and encoder.fingerprint()
-    return settings
-
-
-def _frames(dataset: MediaDataset) -> int | None:
-    """Return the frames of a clip; None if samples are pictures without a time axis."""
-    shape = dataset.describe().sample_shape
-    return shape[1] if len(shape) == 4 else None
-
-
 def noun_of(settings: dict[str, Any]) -> str:
     return "clips" if "video" in settings else "pictures"
 
@@ -252,121 +195,147 @@ def inner(codec: Codec) -> Any:
     return getattr(codec, "codec", codec)  # of a picture's codec that works frame by frame
 
 
-def _device(codec: Codec) -> torch.device:
-    return torch.device(inner(codec).device)
+@dataclass(frozen=True)
+class _Encoding:
+    """What is encoded, and by what. encoder: of captions, which are kept as words without one."""
 
+    dataset: MediaDataset
+    codec: Codec
+    encoder: AnyEncoder | None
+    image_size: int
+    flips: bool
 
-def latent_shape(codec: Codec, dataset: MediaDataset, image_size: int, rows: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the shape of a picture's latent, (C, h, w), or of a clip's, (C, t, h, w): of these rows, which have one
-    shape, or without any of a sample of ``image_size``."""
-    frames, latents_of = _frames(dataset), cast(Any, codec)  # pictures' take no frames
-    size: Size = frames or 1, image_size, image_size
-    if rows and isinstance(dataset, ShapedDataset):
-        size = tuple(dataset.sizes[dataset.keys[rows[0]]].tolist())
-    elif rows and dataset.shapes().key(rows[0]) == PICTURE:
-        size = 1, image_size, image_size
-    return latents_of.latent_shape(*(size[1:] if frames is None else size))
+    @property
+    def device(self) -> torch.device:
+        return torch.device(inner(self.codec).device)
 
+    @cached_property
+    def has_captions(self) -> bool:
+        return self.dataset.describe().conditioning == "text"
 
-def _encode_shard(
-    batches: Iterable[tuple[Any, ...]],
-    dataset: MediaDataset,
-    codec: Codec,
-    flips: bool,
-    encoder,
-    counter: BadFileCounter,
-    bar: Progress,
-) -> tuple[list[Part], list[str]]:
-    """Encode a shard. Return its batches, and the files skipped in it."""
-    parts, all_skipped = [], []
-    for rows, labels, captions, pictures, skipped in batches:
-        counter.add(len(rows), skipped)
-        all_skipped += skipped
-        if rows:
-            pictures = pictures.to(_device(codec), non_blocking=True)
-            views = (pictures, pictures.flip(-1)) if flips else (pictures,)
-            moments = torch.stack([codec.moments(view) for view in views], dim=1).half()
-            if not moments.isfinite().all():
-                raise DataError(
-                    f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
-                    "bf16 or fp32, and check the VAE's weights if that doesn't help"
-                )
-            embedded = embed(encoder, captions) if encoder else []
-            parts.append((moments.cpu(), torch.tensor(labels), torch.tensor(rows), captions, embedded))
-        bar.update(len(rows) + len(skipped))
-    return parts, all_skipped
+    def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
+        """Return the shape of a picture's latent, (C, h, w), or of a clip's, (C, t, h, w): of these rows, which have
+        one shape, or without any of a sample of ``image_size``."""
+        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # pictures' take no frames
+        frames = shape[1] if len(shape) == 4 else None
+        size: Size = frames or 1, self.image_size, self.image_size
+        if rows and isinstance(self.dataset, ShapedDataset):
+            size = tuple(self.dataset.sizes[self.dataset.keys[rows[0]]].tolist())
+        elif rows and self.dataset.shapes().key(rows[0]) == PICTURE:
+            size = 1, self.image_size, self.image_size
+        return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
+    def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
+        """Return how many of these rows, at least one, a tar of about ``tar_bytes`` holds, with captions of the longest
+        length."""
+        numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
+        if self.encoder:
+            numbers += form_of(self.encoder).numbers(self.encoder.max_tokens)
+        return max(1, tar_bytes // (2 * numbers + HEADERS))
 
-def _join(parts: list[Part], dataset: MediaDataset, shape: tuple[int, ...], encoder) -> dict[str, Tensor]:
-    """Join one shard's tensors. shape: of one picture's moments, for a shard without a single readable picture."""
-    if not parts:
-        parts = [(torch.empty(0, *shape, dtype=torch.half), torch.empty(0).long(), torch.empty(0).long(), [], [])]
-    moments, labels, rows = (torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3])
-    tensors = {"moments": moments, "labels": labels.long(), "rows": rows.long()}
-    if dataset.describe().conditioning == "text":
-        tensors |= pack_captions([caption for part in parts for caption in part[3]])
-    if encoder:
-        embedded = [caption for part in parts for caption in part[4]]
-        tensors |= pack_embeddings(embedded, form_of(encoder))
-    return tensors
+    def settings(self, shard_size: int, version: int, bucket_tokens: int | None) -> dict[str, Any]:
+        """Return everything that a shard's bytes depend on."""
+        about, data = self.dataset.describe(), self.dataset.fingerprint().identity
+        settings = {
+            "version": version,
+            "data": data,
+            "pictures": len(self.dataset),
+            "image_size": self.image_size,
+            "vae": self.codec.fingerprint(),
+            "latent_shape": list(self.latent_shape()),
+            "flips": self.flips,
+            "precision": str(inner(self.codec).dtype).removeprefix("torch."),
+            "shard_size": shard_size,
+        }
+        if about.clips is not None:
+            settings["video"] = {name: value for name, value in vars(about.clips).items() if value is not None}
+        if self.has_captions:
+            settings["text"] = self.encoder and self.encoder.fingerprint()
+        if isinstance(self.dataset, ShapedDataset):  # several sizes of the same media may lie in one folder
+            whole = self.dataset.whole.fingerprint().identity
+            settings |= {"data": whole, "shapes": data, "bucket_tokens": bucket_tokens}
+        return settings
 
+    def encode(
+        self, batches: Iterable[tuple[Any, ...]], of_shard: list[int], counter: BadFileCounter, bar: Progress
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Encode the rows of a shard. Return its tensors, and the files skipped in it."""
+        views, (channels, *sides) = 2 if self.flips else 1, self.latent_shape(of_shard)
+        moments = [torch.empty(0, views, 2 * channels, *sides, dtype=torch.half)]  # without a single readable picture
+        all_labels, all_rows, all_captions, embedded, all_skipped = [], [], [], [], []
+        for rows, labels, captions, pictures, skipped in batches:
+            counter.add(len(rows), skipped)
+            all_skipped += skipped
+            if rows:
+                pictures = pictures.to(self.device, non_blocking=True)
+                shown = (pictures, pictures.flip(-1)) if self.flips else (pictures,)
+                made = torch.stack([self.codec.moments(view) for view in shown], dim=1).half()
+                if not made.isfinite().all():
+                    raise DataError(
+                        f"the latents of the pictures in rows {rows[0]} to {rows[-1]} overflow; pass --mixed_precision "
+                        "bf16 or fp32, and check the VAE's weights if that doesn't help"
+                    )
+                moments = [*moments, made.cpu()] if len(moments[0]) else [made.cpu()]
+                embedded += embed(self.encoder, captions) if self.encoder else []
+                all_labels, all_rows, all_captions = all_labels + labels, all_rows + rows, all_captions + captions
+            bar.update(len(rows) + len(skipped))
+        of = {"labels": torch.tensor(all_labels, dtype=torch.int64), "rows": torch.tensor(all_rows, dtype=torch.int64)}
+        tensors = {"moments": torch.cat(moments), **of}
+        tensors |= pack_captions(all_captions) if self.has_captions else {}
+        tensors |= pack_embeddings(embedded, form_of(self.encoder)) if self.encoder else {}
+        return tensors, all_skipped
 
-def _finish(
-    output: Path,
-    dataset: MediaDataset,
-    codec: Codec,
-    settings: dict[str, Any],
-    plan: list[list[int]],
-    max_bad: float,
-    encoder,
-    checksums: dict[str, str],
-    form: ShardForm,
-    counted: CaptionCount | None,
-) -> dict[str, Any]:
-    """Return the index once every shard is there. Raises DataError if too many files were skipped."""
-    entries, all_skipped = [], []
-    for shard, rows in enumerate(plan):
-        name = form.name(shard, len(plan))
-        header = form.header(output / name)
-        if header is None or name not in checksums:
-            raise DataError(f"{output / name} is missing or damaged; run the same command again")
-        size = (output / name).stat().st_size
-        entries.append({"file": name, "count": header[0], "bytes": size, "sha256": checksums[name]})
-        if "video" in settings or "shapes" in settings:
-            entries[-1]["shape_key"] = dataset.shapes().key(rows[0])
-        if "shapes" in settings:
-            entries[-1]["latent_shape"] = list(latent_shape(codec, dataset, settings["image_size"], rows))
-        all_skipped += header[2]
-    BadFileCounter(max_bad, minimum=1).add(len(dataset) - len(all_skipped), all_skipped)
-    index = {
-        "count": sum(entry["count"] for entry in entries),
-        "class_names": list(dataset.describe().class_names),
-        "image_size": settings["image_size"],
-        "vae": codec.name,
-        "scaling_factor": codec.scaling_factor,
-        "shift_factor": codec.shift_factor,
-        "latent_shape": settings["latent_shape"],
-        "flips": settings["flips"],
-        "settings": settings,
-        "skipped": all_skipped,
-        "shards": entries,
-    }
-    if "video" in settings:
-        index["video"] = settings["video"]
-        if (rate := dataset.shapes().frame_rate()) is not None:
-            index["data_fps"] = rate
-    if dataset.describe().conditioning == "text":
-        index["conditioning"] = "text"
-    if encoder:
-        width, pooled, dtype = form_of(encoder)
-        index["text"] = {"encoder": encoder.name, "max_tokens": encoder.max_tokens}
-        index["text"] |= {"pooled": pooled} if pooled != width else {}
-        index["text"] |= {"dtype": dtype} if dtype != "fp16" else {}
-        if counted is not None:
-            names = {"rows": counted.rows, "counted": counted.counted, "longest": counted.longest}
-            index["captions"] = {**names, "cut": counted.over(encoder.max_tokens)}
-        index["checksums"] = {EMPTY: write_empty_caption(output, encoder)}
-    return index
+    def entries(
+        self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str], form: ShardForm
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return the index's entries of all shards, and the skipped files. Raises DataError for a missing shard."""
+        entries, all_skipped = [], []
+        for shard, rows in enumerate(plan):
+            name = form.name(shard, len(plan))
+            header = form.header(output / name)
+            if header is None or name not in checksums:
+                raise DataError(f"{output / name} is missing or damaged; run the same command again")
+            size = (output / name).stat().st_size
+            entries.append({"file": name, "count": header[0], "bytes": size, "sha256": checksums[name]})
+            if "video" in settings or "shapes" in settings:
+                entries[-1]["shape_key"] = self.dataset.shapes().key(rows[0])
+            if "shapes" in settings:
+                entries[-1]["latent_shape"] = list(self.latent_shape(rows))
+            all_skipped += header[2]
+        return entries, all_skipped
+
+    def index(
+        self, settings: dict[str, Any], entries: list[dict[str, Any]], skipped: list[str], counted: CaptionCount | None
+    ) -> dict[str, Any]:
+        """Return the index of these shards. counted: see :func:`make_latents`."""
+        index = {
+            "count": sum(entry["count"] for entry in entries),
+            "class_names": list(self.dataset.describe().class_names),
+            "image_size": self.image_size,
+            "vae": self.codec.name,
+            "scaling_factor": self.codec.scaling_factor,
+            "shift_factor": self.codec.shift_factor,
+            "latent_shape": settings["latent_shape"],
+            "flips": self.flips,
+            "settings": settings,
+            "skipped": skipped,
+            "shards": entries,
+        }
+        if "video" in settings:
+            index["video"] = settings["video"]
+            if (rate := self.dataset.shapes().frame_rate()) is not None:
+                index["data_fps"] = rate
+        if self.has_captions:
+            index["conditioning"] = "text"
+        if self.encoder:
+            width, pooled, dtype = form_of(self.encoder)
+            index["text"] = {"encoder": self.encoder.name, "max_tokens": self.encoder.max_tokens}
+            index["text"] |= {"pooled": pooled} if pooled != width else {}
+            index["text"] |= {"dtype": dtype} if dtype != "fp16" else {}
+            if counted is not None:
+                names = {"rows": counted.rows, "counted": counted.counted, "longest": counted.longest}
+                index["captions"] = {**names, "cut": counted.over(self.encoder.max_tokens)}
+        return index
 
 
 def run(
@@ -381,28 +350,19 @@ def run(
     mixed_precision: str = "auto",
     shard_size: int = 4096,
     tar_bytes: int | None = None,
-    use_video: bool = False,
-    num_frames: int = 16,
-    frame_interval: int = 1,
-    fps: float | None = None,
-    short_clips: str = "skip",
-    video_reader: str = "auto",
-    energon_cooker: str | None = None,
-    file_column: str | None = None,
-    caption_column: str | None = None,
-    caption_prefix: str | None = None,
     pretrained: str | None = None,
     bucket_tokens: int | None = None,
     max_upscale: float = 1.25,
     patch: tuple[int, ...] = (),
     text_encoder: str | None = None,
     max_text_tokens: int | None = None,
-    max_bad: float = 0.05,
     data_timeout: float = 300.0,
+    **media: Any,
 ) -> dict[str, Any] | None:
     """Run ``preprocess.py latents`` with its flags' values, with one process per GPU if torchrun started several.
 
-    patch: of the model for which ``bucket_tokens`` counts tokens, ([frames,] rows, columns).
+    patch: of the model for which ``bucket_tokens`` counts tokens, ([frames,] rows, columns). media: fields of
+    ``sources.Request``, about how files are read.
 
     Raises ValueError, OSError or DataError; among several processes, an error of one ends all, see ``Supervisor``.
     """
@@ -419,30 +379,18 @@ def run(
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         dtype = pick_dtype(mixed_precision, device, "fp16" if pretrained is None else "fp32")
-        dataset = build_dataset(
-            data_path,
-            image_size,
-            seed=0,
-            random_flip=None if flip else False,
-            use_video=use_video,
-            num_frames=num_frames,
-            frame_interval=frame_interval,
-            fps=fps,
-            short_clips=short_clips,
-            video_reader=video_reader,
-            energon_cooker=energon_cooker,
-            file_column=file_column,
-            caption_column=caption_column,
-            caption_prefix=caption_prefix,
-            max_bad=max_bad,
-        )
+        dataset = build_dataset(data_path, image_size, seed=0, random_flip=None if flip else False, **media)
+        use_video = media.get("use_video", False)
+        clips: dict[str, Any] = {"num_frames": 16, "frame_interval": 1, "short_clips": "skip", "fps": None}
+        clips = {name: media.get(name, usual) for name, usual in clips.items()}
+        clips["num_frames"] = clips["num_frames"] if use_video else 1
         about = dataset.describe()
         if about.kind != "pixels":
             raise ValueError(f"--data_path {data_path}: holds latents already; give pictures or clips")
         codec = (load_video_codec if use_video else load_codec)(
             vae, channels=about.sample_shape[0], device=device, dtype=dtype
         )
-        latent_shape(codec, dataset, image_size)
+        _Encoding(dataset, codec, None, image_size, flip).latent_shape()  # raises for sizes that the VAE can't take
         if bucket_tokens is not None:
             dataset = crop_media(
                 dataset,
@@ -450,11 +398,8 @@ def run(
                 bucket_tokens,
                 "--bucket_tokens",
                 image_size=image_size,
-                num_frames=num_frames if use_video else 1,
-                frame_interval=frame_interval,
-                short_clips=short_clips,
-                fps=fps,
                 max_upscale=max_upscale,
+                **clips,
             )
             about = dataset.describe()
         encoder: AnyEncoder | None = None

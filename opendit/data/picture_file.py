@@ -4,12 +4,16 @@ import io
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
 
-from opendit.data.base import BadSample
+from opendit.data.base import BadSample, to_pixels
 from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_codes
 from opendit.data.files import TIME_LIMIT, printable, problem
 from opendit.data.medium import COLOURS
@@ -89,15 +93,35 @@ def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, f
     return image.resize((width, height), resample=Image.Resampling.BICUBIC, box=box)
 
 
-def picture_size(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> tuple[int, int]:
+def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
+    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8, mirrored if ``flip``. C is 1 for a grey
+    picture."""
+    pixels = torch.from_numpy(np.array(image))
+    pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+    pixels = pixels.flip(-1) if flip else pixels
+    return pixels if as_bytes else to_pixels(pixels)
+
+
+def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
     """Return (height, width) of a picture file, upright, from its header. Raises BadSample as :func:`read_picture`
     does."""
+    with opened_picture(path, content) as (_, image):
+        return upright_size(image)
+
+
+@contextmanager
+def opened_picture(
+    path: str, content: bytes | None = None, time_limit: float = TIME_LIMIT
+) -> Iterator[tuple["PictureFile", Image.Image]]:
+    """Open a picture's file, and Pillow's picture of it, not decoded yet; every error inside becomes a BadSample."""
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
         with PictureFile(path, time_limit, content) as file, open_picture_file(file) as image:
-            return upright_size(image)
-    except Exception as error:
+            yield file, image
+    except BadSample:
+        raise
+    except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
         raise BadSample(path, reason(error)) from error
 
 
@@ -152,40 +176,23 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
     Raises BadSample, naming the file and the reason, if it is not an ordinary file or not a picture, has more than
     ``MAX_PIXELS`` pixels, doesn't fit into memory or takes more than ``time_limit`` seconds.
     """
-    if content is None and (why := problem(path)) is not None:
-        raise BadSample(path, why)
-    try:
-        with PictureFile(path, time_limit, content) as file, open_picture_file(file) as image:
-            note_codes(image, file)
-            image.load()
-            # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
-            tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
-            unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-            conversion = conversion_of(image)  # before it is turned: a copy no longer tells what file it is of
-            kind = kind_of_picture(image)
-            picture = _to_rgb(upright(image), unsigned, conversion)
-            picture.info[COLOURS] = kind
-            return picture
-    except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
-        raise BadSample(path, reason(error)) from error
+    with opened_picture(path, content, time_limit) as (file, image):
+        note_codes(image, file)
+        image.load()
+        # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
+        tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
+        unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
+        conversion = conversion_of(image)  # before it is turned: a copy no longer tells what file it is of
+        kind = kind_of_picture(image)
+        picture = _to_rgb(upright(image), unsigned, conversion)
+        picture.info[COLOURS] = kind
+        return picture
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Return an opened picture as :func:`read_picture` does, but not turned. Raises an exception of any kind."""
     image.load()
     return _to_rgb(image, False, conversion_of(image))
-
-
-def check_header(path: str) -> str | None:
-    """Return why a picture's header can't be read, or None if it can."""
-    try:
-        why = problem(path)
-        if why is None:
-            with PictureFile(path, TIME_LIMIT) as file, open_picture_file(file):
-                pass
-        return why
-    except Exception as error:
-        return reason(error)
 
 
 def open_picture_file(file: PictureFile) -> Image.Image:

@@ -174,8 +174,7 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
 
 def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
     """Answer jobs with the function's result, or the reason why there is none, in a worker process."""
-    leave_inherited_garbage()
-    end_with_parent()
+    _begin_process()
     _silence()
     while True:
         # A parent that was killed sends nothing, and the pipe stays open in processes forked later.

@@ -24,11 +24,9 @@ from opendit.data.base import (
     flip_note,
 )
 from opendit.data.clips import Crop, resize_and_crop
-from opendit.data.frame_times import clip_window
-from opendit.data.media_size import sizes_of
-from opendit.data.medium import Medium, of_picture
+from opendit.data.medium import Medium, clip_window, fitting_interval, of_picture
 from opendit.data.picture_file import as_rgb
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips, sizes_of
 from opendit.data.row_arrays import spread
 from opendit.data.sources import Request
 
@@ -123,8 +121,8 @@ class PythonDataset(PicturesAndClips):
             return self.picture_sample(medium, view)._replace(y=label, text=text)
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         interval = self.frame_interval
-        if self.short_clips == "interval" and frames <= len(medium) < 1 + (frames - 1) * interval:
-            interval = (len(medium) - 1) // (frames - 1)
+        if self.short_clips == "interval":
+            interval = fitting_interval(len(medium), frames, interval)
         window = clip_window(len(medium), frames, interval, view.start)
         if window is None:
             raise BadSample(self.source(row), f"too short: {len(medium)} frames")
@@ -169,19 +167,10 @@ class PythonDataset(PicturesAndClips):
 
     def describe(self) -> Description:
         what = f"{len(self):,} {self.medium}s with {self.condition}s"
-        return Description(
-            text=f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}",
-            conditioning=self.condition,
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            clips=self.clip_reading,
-            random_flip=self.random_flip,
-            random_window=self.random_window,
-            random_crop=self.random_crop,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            counted_captions=((len(self), 100),),  # each is read with its picture
-        )
+        text = f"{self.name}: {what}, {'x'.join(map(str, self.sample_shape))}, {flip_note(self.random_flip)}"
+        counted = ((len(self), 100),)  # each is read with its picture
+        of = {"conditioning": self.condition, "class_names": self.class_names, "counted_captions": counted}
+        return self.description(text, **of)
 
 
 def _kind(value: Any) -> str:

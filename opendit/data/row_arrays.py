@@ -1,11 +1,19 @@
-"""Arrays with an entry for every row of a data set, and lists of nearly all rows: too long to copy."""
+"""Arrays with an entry for every row of a data set, too long to copy or to make twice: one process of a machine makes
+them and keeps them in files, the others map these."""
 
-from collections.abc import Callable
-from typing import Any, overload
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 
+from opendit.common.safe_files import creating, remove_tree, rename, write_whole
 from opendit.common.utils import HashedStream
+from opendit.data.files import file_locked
 
 _ROWS = 2**20  # hashed, or chosen, at once
 _LOOKED_AT = 2**16  # rows in which the next one of a key is looked for
@@ -26,7 +34,7 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` of the numbers below ``size``, spread evenly, in rising order."""
+    """Return up to ``most`` of the numbers below ``size``, spread evenly from first to last, in rising order."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
@@ -37,6 +45,50 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
         if len(later):
             return start + int(later[0])
     raise AssertionError("unreachable: this row has this key")
+
+
+class TextTable(Sequence[str]):
+    """An immutable list of texts in two arrays: their UTF-8, uint8, and where each one ends, int64.
+
+    A million Python strings, shared with forked workers, get copied page by page as their reference counts change:
+    gigabytes over an epoch. Two numpy arrays stay shared. errors: how bytes that are not UTF-8 are decoded.
+    """
+
+    def __init__(self, text: np.ndarray, ends: np.ndarray, errors: str = "surrogateescape"):
+        self.text, self.ends, self.errors = text, ends, errors
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> "TextTable":
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]], errors: str) -> "TextTable":
+        """Return one table of several, each as (text, ends)."""
+        starts = np.cumsum([0, *(len(text) for text, _ in parts)])
+        ends = [ends + start for (_, ends), start in zip(parts, starts, strict=False)]
+        return cls(np.concatenate([text for text, _ in parts]), np.concatenate(ends), errors)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, row: int) -> str: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[str]: ...
+    def __getitem__(self, row: Any) -> Any:
+        if isinstance(row, slice):
+            return [self[each] for each in range(len(self))[row]]
+        row = range(len(self))[row]
+        return self.text[self.ends[row - 1] if row else 0 : self.ends[row]].tobytes().decode("utf-8", self.errors)
+
+    def encoded(self) -> Iterator[bytes]:
+        """Yield all texts as UTF-8."""
+        text, start = self.text.tobytes(), 0
+        for end in self.ends.tolist():
+            yield text[start:end]
+            start = end
 
 
 class Complement:
@@ -80,3 +132,82 @@ class Complement:
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
         # With another dtype ``searchsorted`` would copy all of them first.
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
+
+
+Kept = TypeVar("Kept")
+FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
+DEFAULT_FOLDER = "~/.cache/opendit/sizes"
+LARGE = 2**20  # rows from which on what is known of each is kept in a file
+_ABOUT = "about.json"
+
+
+def kept_file(
+    name: str,
+    file: str,
+    read: Callable[[Path], Kept | None],
+    write: Callable[[Path, Kept], object],
+    make: Callable[[], Kept],
+) -> Kept:
+    """Return ``make()``, which one process of this machine calls once, and whose result all read from the cache.
+
+    name: a hash of everything that decides the result. read: returns None for a file that is missing or damaged. If
+    nothing can be written, or what was written is damaged, it is made anew."""
+    folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(file_locked(folder / f"{name}.lock", make=True))
+        except OSError:
+            return make()
+        if (found := read(folder / file)) is not None:
+            return found
+        made = make()
+        try:
+            write(folder / file, made)
+        except OSError:
+            return made
+        again = read(folder / file)
+        return made if again is None else again
+
+
+class KeptArrays(NamedTuple):
+    """Arrays by name, mapped from files where they were kept; about: what JSON can hold."""
+
+    arrays: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+
+def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays]) -> KeptArrays:
+    """Return ``make()``; with ``LARGE`` rows or more as :func:`kept_file` does under ``name()``, mapped from files."""
+    if rows < LARGE:
+        return make()
+    identity = name()
+    return kept_file(identity, f"{identity}.arrays", _read, _write, make)
+
+
+def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
+    """Return ``make()``, (rows,), as :func:`kept` does."""
+    return kept(rows, name, lambda: KeptArrays({"array": make()}, {})).arrays["array"]
+
+
+def _write(folder: Path, made: KeptArrays) -> None:
+    work = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        for name, array in made.arrays.items():
+            with creating(work / f"{name}.npy") as file:
+                np.save(file, array)
+        shapes = {name: [str(array.dtype), len(array)] for name, array in made.arrays.items()}
+        write_whole(work / _ABOUT, json.dumps({"arrays": shapes, "about": made.about}).encode())
+        remove_tree(folder)  # one that is damaged
+        rename(work, folder)
+    finally:
+        remove_tree(work)
+
+
+def _read(folder: Path) -> KeptArrays | None:
+    try:
+        about = json.loads((folder / _ABOUT).read_text())
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["arrays"]}
+        fits = all([str(a.dtype), len(a)] == about["arrays"][name] for name, a in arrays.items())
+        return KeptArrays(arrays, about["about"]) if fits else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -16,7 +16,6 @@ from opendit.config.data_sources import (
     ADDRESSES,
     BLENDS,
     ENERGON,
-    FALLBACK,
     MOCK,
     SOURCES,
     TABLES,
@@ -28,12 +27,12 @@ from opendit.config.data_sources import (
     named_sources,
 )
 from opendit.data.base import MediaDataset
-from opendit.data.csv_table import Columns
 from opendit.data.files import kind_of, printable
 from opendit.data.folders import CLIPS
 from opendit.data.latents_index import INDEX
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.recaptioned import Recaptioned
+from opendit.data.tables import Columns
 
 
 class NoSplit(ValueError):
@@ -127,8 +126,8 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
         named = ADDRESSES
     path = None if named else _locate(data_path)
     asked = Request(data_path, path, image_size, **options)
-    unnamed = [module for module, source in SOURCES.items() if source.name is None and module != FALLBACK]
-    for module in [named] if named else [*unnamed, FALLBACK]:
+    unnamed = [module for module, source in SOURCES.items() if source.name is None and module != TABLES]
+    for module in [named] if named else [*unnamed, TABLES]:
         dataset = import_module(f"opendit.data.{module}").open_source(asked)
         if dataset is not None:
             if asked.energon_cooker and module not in (ENERGON, BLENDS):
@@ -138,7 +137,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
                 )
             if module == MOCK:  # which stands for any data in a dry run
                 return dataset
-            if any(asked.columns) and module not in (TABLES, FALLBACK, BLENDS):
+            if any(asked.columns) and module not in (TABLES, BLENDS):
                 raise ValueError(
                     f"{asked.shown}: is no table of captioned media; leave --file_column and --caption_column out"
                 )

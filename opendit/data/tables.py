@@ -1,22 +1,286 @@
-"""Tables of captioned media: CSV, JSON lines and Parquet, all with a column of files and one of captions."""
+"""Tables of captioned media: CSV, JSON lines and Parquet, all with a column of files and one of captions.
 
+A CSV has ``path,text`` with or without a header; more columns are welcome. The columns may also be called ``file_name``
+and ``caption``, or as ``--file_column`` and ``--caption_column`` say. Paths are relative to the table's folder unless
+absolute. UTF-8, with or without a byte-order mark; captions may hold commas, quotes and newlines, quoted the usual way.
+Names of files may hold bytes that are not UTF-8.
+"""
+
+import csv
+import io
 import json
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from opendit.data.csv_table import (
-    MAX_LINE,
-    USUAL,
-    Columns,
-    NoColumns,
-    TableRow,
-    check_text_file,
-    check_utf8,
-    locate,
-    read_csv,
+from opendit.common.safe_files import replacing
+from opendit.data.animations import SUFFIXES as ANIMATIONS
+from opendit.data.animations import is_animation
+from opendit.data.files import first_bytes, printable, problem
+from opendit.data.folders import CLIPS, suffix_of
+from opendit.data.picture_file import picture_suffixes
+
+MAX_LINE = 2**20  # characters
+FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # columns of tables; the first that is there is used
+_OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_BINARY = {  # how files begin that are often saved by mistake
+    b"\xff\xfe": "UTF-16, not UTF-8; save it as UTF-8",
+    b"\xfe\xff": "UTF-16, not UTF-8; save it as UTF-8",
+    b"PK\x03\x04": "no text but an Excel file or another archive; save it as a CSV in UTF-8",
+    b"\x1f\x8b": "compressed; unpack it with gunzip",
+}
+
+# How pictures' files begin.
+_SIGNATURES = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|BM....\0\0\0\0|GIF8[79]a|II\*\0|MM\0\*|P[1-6]\s|....ftypavi[fs]",
+    re.DOTALL,
 )
-from opendit.data.files import printable, problem
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One medium with its caption. ``path`` is absolute or relative to the working directory, not to the CSV."""
+
+    path: Path
+    text: str
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_named_picture(self) -> bool:
+        """True for a picture by the file's suffix or, only if that says nothing, by its first bytes."""
+        suffix = self.path.suffix.lower()
+        if suffix in picture_suffixes() or suffix in CLIPS:
+            return suffix not in CLIPS
+        return _SIGNATURES.match(first_bytes(self.path, 16)) is not None
+
+    @property
+    def is_picture(self) -> bool:
+        """True for a picture that is not an animation; everything else is read as a clip. Opens files that may be
+        animations."""
+        if not self.is_named_picture:
+            return False
+        suffix = self.path.suffix.lower()
+        return (suffix in picture_suffixes() and suffix not in ANIMATIONS) or not is_animation(self.path)
+
+
+class NoColumns(ValueError):
+    """A table has no column of files, or none of captions."""
+
+
+class Columns(NamedTuple):
+    """The columns of a table's files and captions: ``--file_column`` and ``--caption_column``; None: the usual ones."""
+
+    file: str | None = None
+    caption: str | None = None
+
+    def find(self, names: Collection[str]) -> tuple[str | None, str | None]:
+        """Return the names of the two columns among ``names``, None for one that isn't there."""
+        of_each = ((self.file,) if self.file else FILES), ((self.caption,) if self.caption else CAPTIONS)
+        file, caption = (next((name for name in usual if name in names), None) for usual in of_each)
+        return file, caption
+
+    def missing(self, file: str | None, caption: str | None) -> str:
+        """Say which of the two columns was not found, and what to do."""
+        lost = [self.file or "path"] * (file is None) + [self.caption or "text"] * (caption is None)
+        return (
+            f"has no column {' and '.join(map(printable, lost))}; name the columns of the files and of the captions "
+            "path and text, or say which they are by --file_column and --caption_column"
+        )
+
+
+USUAL = Columns()
+
+
+def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
+    """Read the rows of a CSV, in order, without blank lines.
+
+    Without a header the columns are path and text. A header is a first line with the names of both columns (``FILES``,
+    ``CAPTIONS``, or those of ``columns``). name: the file's name in messages, by default ``--data_path`` and its path.
+
+    Raises:
+        FileNotFoundError, ValueError: with a message that names the file, the line and the fix.
+    """
+    path = Path(path)
+    name = name or f"--data_path {printable(path)}"
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{name}: doesn't exist; give a CSV of path,text")
+    if (why := problem(path)) is not None:
+        raise ValueError(f"{name}: can't be read ({why}); give another CSV")
+    try:
+        lines = list(_split(path, name))
+    except OSError as error:
+        raise ValueError(f"{name}: can't be read ({error.strerror or error}); give another CSV") from error
+    if not lines:
+        raise ValueError(f"{name}: is empty; it needs lines of path,text")
+    names, lines = _header(path.parent, name, lines, columns)
+    if not lines:
+        raise ValueError(f"{name}: has a header and no rows; add some")
+    return [_csv_row(path.parent, f"{name}, line {number}", names, cells) for number, cells in lines]
+
+
+def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the line that each row begins on, and its cells."""
+    check_text_file(path, name)
+    # Names of files are bytes of any kind; captions are checked row by row.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(_lines(file, name), strict=True)
+        while True:
+            number = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise ValueError(f"{name}, line {number}: not a CSV ({_explain(error)}); correct the line") from error
+            if cells is None:
+                return
+            if any(cell.strip() for cell in cells):
+                yield number, cells
+
+
+def check_text_file(path: Path, name: str) -> None:
+    """Raise ValueError if a file begins like one that is no text in UTF-8."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+    for begin, what in _BINARY.items():
+        if start.startswith(begin):
+            raise ValueError(f"{name}: is {what}")
+
+
+def _lines(file, name: str) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE):
+        number += 1
+        if "\0" in line:
+            raise ValueError(f"{name}, line {number}: holds a NUL character, and is no text in UTF-8; save it as UTF-8")
+        if len(line) == MAX_LINE:
+            raise ValueError(f"{name}, line {number} has more than {MAX_LINE:,} characters; it is no CSV of path,text")
+        yield line
+
+
+def _explain(error: csv.Error) -> str:
+    text = str(error)
+    if "unexpected end of data" in text:
+        return "a quote that opens in this row is never closed; write a quote that is text twice"
+    if "field limit" in text:
+        return f"a column of more than {csv.field_size_limit():,} characters; is a quote that opens in it never closed?"
+    return f"{text}; a quote inside of quotes is written twice"
+
+
+def _is_medium(folder: Path, cell: str) -> bool:
+    """Return True for a cell that names a clip or picture: by its suffix or, without one, because the file exists."""
+    cell = cell.strip()
+    return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
+
+
+def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
+    """Return the names of the columns, those of files and captions as path and text, and the lines without the
+    header."""
+    number, cells = lines[0]
+    names = [cell.strip().lower() for cell in cells]
+    shown = printable(",".join(cell.strip() for cell in cells))[:200]
+    columns = Columns(*(each and each.strip().lower() for each in columns))
+    file, caption = columns.find(names)
+    if file and caption:
+        twice = sorted({column for column in names if column and names.count(column) > 1})
+        if twice:
+            raise ValueError(f"{name}, line {number}: the header {shown} names {' and '.join(twice)} twice; rename one")
+        called = {file: "path", caption: "text"}
+        others = {"path": "path2", "text": "text2"}  # of other columns with these names
+        found = [called.get(column) or others.get(column, column) for column in names]
+        return [column or f"column{i}" for i, column in enumerate(found, 1)], lines[1:]
+    if any(columns):
+        raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
+    # A first line that names no medium, before one that does, is a header with other names.
+    if not any(_is_medium(folder, cell) for cell in cells):
+        _check_delimiter(folder, f"{name}, line {number}", cells)
+        following = lines[1][1] if len(lines) > 1 else []
+        if file or caption or any(_is_medium(folder, cell) for cell in following):
+            raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
+    return ["path", "text", *(f"column{i}" for i in range(3, 1 + max(len(cells) for _, cells in lines)))], lines
+
+
+def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
+    """Raise ValueError if the first cell holds several values, separated by something other than a comma."""
+    for delimiter, plural in _OTHER_DELIMITERS.items():
+        first, found, _ = cells[0].partition(delimiter)
+        names = {part.strip().lower() for part in cells[0].split(delimiter)}
+        if found and (_is_medium(folder, first) or len(cells) == 1 or {"path", "text"} <= names):
+            raise ValueError(
+                f"{here}: the columns are separated by {plural}; write commas, and quotes around captions that hold one"
+            )
+
+
+def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> TableRow:
+    """Parse one row of a CSV. Raises ValueError, beginning with ``here``, if it is malformed."""
+    values = dict(zip(columns, cells, strict=False))
+    if len(cells) < 2 or len(cells) > len(columns) or "path" not in values or "text" not in values:
+        _check_delimiter(folder, here, cells)
+        raise ValueError(
+            f"{here}: {len(cells)} columns where {printable(','.join(columns))} are expected; a caption with commas "
+            "needs quotes around it"
+        )
+    path = values.pop("path").strip()
+    if not path:
+        raise ValueError(f"{here}: the path is empty; name a file or remove the line")
+    for column, cell in ("text", values["text"]), *values.items():
+        check_utf8(here, column, cell)
+    text = values.pop("text").strip()
+    if suffix_of(path) not in picture_suffixes() | CLIPS and not os.path.isfile(folder / path):
+        if (path.lstrip("\ufeff").lower(), text.lower()) == ("path", "text"):
+            raise ValueError(f"{here}: a header in the middle of the file; remove the line")
+        _check_delimiter(folder, here, [path, *cells[1:]])
+        if suffix_of(text) in picture_suffixes() | CLIPS and os.path.isfile(folder / text):
+            raise ValueError(
+                f"{here}: the column text holds the path {printable(text)}; swap the columns, or their names in the "
+                "header"
+            )
+    return TableRow(locate(folder, here, path), text, values)
+
+
+def check_utf8(here: str, column: str, cell: str) -> None:
+    """Raise ValueError, beginning with ``here``, if a cell holds bytes that are not UTF-8."""
+    if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
+        raise ValueError(f"{here}: isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
+
+
+def locate(folder: Path, here: str, path: str) -> Path:
+    """Return the file that a table's path names, relative to the table's folder unless it is absolute or begins with ~.
+
+    Raises ValueError, beginning with ``here``, for an address and for the home of a user who is not known."""
+    if "://" in path and _ADDRESS.match(path):
+        raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
+    try:
+        medium = Path(path).expanduser() if path[0] == "~" else Path(path)
+    except RuntimeError as error:
+        user = path.split("/")[0]
+        raise ValueError(
+            f"{here}: the home folder of {printable(user)} is not known; write the path out, or ./ before it if it is "
+            "a file's name"
+        ) from error
+    return medium if medium.is_absolute() else folder / medium
+
+
+def write_csv(path: str | Path, rows: list[TableRow]) -> None:
+    """Write a CSV with a header. Paths below its folder are relative to it. The file is replaced when it is
+    complete."""
+    path = Path(path)
+    extra = list(dict.fromkeys(name for row in rows for name in row.extra))
+    folder = path.parent.resolve()
+    with replacing(path, make=True, temporary=path.name + ".partial") as new:
+        file = io.TextIOWrapper(new, encoding="utf-8", errors="surrogateescape", newline="")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["path", "text", *extra])
+        for row in rows:
+            medium = row.path.resolve()
+            shown = str(medium.relative_to(folder) if medium.is_relative_to(folder) else medium)
+            # What would be read as something else: a user's home, or a blank that is passed over.
+            shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
+            writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
+        file.detach()
+
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 

@@ -25,13 +25,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from opendit.common.json_file import MIB, read_bounded
 from opendit.common.safe_files import replacing
-from opendit.common.tensor_files import open_safetensors, shapes_in, write_tensors
+from opendit.common.tensor_files import write_tensors
 from opendit.data.base import DataError, Embedding
 from opendit.encoders.published_text import PublishedText
 from opendit.encoders.text import TextEncoder
 
-EMPTY = "empty-caption.safetensors"
+EMPTY, MOST_EMPTY = "empty-caption.safetensors", 256 * MIB
 AnyEncoder = TextEncoder | PublishedText
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -101,41 +102,35 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
         return write_tensors(new, {"tokens": tokens, "pooled": pooled}, {})["sha256"]
 
 
-def read_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Read the empty string's embedding, padded to the length of the others.
+def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
+    """Read the empty string's embedding from the bytes of its file, padded to the length of the others.
 
-    text: of the cache's index, a ``TextEncoding``. Raises ValueError if its file is missing, incomplete or has other
-    shapes.
+    text: of the cache's index, a ``TextEncoding``. Raises ValueError, which names the file, if it is incomplete or has
+    other shapes.
     """
     try:
-        with open_safetensors(folder / EMPTY) as file:
-            names = shapes_in(file, folder / EMPTY)
-            if names.keys() != {"tokens", "pooled"}:
-                raise ValueError(f"it holds {names}, not tokens and pooled")
-            return _empty_caption(file.get_tensor("tokens"), file.get_tensor("pooled"), text)
-    except ValueError as error:
-        raise ValueError(
-            f"--data_path {folder}: {EMPTY} can't be read ({error}); copy it or run preprocess.py again"
-        ) from error
-
-
-def load_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Read an empty caption's embedding from a file's bytes; see :func:`read_empty_caption`. Raises ValueError that
-    names the file."""
-    try:
         found = load(content)
-        return _empty_caption(found["tokens"], found["pooled"], text)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{name} can't be read ({error}); copy it again") from error
+        if found.keys() != {"tokens", "pooled"}:
+            raise ValueError(f"it holds {', '.join(found)}, not tokens and pooled")
+        tokens, pooled = found["tokens"], found["pooled"]
+        most, dtype = text["max_tokens"], DTYPES[text.get("dtype", "fp16")]
+        width = text.get("pooled", tokens.shape[-1] if tokens.dim() else 0)
+        if tokens.dim() != 2 or len(tokens) > most or pooled.shape != (width,):
+            of = f"tokens (up to {most}, D) and pooled ({text.get('pooled', 'D')},)"
+            raise ValueError(f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not {of}")
+        return padded(tokens.to(dtype), pooled.to(dtype), most)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{name} can't be read ({error}); copy it or run preprocess.py again") from error
 
 
-def _empty_caption(tokens: Tensor, pooled: Tensor, text: dict[str, Any]) -> Embedding:
-    most, dtype = text["max_tokens"], DTYPES[text.get("dtype", "fp16")]
-    width = text.get("pooled", tokens.shape[-1] if tokens.dim() else 0)
-    if tokens.dim() != 2 or len(tokens) > most or pooled.shape != (width,):
-        of = f"tokens (up to {most}, D) and pooled ({text.get('pooled', 'D')},)"
-        raise ValueError(f"it holds {tuple(tokens.shape)} and {tuple(pooled.shape)}, not {of}")
-    return padded(tokens.to(dtype), pooled.to(dtype), most)
+def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
+    """Read the empty string's embedding of a folder. Raises ValueError as :func:`read_empty_caption`."""
+    name = f"--data_path {folder}: {EMPTY}"
+    try:
+        content = read_bounded(folder / EMPTY, MOST_EMPTY)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} can't be read ({error}); copy it or run preprocess.py again") from error
+    return read_empty_caption(content, text, name)
 
 
 def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
@@ -143,21 +138,3 @@ def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
     out = tokens.new_zeros(max_tokens, tokens.shape[1])
     out[: len(tokens)] = tokens
     return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)
-
-
-class CaptionTable(Sequence[Any]):
-    """The captions of all shards, in two arrays, which forked workers share (see ``images.PathTable``)."""
-
-    def __init__(self, shards: list[tuple[np.ndarray, np.ndarray]]):
-        """shards: ``captions`` and ``caption_ends`` of every shard."""
-        before = np.cumsum([0] + [len(text) for text, _ in shards])
-        self.text = np.concatenate([text for text, _ in shards])
-        self.ends = np.concatenate([ends + start for (_, ends), start in zip(shards, before, strict=False)])
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, row: int) -> str:
-        row = range(len(self))[row]
-        start = self.ends[row - 1] if row else 0
-        return self.text[start : self.ends[row]].tobytes().decode("utf-8", "surrogatepass")

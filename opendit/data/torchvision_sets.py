@@ -8,16 +8,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from PIL import Image
 
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, Description, Fingerprint, Item, MediaDataset, View, flip_note
-from opendit.data.images import to_tensor
 from opendit.data.medium import Medium, of_picture
-from opendit.data.picture_file import center_crop
+from opendit.data.picture_file import center_crop, to_tensor
 from opendit.data.sources import Request
 
 _DIGITS = [str(digit) for digit in range(10)]
@@ -27,12 +25,16 @@ _CLOTHES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt"
 Arrays = tuple[np.ndarray, np.ndarray, list[str]]
 
 
-def _cifar(kind: str) -> Callable[[Path, str], Arrays]:
+def _by_torchvision(kind: str, names: list[str] | None = None) -> Callable[[Path, str], Arrays]:
     def read(folder: Path, split: str) -> Arrays:
         from torchvision import datasets
 
-        data = getattr(datasets, kind)(folder.parent, train=split == "train")
-        return data.data, np.array(data.targets), list(data.classes)
+        root = folder if kind == "SVHN" else folder.parent
+        if kind.startswith("CIFAR"):
+            data = getattr(datasets, kind)(root, train=split == "train")
+            return data.data, np.array(data.targets), list(data.classes)
+        data = getattr(datasets, kind)(root, split=split)
+        return data.data.transpose(0, 2, 3, 1), data.labels, names or list(data.classes)
 
     return read
 
@@ -48,20 +50,6 @@ def _mnist(names: list[str]) -> Callable[[Path, str], Arrays]:
     return read
 
 
-def _stl10(folder: Path, split: str) -> Arrays:
-    from torchvision import datasets
-
-    data = datasets.STL10(folder.parent, split=split)
-    return data.data.transpose(0, 2, 3, 1), cast(np.ndarray, data.labels), list(data.classes)
-
-
-def _svhn(folder: Path, split: str) -> Arrays:
-    from torchvision import datasets
-
-    data = datasets.SVHN(folder, split=split)
-    return data.data.transpose(0, 2, 3, 1), data.labels, _DIGITS
-
-
 @dataclass(frozen=True)
 class KnownSet:
     """A data set on disk. folder: where its files lie below the root that torchvision is given. marker: a file in there
@@ -75,12 +63,12 @@ class KnownSet:
 
 
 KNOWN = (
-    KnownSet("CIFAR-10", "cifar-10-batches-py", "data_batch_1", True, _cifar("CIFAR10")),
-    KnownSet("CIFAR-100", "cifar-100-python", "train", True, _cifar("CIFAR100")),
+    KnownSet("CIFAR-10", "cifar-10-batches-py", "data_batch_1", True, _by_torchvision("CIFAR10")),
+    KnownSet("CIFAR-100", "cifar-100-python", "train", True, _by_torchvision("CIFAR100")),
     KnownSet("MNIST", "MNIST/raw", "train-images-idx3-ubyte", False, _mnist(_DIGITS)),
     KnownSet("Fashion-MNIST", "FashionMNIST/raw", "train-images-idx3-ubyte", False, _mnist(_CLOTHES)),
-    KnownSet("STL-10", "stl10_binary", "train_X.bin", True, _stl10),
-    KnownSet("SVHN", "", "train_32x32.mat", False, _svhn),
+    KnownSet("STL-10", "stl10_binary", "train_X.bin", True, _by_torchvision("STL10")),
+    KnownSet("SVHN", "", "train_32x32.mat", False, _by_torchvision("SVHN", _DIGITS)),
 )
 
 

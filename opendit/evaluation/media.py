@@ -17,11 +17,11 @@ from opendit.data.animations import is_animation
 from opendit.data.base import BadSample, name_few
 from opendit.data.clips import read_clip
 from opendit.data.contents import hash_files
-from opendit.data.csv_table import read_csv
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS, Ignored, files_below, suffix_of
 from opendit.data.images import find_pictures
 from opendit.data.picture_file import center_crop, picture_suffixes, read_picture
+from opendit.data.tables import read_csv
 from opendit.sampling.output_files import INDEX
 
 SAMPLES, LABELS = "arr_0", "arr_1"  # arrays of an .npz that sample.py or ADM wrote

@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from opendit.config.architectures import parse_given
 from opendit.data.base import BadSample, name_few
-from opendit.data.clips import decode_chosen, decode_frames, resize_and_crop
-from opendit.data.frame_times import ROUNDING, Timeline
+from opendit.data.clips import decode_frames, resize_and_crop
+from opendit.data.medium import ROUNDING, Timeline
 from opendit.data.picture_file import read_picture
 from opendit.encoders.picture_tokens import PictureTokens
 from opendit.encoders.vae import ImageCodec
@@ -189,8 +189,8 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
 
     if isinstance(clip, str | PathLike):
         if fps is not None:
-            return decode_chosen(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
-        return decode_frames(name, choose, threading.Event())
+            return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
+        return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
     interval = 1  # clips in memory are taken as they are: generated ones already have the interval of training
     return frames[choose(len(frames))]

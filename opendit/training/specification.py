@@ -15,8 +15,7 @@ from opendit.config.flags import to_dict
 from opendit.config.train import TrainConfig
 from opendit.data import BatchSchedule, MediaDataset, build_schedule
 from opendit.data.base import BadSample, Embedding
-from opendit.data.order.buckets import token_size
-from opendit.data.shaped import crop_media, shape_latents
+from opendit.data.shaped import crop_media, shape_latents, token_size
 from opendit.diffusion import Objective, objective_from_dict
 from opendit.encoders.conditioner import Conditioner
 from opendit.encoders.folder import KNOWN

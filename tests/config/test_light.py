@@ -51,7 +51,7 @@ def test_the_probe_sees_what_is_imported():
 def test_the_light_tables_are_what_the_heavy_modules_have():
     from opendit.config import names
     from opendit.config.architectures import KINDS, module_of
-    from opendit.config.data_sources import FALLBACK, SOURCES, named_sources
+    from opendit.config.data_sources import SOURCES, TABLES, named_sources
     from opendit.diffusion import OBJECTIVES, PREDICTIONS, SAMPLERS
     from opendit.diffusion.objectives import ddpm, flow
     from opendit.kernels import attention
@@ -76,7 +76,7 @@ def test_the_light_tables_are_what_the_heavy_modules_have():
     assert names.TORCH_ATTENTION == tuple(attention.BACKENDS)
     assert names.RECOMPUTE == (*BACKWARD, names.BUT_ATTENTION)
     assert all(callable(importlib.import_module(f"opendit.data.{name}").open_source) for name in SOURCES)
-    assert FALLBACK in SOURCES and set(named_sources()) == {"digits", "mock", "python"}
+    assert TABLES in SOURCES and set(named_sources()) == {"digits", "mock", "python"}
     assert tuple(KINDS) == tuple(CLASSES)
     for name, made in CLASSES.items():
         assert made.config.kind == module_of(name) and made.config.kind == made.model.__module__.rpartition(".")[2]

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence, features
 
-from opendit.data import SampleKey, build_dataset, check_csv, clips, make_csv
+from opendit.data import SampleKey, animations, build_dataset, clips, make_csv
 from opendit.data.animations import AnimationReader, count_frames, is_animated, is_animation
 from opendit.data.base import BadSample
-from opendit.data.csv_table import read_csv
-from opendit.data.media_size import file_size
-from opendit.data.open_medium import open_clip
+from opendit.data.clips import open_clip
 from opendit.data.picture_file import read_picture
+from opendit.data.pictures_and_clips import file_size
 from opendit.data.shards.index import TarIndex, index_of
 from opendit.data.shards.program import make_indexes
+from opendit.data.tables import read_csv
 from opendit.evaluation.media import MediaOptions, open_media
 from tests.data.shards.tars import picture, write_tar
 from tests.data.test_picture_colours import by_pillow, display_p3
@@ -67,8 +67,8 @@ def shown(path):
 def read(path, indices, size=None):
     lengths = []
 
-    def choose(length):
-        lengths.append(length)
+    def choose(timeline):
+        lengths.append(len(timeline.seconds))
         return indices
 
     return clips.decode_frames(str(path), choose, threading.Event(), size), lengths[0]
@@ -275,15 +275,15 @@ def test_an_index_of_before_does_not_make_stills_of_animations(folder, monkeypat
 
 
 def test_check_and_folder_count_them_as_clips(folder, capsys):
-    check_csv.run(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=4)
+    make_csv.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=4)
     told = capsys.readouterr().out
     assert "dropped 0" in told and "frame rate" in told and "25.00" in told
-    check_csv.run(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=7)
+    make_csv.check(str(folder / "all.csv"), str(folder / "kept.csv"), num_frames=7)
     assert f"too short: {len(KINDS) + 2} " in capsys.readouterr().out
     (folder / "root" / "sub").mkdir(parents=True)
     for name in ("moving.gif", "moving.webp", "still.gif"):
         (folder / "root" / "sub" / name).write_bytes((folder / name).read_bytes())
-    make_csv.run("folder", str(folder / "root"), str(folder / "found.csv"))
+    make_csv.make("folder", str(folder / "root"), str(folder / "found.csv"))
     assert "2 clips and 1 pictures with captions" in capsys.readouterr().out
 
 
@@ -338,9 +338,11 @@ def test_what_lies_beyond_the_canvas_is_cut_off(tmp_path):
 
 def test_an_animation_that_takes_too_long_is_given_up(tmp_path, monkeypatch):
     path = save(tmp_path / "a.webp")
+    monkeypatch.setattr(animations, "TIME_LIMIT", -1.0)
     with pytest.raises(BadSample, match="not read within"):
-        AnimationReader(str(path), 2**26, time_limit=-1.0)
-    reader = AnimationReader(str(path), 2**26, time_limit=60.0)
+        AnimationReader(str(path), 2**26)
+    monkeypatch.setattr(animations, "TIME_LIMIT", 60.0)
+    reader = AnimationReader(str(path), 2**26)
     clock = iter([0.0, *np.arange(50.0, 1000, 5)])  # when it is opened, and from then on
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with pytest.raises(BadSample, match="not read within 60 seconds"):

@@ -7,8 +7,7 @@ from PIL import Image
 
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.held_out import hold_out
-from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.shaped import shape_media
+from opendit.data.shaped import TokenSize, shape_media, shape_table
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, picture, write_tar
 

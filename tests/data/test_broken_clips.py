@@ -36,9 +36,9 @@ def test_too_short_a_clip(tmp_path):
     assert reason(path, 21, 3) == reason(path, 21, 3, short_clips="interval") == few
     for frames, interval, used in ((16, 3, 1), (8, 5, 2), (20, 2, 1), (3, 99, 9)):
         clip = clips.read_clip(str(path), frames, interval, 16, start=None, short_clips="interval")
-        assert numbers(clip.pixels) == clip_window(20, frames, used, None) and clip.interval == used
+        assert numbers(clip.pixels) == clip_window(20, frames, used, None) and clip.shortened
         assert clip_window(20, frames, used + 1, None) is None  # the largest that fits
-    assert clips.read_clip(str(path), 7, 3, 16, start=None, short_clips="interval").interval == 3  # 19 frames
+    assert clips.read_clip(str(path), 7, 3, 16, start=None, short_clips="interval").shortened is False  # 19 frames
     with pytest.raises(ValueError, match="--short_clips longer: no such way; give one of skip, interval"):
         read_clip(str(path), 2, 1, 16, start=None, short_clips="longer")
 
@@ -196,7 +196,7 @@ def test_what_is_remembered_of_files_is_bounded(monkeypatch):
     monkeypatch.setattr(clips, "REMEMBERED", 3)
     memory = clips.FileMemory()
     for path in ("a", "b", "c", "a", "d"):
-        memory.add(path, path.upper())
+        memory[path] = (path.upper(),)
     assert [memory.get(path) for path in "abcd"] == [("A",), None, ("C",), ("D",)]
 
 

@@ -12,8 +12,7 @@ from PIL import Image
 import preprocess
 import train
 from opendit.data import build_dataset, build_schedule
-from opendit.data.order.buckets import token_size
-from opendit.data.shaped import crop_media, shape_latents
+from opendit.data.shaped import crop_media, shape_latents, token_size
 from opendit.data.video_file import write_mp4
 from opendit.encoders.published_folder import load_published_codec
 from opendit.models.families import FAMILIES

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from opendit.data import check_csv, clips, colours
+from opendit.data import clips, colours, make_csv
 from opendit.data.base import BadSample
-from opendit.data.container_header import read_header
+from opendit.data.clips import open_clip
+from opendit.data.container_header import dolby_profile, read_header
 from opendit.data.medium import Medium, count_colours
-from opendit.data.mp4 import dolby_profile
-from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.medium import of_picture as picture_medium
 from opendit.data.picture_file import read_picture
 from opendit.data.video_readers import READERS, look_up, problem_of
 
@@ -325,7 +325,7 @@ def test_check_and_look_count_what_is_converted(tmp_path, capsys):
     encode(tmp_path / "d.mp4", grey_planes(ramp, 8), "yuv420p", colours_=(12, SDR, 1))
     encode(tmp_path / "e.mp4", grey_planes(ramp, 8), "yuv420p")
     (tmp_path / "table.csv").write_text("path,text\n" + "".join(f"{n},x\n" for n in ("a.mp4", "b.mp4", "c.mkv")))
-    check_csv.run(str(tmp_path / "table.csv"), str(tmp_path / "out.csv"), num_frames=2)
+    make_csv.check(str(tmp_path / "table.csv"), str(tmp_path / "out.csv"), num_frames=2)
     told = capsys.readouterr().out
     assert "2 clips are HDR (HLG), tone-mapped to SDR\n1 clip is HDR (PQ), tone-mapped to SDR\n" in told
     assert open_clip(str(tmp_path / "d.mp4"))[0].colours == "wide gamut (Display P3)"
@@ -425,7 +425,7 @@ def test_hdr_pictures_are_tone_mapped(tmp_path, transfer, name):
     colour = np.random.default_rng(0).integers(0, 200, (16, 24, 3), dtype=np.uint8)
     wanted = tone_mapped((pq_to_nits if transfer == PQ else hlg_to_nits)(colour / 255), srgb)
     path = with_chunk(tmp_path / "hdr.png", colour, (b"cICP", bytes([9, transfer, 0, 1])))
-    medium, pixels = open_picture(str(path))
+    medium, pixels = picture_medium(read_picture(str(path)))
     assert medium.colours == name
     assert np.abs(pixels[0] - wanted)[wanted > 30].max() <= 0.75
     avif = tmp_path / "hdr.avif"
@@ -435,7 +435,7 @@ def test_hdr_pictures_are_tone_mapped(tmp_path, transfer, name):
     avif.write_bytes(data[:at] + struct.pack(">HH", 9, transfer) + data[at + 4 :])
     plain = np.asarray(Image.open(avif).convert("RGB"))  # AVIF is lossy
     wanted = tone_mapped((pq_to_nits if transfer == PQ else hlg_to_nits)(plain / 255), srgb)
-    medium, pixels = open_picture(str(avif))
+    medium, pixels = picture_medium(read_picture(str(avif)))
     assert medium.colours == name
     assert np.abs(pixels[0] - wanted)[wanted > 30].max() <= 0.75
 
@@ -445,4 +445,4 @@ def test_a_picture_whose_cicp_is_srgb_is_left_alone(tmp_path):
     for codes in ((1, 13), (1, 1), (2, 2), (6, 6)):
         path = with_chunk(tmp_path / "sdr.png", colour, (b"cICP", bytes([*codes, 0, 1])))
         assert np.array_equal(np.asarray(read_picture(str(path))), colour)
-        assert open_picture(str(path))[0].colours == ""
+        assert picture_medium(read_picture(str(path)))[0].colours == ""

@@ -11,10 +11,9 @@ from torch.nn.functional import interpolate
 
 from opendit.data import build_dataset, build_loader, build_schedule
 from opendit.data.enlarging import Small, enlarge, resize
-from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.order.build import build_schedule as schedule_of
-from opendit.data.shaped import shape_media
-from opendit.data.size_cache import FOLDER
+from opendit.data.loader import build_schedule as schedule_of
+from opendit.data.row_arrays import FOLDER
+from opendit.data.shaped import TokenSize, shape_media, shape_table
 from opendit.data.video_file import write_mp4
 
 SIDES = st.integers(1, 70)

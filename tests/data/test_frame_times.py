@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from opendit.data import build_dataset, clips
 from opendit.data.base import BadSample
-from opendit.data.check_csv import check_rows
 from opendit.data.clips import clip_rate, clip_size, read_clip
-from opendit.data.csv_table import TableRow, write_csv
-from opendit.data.frame_times import Timeline, timed_window, whole_clip
+from opendit.data.make_csv import check_rows
+from opendit.data.medium import Timeline, timed_window, whole_clip
+from opendit.data.tables import TableRow, write_csv
 from opendit.data.video_readers import READERS, problem_of
 
 HERE = [reader for reader in READERS if not problem_of(reader)]

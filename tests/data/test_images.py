@@ -9,8 +9,9 @@ from PIL import Image
 
 from opendit.data import DataError, SampleKey, build_dataset
 from opendit.data.base import View, to_pixels
-from opendit.data.images import FolderDataset, PathTable, to_tensor
-from opendit.data.picture_file import center_crop
+from opendit.data.images import FolderDataset
+from opendit.data.picture_file import center_crop, to_tensor
+from opendit.data.row_arrays import TextTable
 from opendit.diffusion.random import Stream, integers
 
 
@@ -150,7 +151,7 @@ def test_a_folder_of_splits_is_not_taken_for_classes(tmp_path):
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
 def test_path_table_is_a_list(paths):
-    table = PathTable(paths)
+    table = TextTable.of(paths)
     assert list(table) == paths and len(table) == len(paths)
     if paths:
         assert table[-1] == paths[-1]

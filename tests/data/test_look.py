@@ -25,12 +25,12 @@ from PIL import Image
 import preprocess
 from opendit.data import look
 from opendit.data.base import DataError
-from opendit.data.csv_table import TableRow, write_csv
 from opendit.data.digits import make_demo
 from opendit.data.look import GAP, LINE, THUMBNAIL, Findings, Look, MediumTokens, draw_histograms, draw_sheet, fill_of
 from opendit.data.medium import Medium
 from opendit.data.order.schedule import SourceRows
-from opendit.data.shards import remote
+from opendit.data.shards import store
+from opendit.data.tables import TableRow, write_csv
 from opendit.data.video_file import write_mp4
 from tests.data.shards.tars import captioned, write_tar
 from tests.data.shards.test_remote import Handler
@@ -68,7 +68,7 @@ def run(data_path, output):
 
 
 def found_in(data_path, **options):
-    dataset, sizes = look.open_any(str(data_path), None, None, None, "train")
+    dataset, sizes = look.open_any(str(data_path))
     return look.look(dataset, 0, 8, 2, MediumTokens(*sizes, 16, 1))
 
 
@@ -138,7 +138,7 @@ def test_latents_are_shown_in_false_colours(data, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(data)))
     server.faults, server.ranges = [], 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "cache"))
     try:
         behind = found_in(f"http://127.0.0.1:{server.server_port}/latents")
         assert [each.medium for each in behind.looks] == [each.medium for each in found.looks]
@@ -157,7 +157,7 @@ def test_nothing_is_written_if_nothing_can_be_read(tmp_path):
 
 
 def test_rows_are_spread_evenly_and_shown_where_asked(data):
-    dataset, sizes = look.open_any("digits", None, None, None, "test")
+    dataset, sizes = look.open_any("digits", split="test")
     found = look.look(dataset, 10, 4, 1, MediumTokens(*sizes, 16, 1))
     rows = [each.row for each in found.looks]
     assert len(dataset) == 359 and len(rows) == 10 and rows[0] == 0 and rows[-1] == 358
@@ -170,7 +170,7 @@ def test_sources_are_looked_into_by_their_weights(data, tmp_path):
     write_csv(tmp_path / "large.csv", [TableRow(files[i % 6], f"large {i}") for i in range(60)])
     write_csv(tmp_path / "small.csv", [TableRow(files[i], f"small {i}") for i in range(3)])
     by_weight = f"{tmp_path / 'large.csv'}:0.6,{tmp_path / 'small.csv'}:0.4"
-    dataset, sizes = look.open_any(by_weight, None, None, None, "train")
+    dataset, sizes = look.open_any(by_weight)
     found = look.look(dataset, 20, 10, 1, MediumTokens(*sizes, 16, 1))
     words = [each.words for each in found.drawn]
     assert [sum(name in each for each in words) for name in ("large", "small")] == [12, 8]
@@ -181,7 +181,7 @@ def test_sources_are_looked_into_by_their_weights(data, tmp_path):
     found = look.look(dataset, 0, 10, 1, MediumTokens(*sizes, 16, 1))
     assert len(found.looks) == 63 and sum("small" in each.words for each in found.drawn) == 25
     (tmp_path / "blend.yaml").write_text("sources: [{path: large.csv, epochs: 1}, {path: small.csv, epochs: 5}]")
-    dataset, sizes = look.open_any(str(tmp_path / "blend.yaml"), None, None, None, "train")
+    dataset, sizes = look.open_any(str(tmp_path / "blend.yaml"))
     rows = look.draw_rows(dataset, 50)
     assert (rows < 60).sum() == 40 and np.unique(rows[rows >= 60], return_counts=True)[1].tolist() == [4, 3, 3]
 

@@ -13,10 +13,9 @@ import torch
 from PIL import Image
 
 from opendit.data import build_dataset, build_loader
-from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.order.build import build_schedule
-from opendit.data.shaped import shape_media
-from opendit.data.size_cache import FOLDER
+from opendit.data.loader import build_schedule
+from opendit.data.row_arrays import FOLDER
+from opendit.data.shaped import TokenSize, shape_media, shape_table
 
 TOKENS, PACKS, STEPS = 200, 24, 40  # more than 2,000 samples
 FEW = 20  # steps of tests that start many processes

@@ -10,8 +10,7 @@ import opendit
 from opendit.data import BadSample, MediaDataset, SampleKey, build_dataset
 from opendit.data.base import View
 from opendit.data.clips import resize_and_crop
-from opendit.data.images import to_tensor
-from opendit.data.picture_file import center_crop
+from opendit.data.picture_file import center_crop, to_tensor
 from opendit.data.python_data import PythonDataset, offer
 
 

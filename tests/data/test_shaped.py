@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from opendit.common.utils import hash_parts
-from opendit.data import build_dataset, build_loader
+from opendit.data import build_dataset, build_loader, row_arrays
 from opendit.data.base import Description, Fingerprint, MediaDataset, Shapes
 from opendit.data.held_out import hold_out
-from opendit.data.media_size import known_sizes
-from opendit.data.order.buckets import TokenSize, shape_table
-from opendit.data.order.build import build_schedule
+from opendit.data.loader import build_schedule
 from opendit.data.picture_file import fill_crop, picture_size
-from opendit.data.shaped import shape_latents, shape_media
+from opendit.data.pictures_and_clips import known_sizes
+from opendit.data.row_arrays import FOLDER
+from opendit.data.shaped import TokenSize, shape_latents, shape_media, shape_table
 from opendit.data.shards.program import make_shards
-from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 
 TOKEN = TokenSize(1, 1, (8, 8))
@@ -223,7 +222,9 @@ def test_shapes_of_latents_are_those_of_a_list_of_all_rows(cache, runs, held, ke
         data = hold_out(data, held / 10)[0]
         sizes = sizes[data.rows[:]]
     shapes, keys = np.unique(sizes, axis=0, return_inverse=True)
-    found = shape_latents(data, TokenSize(1, 1, (1, 1)), 64, "--bucket_tokens", large=1 if kept else 2**20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_arrays, "LARGE", 1 if kept else 2**20)
+        found = shape_latents(data, TokenSize(1, 1, (1, 1)), 64, "--bucket_tokens")
     assert found.sizes.tolist() == shapes.tolist() and found.keys.tolist() == keys.reshape(-1).tolist()
     assert found.sizes.dtype == np.int32 and found.keys.dtype == np.int16 and isinstance(found.keys, np.memmap) == kept
     assert found.token_counts()[:].tolist() == sizes.prod(axis=1).tolist()
@@ -256,23 +257,25 @@ def test_what_is_found_for_many_rows_is_kept_and_mapped(media, cache, monkeypatc
     rows, keys = in_memory.rows.astype(np.int64), in_memory.sizes[in_memory.keys].astype(np.int32)
     whole = hash_parts("shaped", hash_parts("rows", data.fingerprint().identity, rows.tobytes()), keys.tobytes())
     assert in_memory.fingerprint().identity == whole
-    same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
+    same(shape_media(data, table, 1, 1.25, "--bucket_tokens"), in_memory)
     monkeypatch.setattr("opendit.data.images.sizes_of", lambda *_: 1 / 0)
-    again = shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1)
+    again = shape_media(data, table, 1, 1.25, "--bucket_tokens")
     same(again, in_memory)
     assert isinstance(again.rows, np.memmap) and isinstance(again.keys, np.memmap)
     with pytest.raises(ZeroDivisionError):  # other shapes for another factor, and for other files
-        shape_media(data, table, 1, 1.5, "--bucket_tokens", large=1)
+        shape_media(data, table, 1, 1.5, "--bucket_tokens")
     with pytest.raises(ZeroDivisionError):
-        shape_media(build_dataset(str(media), 64, seed=0), table, 1, 1.25, "--bucket_tokens", large=1)
+        shape_media(build_dataset(str(media), 64, seed=0), table, 1, 1.25, "--bucket_tokens")
 
 
 @pytest.mark.parametrize("damage", ("keys.npy", "rows.npy", "about.json"))
-def test_kept_shapes_that_are_damaged_are_found_again(media, cache, damage):
+def test_kept_shapes_that_are_damaged_are_found_again(media, cache, damage, monkeypatch):
     data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
     in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
     for _ in range(2):
-        same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
+        same(shape_media(data, table, 1, 1.25, "--bucket_tokens"), in_memory)
         (file,) = cache.glob(f"*.arrays/{damage}")
         file.write_bytes(file.read_bytes()[:-3])
     assert not [path for path in cache.iterdir() if path.suffix not in (".npy", ".lock", ".arrays")]
@@ -283,7 +286,8 @@ def test_where_nothing_can_be_written_shapes_are_found_each_time(media, tmp_path
     monkeypatch.setenv(FOLDER, str(tmp_path / "file" / "sizes"))
     data, table = build_dataset(str(media / "pictures"), 64, seed=0, random_flip=False), shape_table(64, 1, TOKEN, 64)
     in_memory = shape_media(data, table, 1, 1.25, "--bucket_tokens")
-    same(shape_media(data, table, 1, 1.25, "--bucket_tokens", large=1), in_memory)
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
+    same(shape_media(data, table, 1, 1.25, "--bucket_tokens"), in_memory)
 
 
 def test_the_next_row_of_a_shape_is_found_in_a_circle(media):

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opendit.data.check_csv import probe
-from opendit.data.clips import clip_size, clip_window, decode_frames
-from opendit.data.media_size import stored_clip_size
-from opendit.data.mp4 import is_closed
-from opendit.data.open_medium import open_clip
+from opendit.data.clips import clip_size, clip_window, decode_frames, open_clip
+from opendit.data.container_header import is_closed
+from opendit.data.make_csv import probe
+from opendit.data.pictures_and_clips import stored_clip_size
 from opendit.data.video_readers import READERS, problem_of
 
 WIDTH, HEIGHT, COUNT, RATE = 88, 72, 26, 24
@@ -192,7 +191,8 @@ def check(path, frames, seed):
         for _ in range(4):
             asked = []
 
-            def choose(length, asked=asked):
+            def choose(timeline, asked=asked):
+                length = len(timeline.seconds)
                 assert length == len(frames)
                 wanted, interval = generator.randint(1, 6), generator.randint(1, 3)
                 asked.extend(clip_window(length, wanted, interval, generator.random()) or [length - 1])

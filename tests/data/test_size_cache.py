@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from opendit.data import build_dataset, size_cache
+from opendit.data import build_dataset, row_arrays
 from opendit.data.base import Shapes
 from opendit.data.held_out import hold_out
-from opendit.data.order.buckets import TokenSize
-from opendit.data.shaped import shape_latents
+from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards import dataset as shards
 from opendit.data.shards.program import make_indexes
 from opendit.data.video_file import write_mp4
@@ -17,7 +16,7 @@ from tests.data.shards.tars import picture, write_tar
 @pytest.fixture
 def mixed(tmp_path, monkeypatch):
     """Two tars of pictures with clips among them."""
-    monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
+    monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / "sizes"))
     write_mp4(tmp_path / "c.mp4", np.zeros((4, 16, 16, 3), np.uint8), 24)
     (tmp_path / "tars").mkdir()
     for tar in range(2):
@@ -49,7 +48,7 @@ def is_mapped(array):
 def test_large_data_sets_are_what_small_ones_are(mixed, tmp_path, monkeypatch):
     *small, arrays = facts(mixed)
     assert not any(map(is_mapped, arrays)) and not list((tmp_path / "sizes").glob("*"))
-    monkeypatch.setattr(size_cache, "LARGE", 1)
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
     for _ in ("made", "mapped"):
         *large, arrays = facts(mixed)
         assert large == small and all(map(is_mapped, arrays))
@@ -65,8 +64,9 @@ def test_shapes_of_latents(mixed, monkeypatch):
     runs = [(end, tuple(size)) for end, size in enumerate(sizes.tolist(), 1)]
     monkeypatch.setattr(type(data), "shapes", lambda self: Shapes(latents=lambda: runs))
     small = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
+    monkeypatch.setattr(row_arrays, "LARGE", 1)
     for _ in ("made", "mapped"):
-        large = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens", large=1)
+        large = shape_latents(data, TokenSize(1, 1, (2, 2)), 64, "--pack_tokens")
         assert isinstance(large.keys, np.memmap) and large.fingerprint().identity == small.fingerprint().identity
         assert large.sizes[large.keys, 1:].tolist() == sizes[:, 1:].tolist()
         assert large.token_counts()[np.arange(len(data))].tolist() == [

@@ -14,7 +14,7 @@ from opendit.data import build_dataset, latents, sources
     [
         (
             "",
-            "--data_path: empty; give a CSV, .jsonl or .parquet of captioned media, an Energon folder or metadataset",
+            "--data_path: empty; give a CSV, .jsonl or .parquet of captioned media, a folder of pictures",
         ),
         ("  ", "--data_path: empty"),
         ("digit", r"--data_path digit: doesn't exist \(is digits meant\?\)"),

@@ -24,7 +24,8 @@ from opendit.data import (
     build_schedule,
 )
 from opendit.data.make_latents import make_latents
-from opendit.data.text_cache import CaptionTable, EmbeddingForm, pack_captions, pack_embeddings, padded
+from opendit.data.row_arrays import TextTable
+from opendit.data.text_cache import EmbeddingForm, pack_captions, pack_embeddings, padded
 from opendit.data.video_file import write_mp4
 from opendit.encoders import VAECodec
 from opendit.encoders.video_vae import FrameCodec
@@ -259,7 +260,7 @@ captions = st.lists(st.text(max_size=12), max_size=6)
 
 @given(st.lists(captions, min_size=1, max_size=4))
 def test_captions_come_back(shards):
-    table = CaptionTable([tuple(t.numpy() for t in pack_captions(shard).values()) for shard in shards])
+    table = TextTable.joined([tuple(t.numpy() for t in pack_captions(s).values()) for s in shards], "surrogatepass")
     assert list(table) == [caption for shard in shards for caption in shard]
 
 

@@ -60,8 +60,8 @@ def read(path, indices, reader):
     """(frames, how many the file was said to have)."""
     lengths = []
 
-    def choose(length):
-        lengths.append(length)
+    def choose(timeline):
+        lengths.append(len(timeline.seconds))
         return indices
 
     return decode_frames(str(path), choose, threading.Event(), reader=reader), lengths[0]

@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 
 FLAGS = (
     "--model DiT-Ti/2 --image_size 8 --vae none --bucket_tokens 64 --num_workers 0 --log_every 1 --lr 1e-3 "

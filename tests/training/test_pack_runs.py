@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import train
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 from opendit.models.segments import unpack_patches
 from opendit.training.micro_batch import MicroBatch
 from tests.numbers import off_by

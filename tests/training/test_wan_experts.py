@@ -14,7 +14,7 @@ import train
 from opendit.checkpoint.pretrained import read_info
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion import objective_from_dict
 from opendit.diffusion.objectives.flow import FlowObjective

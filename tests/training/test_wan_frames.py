@@ -13,7 +13,7 @@ import opendit
 import preprocess
 import sample
 import train
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion.random import initial_noise
 from opendit.export.__main__ import main as export

@@ -18,7 +18,7 @@ import train
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
 from opendit.data.clips import decode_frames
-from opendit.data.size_cache import FOLDER
+from opendit.data.row_arrays import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion.random import initial_noise
 from opendit.encoders.picture_tokens import PictureTokens
@@ -93,7 +93,7 @@ def flags_of(root, name, outputs, *more):
 
 def first_frame(root, number):
     """Return the first frame of a clip, as it is decoded."""
-    return Image.fromarray(decode_frames(str(root / f"{number}.mp4"), lambda count: [0], threading.Event())[0])
+    return Image.fromarray(decode_frames(str(root / f"{number}.mp4"), lambda _: [0], threading.Event())[0])
 
 
 def beside(pipeline, frame):

@@ -14,9 +14,8 @@ from PIL import Image
 
 from opendit.common.utils import hash_parts
 from opendit.data.base import PLAIN, BadSample, Description, Item, Shapes, Size, View
-from opendit.data.clips import clip_rate
+from opendit.data.clips import as_file, clip_rate
 from opendit.data.medium import Medium, of_picture
-from opendit.data.memory_file import as_file
 from opendit.data.picture_file import as_rgb, reason
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
 from opendit.data.shards.scan import BLOCK, Fields, members, split_name, suffix_of

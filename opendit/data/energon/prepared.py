@@ -4,30 +4,26 @@ An index is beside its tar, if ``preprocess.py index`` made it for the same fiel
 where it is made when the set is first opened.
 """
 
-import fcntl
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from opendit.common.json_file import LARGEST, MIB
-from opendit.common.safe_files import open_to_write
 from opendit.common.utils import hash_parts
 from opendit.common.utils import shown as short
 from opendit.common.yaml_file import read_yaml
 from opendit.data.base import name_few
-from opendit.data.files import printable
+from opendit.data.files import file_locked, printable
 from opendit.data.processes import in_processes
 from opendit.data.progress import Progress
 from opendit.data.shards.index import TarIndex, index_of, write_index
-from opendit.data.shards.remote import FOLDER, FileCache
 from opendit.data.shards.scan import Fields, scan, suffix_of
+from opendit.data.shards.store import FOLDER, FileCache, expand
 
 META = ".nv-meta"
 INFO = (".info.json", ".info.yaml")
@@ -43,24 +39,9 @@ _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
 ).split()
-_KNOWN = (
-    "__module__",
-    "__class__",
-    "sample_type",
-    "field_map",
-    "sample_loader",
-    "part_filter",
-    "subflavors",
-    *_IGNORED,
-)
+_KNOWN = [*"__module__ __class__ sample_type field_map sample_loader part_filter subflavors".split(), *_IGNORED]
 _NOT_TEXT = (".pyd", ".pickle", ".pkl", ".pth", ".pt", ".npy", ".npz", ".ten", ".tb")
 SMALL = 64 << 20  # bytes of tars that are read faster than processes start
-MOST_TARS = 1_000_000  # names of all patterns of a file
-MOST_LETTERS = 1 << 27  # characters of these names together
-MOST_DEPTH, MOST_PARTS = 16, 1_000  # of one pattern
-_DIGITS = 18  # of a number in braces
-
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -156,8 +137,8 @@ def _split(
         there = ", ".join(printable(name[:60]) for name, tars in list(parts.items())[:20] if tars) or "none"
         raise NoSuchSplit(f"{shown}: has no split {' or '.join(splits)} in {path}; it has {there}")
     try:
-        left_out = set(expand_all(excluded))
-        names = expand_all(parts[chosen])
+        left_out = set(expand(excluded))
+        names = expand(parts[chosen])
     except ValueError as error:
         raise ValueError(f"{shown}: {error} in {path}; correct it") from error
     names = [name for name in names if name not in left_out]
@@ -288,7 +269,9 @@ def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
             raise ValueError(f"{shown}: {printable(path)} can't be read ({error.strerror}); allow it") from error
     if any(not place.exists() for place in places.values()):
         try:
-            with _locked(folder):  # one of the ranks on this machine makes them
+            with file_locked(
+                folder / "lock", root=folder.parent, make=True
+            ):  # one of the ranks on this machine makes them
                 _make({tar: place for tar, place in places.items() if not place.exists()}, prepared)
         except OSError as error:
             what = f"the indexes can't be written to {printable(folder)} ({error.strerror or error})"
@@ -341,117 +324,3 @@ def _make(todo: dict[Path, Path], prepared: PreparedSet) -> None:
 def _make_one(job: tuple[Path, Path], *, fields: Fields, plan: str) -> None:
     tar, place = job
     write_index(place, *scan(tar, fields, checksums=False, plan=plan))
-
-
-@contextmanager
-def _locked(folder: Path):
-    """Hold a lock on this folder among the processes of this machine. Raises OSError."""
-    with open(open_to_write(folder / "lock", os.O_WRONLY | os.O_CREAT, root=folder.parent, make=True), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
-        yield
-
-
-# ------------------------------------------------------------------------------------------ names in braces
-
-
-def expand_all(patterns: Iterable[str]) -> list[str]:
-    """Expand patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do, one after the other.
-
-    Raises ValueError for braces that do not match, or for more or longer names than the limits allow, which hold for
-    all patterns together."""
-    names: list[str] = []
-    size = 0
-    for pattern in patterns:
-        _check_depth(pattern)
-        found = _expand(pattern, pattern)
-        names += found
-        size += sum(map(len, found))
-        _check(pattern, len(names), size)
-    return names
-
-
-def _check(pattern: str, names: int, size: int) -> None:
-    if names > MOST_TARS or size > MOST_LETTERS:
-        raise ValueError(
-            f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
-        )
-
-
-def _check_depth(pattern: str) -> None:
-    depth = 0
-    for found in re.finditer(r"[{}]", pattern):
-        depth += 1 if found[0] == "{" else -1
-        if depth < 0:
-            raise ValueError(f"{short(pattern)} has a }} without its {{")
-        if depth > MOST_DEPTH:
-            raise ValueError(f"{short(pattern)} has braces more than {MOST_DEPTH} levels deep")
-    if depth:
-        raise ValueError(f"{short(pattern)} has a {{ without its }}")
-
-
-def _expand(text: str, pattern: str) -> list[str]:
-    """Return the names of ``text``, a part of ``pattern`` (for messages) whose braces match."""
-    if "{" not in text:
-        return [text]
-    parts = _parts(text, pattern)
-    names, size = [""], 0
-    for part in parts:
-        size = size * len(part) + sum(map(len, part)) * len(names)
-        _check(pattern, len(names) * len(part), size)
-        names = [before + after for before, after in product(names, part)]
-    return names
-
-
-def _parts(text: str, pattern: str) -> list[list[str]]:
-    """Return the choices of each consecutive part."""
-    parts, start, at = [], 0, 0
-    for found in re.finditer(r"[{}]", text):
-        if found.start() < at:
-            continue  # inside braces that are done
-        at = found.start()
-        end = _end(text, at)
-        parts += [[text[start:at]], _choices(text[at + 1 : end], pattern)]
-        if len(parts) > MOST_PARTS:
-            raise ValueError(f"{short(pattern)} has more than {MOST_PARTS:,} parts")
-        start = at = end + 1
-    return [*parts, [text[start:]]]
-
-
-def _end(text: str, start: int) -> int:
-    """Return where the brace at ``start`` ends."""
-    depth = 0
-    for found in re.compile(r"[{}]").finditer(text, start):
-        depth += 1 if found[0] == "{" else -1
-        if depth == 0:
-            return found.start()
-    raise AssertionError("braces that match have an end")
-
-
-def _choices(inner: str, pattern: str) -> list[str]:
-    if (found := _RANGE.fullmatch(inner)) is not None:
-        return _numbers(found[1], found[2], found[3] or "1", pattern)
-    items, level, start = [], 0, 0
-    for found in re.finditer(r"[{},]", inner):
-        level += (found[0] == "{") - (found[0] == "}")
-        if found[0] == "," and level == 0:
-            items.append(inner[start : found.start()])
-            start = found.end()
-    if not items:  # {x} is literal
-        return ["{" + name + "}" for name in _expand(inner, pattern)]
-    names, size = [], 0
-    for item in [*items, inner[start:]]:
-        names += (found := _expand(item, pattern))
-        size += sum(map(len, found))
-        _check(pattern, len(names), size)
-    return names
-
-
-def _numbers(first: str, last: str, step: str, pattern: str) -> list[str]:
-    if max(map(len, (first, last, step))) > _DIGITS:
-        raise ValueError(f"{short(pattern)} has a number of more than {_DIGITS} digits")
-    padded = any(re.match(r"-?0\d", text) for text in (first, last))
-    width = max(len(first), len(last)) if padded else 0
-    low, high, by = int(first), int(last), abs(int(step)) or 1
-    _check(pattern, abs(high - low) // by + 1, 0)
-    numbers = range(low, high + 1, by) if low <= high else range(low, high - 1, -by)
-    return [f"{number:0{width}d}" for number in numbers]

@@ -1,30 +1,255 @@
-"""A folder that megatron-energon prepared, or a metadataset of several."""
+"""A folder that megatron-energon prepared, or a metadataset: a YAML file of several, of its first or second version."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from opendit.common.json_file import read_json
-from opendit.common.json_models import checked
-from opendit.common.yaml_file import read_yaml
+from opendit.common.utils import shown as short
+from opendit.common.yaml_file import positive, read_yaml, require, require_known
+from opendit.config.data_sources import is_address
 from opendit.data.base import MediaDataset
 from opendit.data.blend import BlendedDataset
 from opendit.data.energon.cooked import CookedDataset, load_cooker
-from opendit.data.energon.metadataset import (
-    ALONE,
-    REPETITIONS,
-    Leaf,
-    NoSuchSplitThere,
-    is_metadataset,
-    read_metadataset,
-)
-from opendit.data.energon.prepared import NoSuchSplit, PreparedSet, is_prepared, open_indexes, read_prepared
-from opendit.data.files import printable
+from opendit.data.energon.prepared import COOKER, NoSuchSplit, PreparedSet, is_prepared, open_indexes, read_prepared
+from opendit.data.files import expanded, printable
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, KeptRows, TarIndex
+from opendit.data.shards.index import KeptRows, TarIndex, read_class_names
 from opendit.data.sources import NoSplit, Request
+
+MOST_FOLDERS, MOST_FILES = 1_000, 16  # prepared folders in all, and files that lead to each other
+LONGEST = 4096  # characters of a path, a name or a number
+
+ALONE, WEIGHTS, REPETITIONS = "alone", "weights", "repetitions"  # meanings of the shares of leaves
+
+_REFERENCE = ("path", "split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
+_HINTS: dict[str, str] = dict.fromkeys(
+    ("cooker", "joiner"), f"; samples are read by {COOKER}"
+)  # of keys that are not known
+_FIRST = (*_REFERENCE, "subflavor", "weight")
+_SECOND = (*_REFERENCE, "subset", "aux")
+_LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPETITIONS)}
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The samples of a split that are used: among samples [first, last) (None: the end) the part from ``start`` to
+    ``end``, fractions of 1. Numbers are rounded as in Energon."""
+
+    start: float = 0.0
+    end: float = 1.0
+    first: int = 0
+    last: int | None = None
+
+    def within(self, outer: "Subset | None") -> "Subset":
+        """Return the part of this subset that ``outer`` selects. Only this one may count samples."""
+        if outer is None:
+            return self
+        length = self.end - self.start
+        return replace(self, start=self.start + outer.start * length, end=self.start + outer.end * length)
+
+    def of(self, samples: int) -> tuple[int, int]:
+        """Return (first, last) for a number of samples. Raises ValueError."""
+        last = samples if self.last is None else self.last
+        if not self.first <= last <= samples:
+            raise ValueError(f"subset: range [{self.first}, {last}] of {samples:,} samples")
+        length = last - self.first
+        return self.first + int(length * self.start), self.first + int(length * self.end)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A prepared folder of a metadataset. share: its weight among all folders, or the number of its repetitions."""
+
+    folder: Path
+    split: str
+    share: Fraction = Fraction(1)
+    subset: Subset | None = None
+    subflavors: dict[str, Any] = field(default_factory=dict)
+    dataset_config: str | None = None
+    split_config: str | None = None
+
+
+def is_metadataset(content: Any) -> bool:
+    """Return True if a YAML file's content is Energon's rather than a blend of this project."""
+    if not isinstance(content, dict) or "sources" in content:
+        return False
+    return "splits" in content or str(content.get("__module__", "")).startswith("megatron.energon")
+
+
+def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
+    """Read the first of ``splits`` that the file has; return the meaning of the shares, and the leaves.
+
+    Raises ValueError, which begins with ``shown``; NoSuchSplitThere if it has none of them; OSError."""
+    return _Reader(shown).file(path, splits)
+
+
+class NoSuchSplitThere(ValueError):
+    """The metadataset has none of the splits that were asked for."""
+
+
+class _Reader:
+    def __init__(self, shown: str):
+        self.shown, self.folders = shown, 0
+        self._read: dict[Path, Any] = {}  # files may name one several times
+
+    def file(
+        self,
+        path: Path,
+        splits: tuple[str, ...],
+        above: tuple[Path, ...] = (),
+        inherited: dict[str, Any] | None = None,
+        subset: Subset | None = None,
+    ) -> tuple[str, list[Leaf]]:
+        """Read a file to which the files ``above`` lead; return the meaning of the shares, and the leaves.
+
+        inherited: their subflavors. subset: the part of it that they select."""
+        place = path.resolve()
+        where = f"{self.shown}: {printable(path)}" if above else self.shown
+        if place in above:
+            raise ValueError(f"{where} leads back to itself, over {' -> '.join(map(printable, (*above, place)))}")
+        require(len(above) < MOST_FILES, where, f"more than {MOST_FILES} files lead to each other; name fewer")
+        if place not in self._read:
+            self._read[place] = read_yaml(path, where)
+        content = self._read[place]
+        require(isinstance(content, dict) and isinstance(content.get("splits"), dict), where, "needs splits: {...}")
+        require_known(content, ("__module__", "__class__", "path", "splits"), where, _HINTS)
+        kind, module = content.get("__class__", "Metadataset"), content.get("__module__", "megatron.energon")
+        if kind not in ("Metadataset", "MetadatasetV2") or not str(module).startswith("megatron.energon"):
+            raise ValueError(
+                f"{where}: __class__ must be Metadataset or MetadatasetV2 of megatron.energon, not {short(kind)}"
+            )
+        chosen = next((name for name in splits if name in content["splits"]), None)
+        if chosen is None:
+            there = ", ".join(printable(name[:60]) for name in list(content["splits"])[:20]) or "none"
+            raise NoSuchSplitThere(f"{where} has no split {' or '.join(splits)}; it has {there}")
+        node = content["splits"][chosen]
+        where = f"{where}, split {chosen}"
+        require(isinstance(node, dict), where, "must be {path: ...}, {blend: [...]} or {datasets: [...]}")
+        read = self._second if kind == "MetadatasetV2" else self._first
+        return read(node, where, _At(path.parent, chosen, (*above, place), inherited or {}, subset))
+
+    def _first(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
+        require_known(node, ("datasets",), where, _HINTS)
+        return self._mixed(node, "datasets", "weight", WEIGHTS, _FIRST, where, at)
+
+    def _second(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
+        if "join" in node:
+            raise ValueError(
+                f"{where}: join puts samples of several folders together by Python code, which is not run; pack what "
+                "is joined into one set of tars"
+            )
+        form = next((key for key in _LISTS if key in node), None)
+        if form is None:
+            require_known(node, _SECOND, where, _HINTS)
+            return self._reference(node, where, at)
+        require_known(node, (form, "subset"), where, _HINTS)
+        name, kind = _LISTS[form]
+        at = replace(at, subset=self._subset(node, where, at.subset))
+        self._relative(at.subset, where)
+        return self._mixed(node, form, name, kind, (*_SECOND, name), where, at)
+
+    def _mixed(
+        self, node: dict[str, Any], form: str, name: str, kind: str, known: tuple[Any, ...], where: str, at: "_At"
+    ) -> tuple[Any, ...]:
+        entries = cast(list, node.get(form))
+        require(isinstance(entries, list) and entries, where, f"{form} must be a list of {{path: ..., {name}: 1}}")
+        for entry in entries:
+            require(isinstance(entry, dict), where, f"an entry of {form} is like {{path: ..., {name}: 1}}")
+            if "join" in entry:
+                self._second(entry, where, at)
+            require_known(entry, known, where, _HINTS)
+        shares = [positive(entry.get(name, 1), f"{name} of {entry.get('path')}", where) for entry in entries]
+        total = sum(shares) if kind == WEIGHTS else 1
+        leaves = []
+        for entry, share in zip(entries, shares, strict=True):
+            inner, found = self._reference(entry, where, at)
+            if inner not in (ALONE, kind):
+                raise ValueError(f"{where}: {entry['path']} has {inner} where this has {kind}; give all of them one")
+            leaves += [replace(leaf, share=leaf.share * share / total) for leaf in found]
+        return kind, leaves
+
+    def _reference(self, node: dict[str, Any], where: str, at: "_At") -> tuple[str, list[Leaf]]:
+        right = isinstance(node.get("path"), str) and "\0" not in node["path"] and 0 < len(node["path"]) <= LONGEST
+        require(right, where, "every data set needs a path")
+        if is_address(node["path"]):
+            raise ValueError(f"{where}: {node['path']} is an address; a metadataset's folders must be on this machine")
+        if node.get("aux"):
+            raise ValueError(f"{where}: aux of {node['path']} hands other sets to Python code; pack them into its tars")
+        named = node.get("subflavors") or {}
+        require(isinstance(named, dict), where, f"subflavors of {node['path']} must be names with values")
+        if node.get("subflavor") is not None:
+            named = {"__subflavor__": node["subflavor"], **named}
+        split = node.get("split_part") or at.split
+        configs = {key: node.get(key) for key in ("dataset_config", "split_config")}
+        for value in (split, *configs.values()):
+            right = value is None or isinstance(value, str) and len(value) <= LONGEST
+            require(right, where, f"{node['path']}: {short(value)} is no name")
+        for value in configs.values():  # names of files in .nv-meta
+            right = value is None or Path(value).name == value
+            require(right, where, f"{node['path']}: {short(value)} is no plain name of a file")
+        subset = self._subset(node, where, at.subset)
+        try:
+            path, flavors = at.folder / expanded(node["path"]), {**named, **at.subflavors}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if path.exists() and not path.is_dir():
+            if path.suffix.lower() == ".jsonl":
+                raise ValueError(f"{where}: {node['path']} holds texts alone; leave it out, or pack pictures with it")
+            require(not any(configs.values()), where, f"{node['path']} is a file, which takes no {'/'.join(configs)}")
+            self._relative(subset, where)
+            return self.file(path, (split,), at.above, flavors, subset)
+        if not is_prepared(path):
+            what = "has not been prepared: run energon prepare" if path.is_dir() else "doesn't exist"
+            raise ValueError(f"{where}: {printable(path)} {what}")
+        self.folders += 1
+        require(self.folders <= MOST_FOLDERS, where, f"leads to more than {MOST_FOLDERS:,} folders; name fewer")
+        return ALONE, [Leaf(path, split, Fraction(1), subset, flavors, **configs)]
+
+    def _subset(self, node: dict[str, Any], where: str, outer: Subset | None) -> Subset | None:
+        """Return the part of a node's subset that ``outer`` selects."""
+        content = node.get("subset")
+        if content is None:
+            return outer
+        ends = cast(list, content.get("range") if isinstance(content, dict) else None)
+        require(isinstance(ends, list) and len(ends) == 2, where, "a subset is {range: [10%, 90%]} or {range: [0, 99]}")
+        first, last = ends
+        if type(first) is int:
+            last = None if last == "end" else last
+            right = first >= 0 and (last is None or type(last) is int and first <= last)
+            found = Subset(first=first, last=last)
+        else:
+            found = Subset(self._percent(first, where), self._percent(last, where))
+            right = 0 <= found.start <= found.end <= 1
+        ends = f"[{short(first)}, {short(last)}]"
+        require(right, where, f"subset: range {ends} must rise, within 0% and 100% or from 0 on")
+        return found.within(outer)
+
+    def _percent(self, value: Any, where: str) -> float:
+        try:
+            if isinstance(value, str) and value.strip().endswith("%"):
+                return float(value.strip().removesuffix("%")) / 100.0
+        except ValueError:
+            pass
+        raise ValueError(f"{where}: a subset's range is in percent, like 25%, or in whole numbers, not {short(value)}")
+
+    def _relative(self, subset: Subset | None, where: str) -> None:
+        counts = subset is not None and (subset.first, subset.last) != (0, None)
+        require(not counts, where, "a subset of numbers must be that of a prepared folder; give percentages here")
+
+
+@dataclass(frozen=True)
+class _At:
+    """The place of a reference in the files."""
+
+    folder: Path
+    split: str
+    above: tuple[Path, ...]
+    subflavors: dict[str, Any]
+    subset: Subset | None
+
 
 _SPLITS = {"train": ("train",), "test": ("val", "test")}  # Energon's names
 
@@ -89,9 +314,7 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
     )
     indexes = open_indexes(prepared, shown)
     shards = _shards(prepared, indexes, leaf, shown)
-    names, path = (), leaf.folder / CLASS_NAMES
-    if path.exists():
-        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
+    names = read_class_names(leaf.folder)
     if cooker is None:
         return ShardDataset(shown, shards, asked.image_size, class_names=names, **asked.of_clips())
     return CookedDataset(

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from opendit.data.order.buckets import Lengths, summary_of
 from opendit.data.order.schedule import PARTS, BatchSchedule, BlendSchedule, Key, SourceRows
 from opendit.data.order.sequences import permuted
+from opendit.data.shaped import Lengths, summary_of
 
 WINDOW = 192  # packs that are planned together, or a step's if it has more
 SPARE = 0.02  # share of a window's tokens beyond what fills its packs, to choose from

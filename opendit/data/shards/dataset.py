@@ -28,24 +28,29 @@ from opendit.data.base import (
     View,
     flip_note,
 )
-from opendit.data.clips import clip_rate, clip_size
+from opendit.data.clips import as_file, clip_rate, clip_size, open_clip
 from opendit.data.contents import Checksums
 from opendit.data.files import allow_open_files, printable
-from opendit.data.media_size import SIZES, known_sizes, stored_clip_size, stored_picture_size
-from opendit.data.medium import Medium
-from opendit.data.memory_file import as_file
-from opendit.data.open_medium import open_clip, open_picture
+from opendit.data.medium import Medium, of_picture
 from opendit.data.order.sequences import RowsByKey
 from opendit.data.picture_file import MAX_WHOLE_FILE, picture_size, read_picture
-from opendit.data.pictures_and_clips import CLIP, PICTURE, PicturesAndClips
+from opendit.data.pictures_and_clips import (
+    CLIP,
+    PICTURE,
+    SIZES,
+    PicturesAndClips,
+    known_sizes,
+    stored_clip_size,
+    stored_picture_size,
+)
+from opendit.data.row_arrays import kept_array
 from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptRows, Record, TarIndex, is_clip
-from opendit.data.shards.remote import ByteRange, RemoteTars, grouped
 from opendit.data.shards.scan import read_caption
-from opendit.data.shards.store import MOST_OPEN, LocalTars
-from opendit.data.size_cache import kept_array
+from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTars, grouped
 
 CHECKED = 1 << 22  # samples whose records are checked at the start
 REMOTE_CAPTIONS = 64  # fetched, one after the other, to be counted before a start
+WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # of a conditioning
 OPEN_A_THREAD = 16  # indexes, and as many tars, open in each thread that looks for sizes
 
 
@@ -116,7 +121,7 @@ class ShardDataset(PicturesAndClips):
             allow_open_files()
         self.shown, self.shards = shown, list(shards)
         headers = [shard.index.header for shard in self.shards]
-        self.conditioning = _conditioning(shown, self.shards)
+        self.conditioning = conditioning_of(shown, self.shards)
         _check_records(shown, self.shards)
         self.class_names = (
             classes_of(shown, self.shards, class_names, self.names_file) if self.conditioning == "label" else []
@@ -232,7 +237,7 @@ class ShardDataset(PicturesAndClips):
 
     def _look(self, picture: bool, content: bytes) -> tuple[Medium, np.ndarray]:
         if picture:
-            return open_picture("", content)
+            return of_picture(read_picture("", content=content))
         with as_file([(0, content)], len(content)) as path:
             return open_clip(path)
 
@@ -354,20 +359,9 @@ class ShardDataset(PicturesAndClips):
         return hash_parts("shards", *self._contents(), names, str(self.used is not None), *kinds)
 
     def describe(self) -> Description:
-        return Description(
-            text=self._text(),
-            conditioning=self.conditioning,
-            class_names=self.class_names,
-            sample_shape=self.sample_shape,
-            clips=self.clip_reading,
-            random_flip=self.random_flip,
-            random_crop=self.random_crop,
-            random_window=self.random_window,
-            seed=self.seed,
-            max_bad=self.max_bad,
-            counted_captions=((len(self), self.counted_captions),),
-            largest_label=self._find_largest_label,
-        )
+        more = {"counted_captions": ((len(self), self.counted_captions),), "largest_label": self._find_largest_label}
+        of: dict[str, Any] = {"conditioning": self.conditioning, "class_names": self.class_names}
+        return self.description(self._text(), **of, **more)
 
     def _text(self) -> str:
         clips = self.clips if self.use_video else 0
@@ -391,16 +385,16 @@ class ShardDataset(PicturesAndClips):
         return {**self.__dict__, "_recent": OrderedDict()}
 
 
-def _conditioning(shown: str, shards: Sequence[IndexedTar]) -> str:
+def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
     """Return the conditioning that all tars have; without captions and classes "label", with one class."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)
     if len(kinds) > 1:
         (one, first), (other, second), *_ = kinds.items()
-        words = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}
         raise ValueError(
-            f"{shown}: {first.name} has {words[one]} and {second.name} {words[other]}; train on them one by one"
+            f"{shown}: {first.name} has {WORDS[one]} and {second.name} {WORDS[other]}; keep them in folders of their "
+            "own"
         )
     if not kinds:
         raise DataError(f"{shown}: holds no tars; give a folder of tars with their indexes")

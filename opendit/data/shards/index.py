@@ -10,9 +10,10 @@ import io
 import json
 import os
 import struct
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
@@ -21,12 +22,13 @@ from annotated_types import Len, MaxLen
 from pydantic import FailFast, Field
 
 from opendit.common.json_file import MIB, open_regular
-from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text
+from opendit.common.json_models import Count, FileKind, JsonObject, Text, Word, parse_text, read_file
 from opendit.common.safe_files import replacing
 from opendit.common.tensor_files import write_file
 from opendit.common.utils import DataError
 from opendit.data.files import printable, retried_disk
 from opendit.data.folders import CLIPS
+from opendit.data.row_arrays import Complement
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
 SUFFIX = ".index"  # after the tar's full name
@@ -58,8 +60,21 @@ _RECORD = struct.Struct("<QQQIiIIBBI2x")  # ROW: numpy takes five times as long 
 _Names = Annotated[list[Text], MaxLen(256)]
 
 
-class _Header(JsonObject):
-    version: Count
+class Header(JsonObject):
+    """The header of an index, which describes its tar as a whole.
+
+    Attributes:
+        tar_bytes, sha256: the tar's size and checksum; "" if not all of it was read.
+        checked: whether records have the CRC-32 of their medium.
+        pictures: the number of samples that are pictures; the others are clips.
+        conditioning: "text" if samples have captions, "label" if they have classes, "none" if neither.
+        num_classes: the largest label + 1.
+        suffixes: of the media, with their dots; those of animations begin with ``ANIMATED``.
+        captions: where captions are: the member's ending, then keys inside its JSON.
+        left_out: samples of the tar without a record; examples: "key: why" for a few of them.
+        plan: hash of what the tar was written from; "" if another program wrote it.
+    """
+
     rows: Count
     key_bytes: Count
     tar_bytes: Count
@@ -73,12 +88,19 @@ class _Header(JsonObject):
     left_out: Count
     examples: _Names
     plan: Word
+    version: Count
 
 
-HEADER = FileKind(_Header, 16 * MIB)
+HEADER = FileKind(Header, 16 * MIB)
 CLASS_NAMES = "class_names.json"  # beside the tars: the classes' names in the order of their labels
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
+
+
+def read_class_names(folder: Path) -> list[str]:
+    """Return the names of a folder's classes; none without ``CLASS_NAMES``. Raises ValueError or OSError."""
+    path = folder / CLASS_NAMES
+    return read_file(path, NAMES_OF_CLASSES) if path.exists() else []
 
 
 class Record(NamedTuple):
@@ -96,36 +118,12 @@ class Record(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header of an index, which describes its tar as a whole.
-
-    Attributes:
-        tar_bytes, sha256: the tar's size and checksum; "" if not all of it was read.
-        checked: whether records have the CRC-32 of their medium.
-        pictures: the number of samples that are pictures; the others are clips.
-        conditioning: "text" if samples have captions, "label" if they have classes, "none" if neither.
-        num_classes: the largest label + 1.
-        suffixes: of the media, with their dots; those of animations begin with ``ANIMATED``.
-        captions: where captions are: the member's ending, then keys inside its JSON.
-        left_out: samples of the tar without a record; examples: "key: why" for a few of them.
-        plan: hash of what the tar was written from; "" if another program wrote it.
-    """
-
-    rows: int
-    key_bytes: int
-    tar_bytes: int
-    sha256: str
-    checked: bool
-    pictures: int
-    conditioning: str
-    num_classes: int
-    suffixes: list[str]
-    captions: list[list[str]]
-    left_out: int = 0
-    examples: tuple[str, ...] | list[str] = ()
-    plan: str = ""
-    version: int = VERSION
+def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
+    """Return the header of a tar without samples."""
+    counts = dict(rows=0, key_bytes=0, pictures=0, num_classes=0, left_out=0)
+    lists: dict[str, Any] = dict(suffixes=[], captions=[], examples=[])
+    about: dict[str, Any] = dict(tar_bytes=tar_bytes, sha256=sha256, checked=True, conditioning="none", plan=plan)
+    return Header(**counts, **lists, **about, version=VERSION)
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
@@ -143,7 +141,7 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
     """Write an index under another name and rename it, so that an existing one is always complete. Raises OSError.
 
     root: the folder below which no link is followed (opendit/common/safe_files.py)."""
-    text = json.dumps(asdict(header), sort_keys=True).encode()
+    text = json.dumps(header.model_dump(), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
     with replacing(path, root=root, temporary=f"{path.name}.{os.getpid()}.partial") as new:
@@ -174,47 +172,42 @@ class TarIndex:
 
         Raises DataError, which names the sample, for an impossible record."""
         found = self._record(row)
-        if why := self._problem(found):
-            raise DataError(f"{self.path} is damaged: the record of {self._shown(row)} {why}; {_AGAIN}")
+        for bad, why in self._faults(found):
+            if bad:
+                raise DataError(f"{self.path} is damaged: the record of {self._shown(row)} {why()}; {_AGAIN}")
         return found
 
     def _record(self, row: int) -> Record:
         return Record(*_RECORD.unpack(self._read(self._start + row * ROW.itemsize, ROW.itemsize)))
 
-    def _problem(self, found: Record) -> str:
-        """Return why a record can't be used, "" if it can."""
-        header = self.header
-        if found.medium_at + found.medium_bytes > header.tar_bytes:
-            return f"has a medium that ends at byte {found.medium_at + found.medium_bytes:,} of {header.tar_bytes:,}"
-        if found.text_at + found.text_bytes > header.tar_bytes or found.text_bytes > MAX_TEXT:
-            return f"has a caption of {found.text_bytes:,} bytes at byte {found.text_at:,} of {header.tar_bytes:,}"
-        if found.suffix >= len(header.suffixes):
-            return f"names suffix {found.suffix} of {len(header.suffixes)}"
-        if header.conditioning == "text" and found.caption >= len(header.captions):
-            return f"names place {found.caption} for captions of {len(header.captions)}"
-        if header.conditioning == "label" and not 0 <= found.label < header.num_classes:
-            return f"has the class {found.label:,} of {header.num_classes:,}, numbered from 0"
-        if found.key_end > header.key_bytes:
-            return f"has a key that ends at byte {found.key_end:,} of {header.key_bytes:,}"
-        return ""
+    def _faults(self, found: Any) -> Iterator[tuple[Any, Callable[[], str]]]:
+        """Yield (whether it is so, what is wrong) of a record, or of columns of many: then for which it is so."""
+        header, size = self.header, self.header.tar_bytes
+        bad = (found.medium_at > size) | (found.medium_bytes > size - found.medium_at)
+        yield bad, lambda: f"has a medium that ends at byte {found.medium_at + found.medium_bytes:,} of {size:,}"
+        bad = (found.text_at > size) | (found.text_bytes > size - found.text_at) | (found.text_bytes > MAX_TEXT)
+        yield bad, lambda: f"has a caption of {found.text_bytes:,} bytes at byte {found.text_at:,} of {size:,}"
+        suffixes, captions, classes = len(header.suffixes), len(header.captions), header.num_classes
+        yield found.suffix >= suffixes, lambda: f"names suffix {found.suffix} of {suffixes}"
+        if header.conditioning == "text":
+            yield found.caption >= captions, lambda: f"names place {found.caption} for captions of {captions}"
+        if header.conditioning == "label":
+            bad = (found.label < 0) | (found.label >= classes)
+            yield bad, lambda: f"has the class {found.label:,} of {classes:,}, numbered from 0"
+        bad, end = found.key_end > header.key_bytes, header.key_bytes
+        yield bad, lambda: f"has a key that ends at byte {found.key_end:,} of {end:,}"
 
     def check(self) -> None:
         """Check all records as :meth:`record` does, and the header's counts. Raises DataError naming the sample."""
         header, last, pictures = self.header, 0, 0
-        size = np.uint64(header.tar_bytes)
         clips = np.array([is_clip(suffix) for suffix in header.suffixes] or [False])
         for start in range(0, header.rows, _CHUNK):
             count = min(_CHUNK, header.rows - start)
-            part = np.frombuffer(self._read(self._start + start * ROW.itemsize, count * ROW.itemsize), ROW)
-            bad = (part["medium_at"] > size) | (part["medium_bytes"] > size - part["medium_at"])
-            bad |= (part["text_at"] > size) | (part["text_bytes"] > size - part["text_at"])
-            bad |= (part["text_bytes"] > MAX_TEXT) | (part["suffix"] >= len(header.suffixes))
-            bad |= (header.conditioning == "text") & (part["caption"] >= len(header.captions))
-            labels = part["label"]
-            bad |= (header.conditioning == "label") & ((labels < 0) | (labels >= header.num_classes))
-            bad |= part["key_end"] > header.key_bytes
-            if bad.any():
-                self.record(start + int(bad.argmax()))  # raises
+            content = self._read(self._start + start * ROW.itemsize, count * ROW.itemsize)
+            part: Any = np.frombuffer(content, ROW).view(np.recarray)
+            for bad, _ in self._faults(part):
+                if np.any(bad):
+                    self.record(start + int(np.argmax(bad)))  # raises
             ends = np.concatenate([[last], part["key_end"].astype(np.int64)])
             if (np.diff(ends) < 0).any():
                 row = start + int((np.diff(ends) < 0).argmax())
@@ -330,18 +323,19 @@ class KeptRows:
     without: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
-        return self.last - self.first - len(self.without)
+        return len(self._places)
+
+    @cached_property
+    def _places(self) -> Complement:
+        return Complement(self.last - self.first, self.without - self.first)
 
     def row(self, place: int) -> int:
         """Return the ``place``-th row."""
-        if not len(self.without):
-            return self.first + place
-        before = self.without - self.first - np.arange(len(self.without))  # rows left before each gap
-        return self.first + place + int(np.searchsorted(before, place, side="right"))
+        return self.first + self._places[place]
 
     def rows(self) -> np.ndarray:
         """Return all rows, ascending."""
-        return np.setdiff1d(np.arange(self.first, self.last), self.without, assume_unique=True)
+        return self.first + self._places[:]
 
     def identity(self) -> str:
         return f"{self.first}-{self.last} without {self.without.tolist()}"

@@ -60,12 +60,11 @@ from opendit.data.latents_index import (
     check_indexes,
 )
 from opendit.data.medium import Medium
+from opendit.data.row_arrays import kept_array
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
-from opendit.data.shards.remote import Remote, RemoteTars
+from opendit.data.shards.index import ROW, TarIndex, empty_header, index_of, write_index
 from opendit.data.shards.scan import BLOCK, Fields, member_header, members, scan
-from opendit.data.shards.store import LocalTars
-from opendit.data.size_cache import kept_array
+from opendit.data.shards.store import LocalTars, Remote, RemoteTars
 from opendit.data.text_cache import padded
 
 ABOUT = "__opendit__/shard.json"  # double underscores: not a sample for readers of WebDataset's tars
@@ -104,7 +103,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
                 raise ValueError(f"{path}: {found[0].left_out} samples can't be used: {found[0].examples[0]}")
         else:  # none of its files could be read
             size = os.fstat(new.fileno()).st_size
-            header = Header(0, 0, size, sha256, True, 0, "none", 0, [], [], plan=_plan(settings))
+            header = empty_header(size, sha256, _plan(settings))
             found = header, np.zeros(0, ROW), b""
         remove(index_of(path))
     write_index(index_of(path), *found)
@@ -285,12 +284,8 @@ class TarLatents(CachedLatents, ShardDataset):
         store: LocalTars | RemoteTars | None = None,
         empty_caption: Embedding | None = None,
         seed: int = 0,
-        random_flip: bool | None = None,
-        use_video: bool = False,
-        num_frames: int = 16,
-        frame_interval: int = 1,
-        fps: float | None = None,
         max_bad: float = 0.05,
+        **of_run: Any,
     ):
         pairs = [(tar, shard) for tar, shard in zip(tars, index["shards"], strict=True) if shard["count"]]
         kept = [tar for tar, _ in pairs]
@@ -303,8 +298,8 @@ class TarLatents(CachedLatents, ShardDataset):
             raise ValueError(
                 f"{name}: {INDEX} tells of {words[told]}, its tars have {words[self.conditioning]}; {REPAIR}"
             )
-        self._take(index, name, random_flip, use_video, num_frames, frame_interval, fps)
-        self.random_window, self.use_video = False, use_video
+        self._take(index, name, **of_run)
+        self.random_window, self.use_video = False, of_run.get("use_video", False)
         self.empty_caption = empty_caption
         self._keys = [shard.get("shape_key", 0) for _, shard in pairs]
         self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]

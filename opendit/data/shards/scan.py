@@ -26,7 +26,7 @@ from opendit.data.animations import is_animated
 from opendit.data.files import printable
 from opendit.data.folders import CLIPS
 from opendit.data.picture_file import picture_suffixes
-from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, Header, is_clip
+from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, VERSION, Header, is_clip
 
 FieldPath = tuple[str, ...]  # a member's ending, then keys or numbers inside its JSON
 
@@ -83,7 +83,8 @@ def members(file: BinaryIO) -> Iterator[Member]:
     while True:
         file.seek(at)
         block = file.read(BLOCK)
-        if not at and (len(block) < BLOCK or any(block) and not _is_header(block)):
+        info = _header(block, at) if any(block) else None
+        if not at and (len(block) < BLOCK or any(block) and info is None):
             raise NoTar("it begins with no header" if block else "it is empty")
         if at > length or 0 < len(block) < BLOCK:
             raise NoTar("it ends inside of a block; copy it again")
@@ -93,9 +94,9 @@ def members(file: BinaryIO) -> Iterator[Member]:
             if chain.start is not None:
                 raise TarError(f"is damaged: no member follows the header at byte {chain.start:,}; copy it again")
             return
-        if not _is_header(block):
+        if info is None:
             raise TarError(f"is damaged: no member's header at byte {at:,}; copy it again")
-        kind, size = block[156:157], _number(block[124:136], at)
+        kind, size = info.type, info.size
         if kind in b"xXgLK":
             chain.count += 1
             if chain.count > MOST_EXTENSIONS:
@@ -108,7 +109,7 @@ def members(file: BinaryIO) -> Iterator[Member]:
             chain.add(kind, content, at)
             at += BLOCK + padded(size)
             continue
-        member = _member(block, kind, size, at, chain)
+        member = _member(info, at, chain)
         if member.at + member.size > length or member.end - BLOCK >= length:
             raise TarError(f"is truncated inside of {printable(member.name)}; copy it again")
         yield member
@@ -171,49 +172,30 @@ def _records(content: bytes, at: int) -> Iterator[tuple[bytes, bytes]]:
         begin = end
 
 
-def _member(block: bytes, kind: bytes, size: int, at: int, chain: _Extensions) -> Member:
-    name = block[:100].partition(b"\0")[0]
-    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
-    name = (prefix + b"/" + name if prefix else name) if chain.name is None else chain.name
-    folder = kind == b"\0" and block[:100].partition(b"\0")[0].endswith(b"/")  # in tars of old writers
-    shown = os.fsdecode(name)
-    if kind == b"S" or chain.sparse:
+def _member(info: tarfile.TarInfo, at: int, chain: _Extensions) -> Member:
+    shown = info.name if chain.name is None else os.fsdecode(chain.name)
+    if info.type == tarfile.GNUTYPE_SPARSE or chain.sparse:
         raise TarError(f"stores {printable(shown)} with holes; pack it without --sparse")
+    size = info.size
     if chain.size is not None:
         if size not in (0, chain.size) and chain.size < _FITS:
             raise TarError(f"gives {printable(shown)} two sizes, {size:,} and {chain.size:,}; repack it")
         size = chain.size
-    regular, begin = kind in _REGULAR and not folder, at + BLOCK
-    stored = 0 if kind in _WITHOUT_CONTENT or folder else size
-    return Member(
-        shown,
-        at if chain.start is None else chain.start,
-        begin,
-        size if regular else 0,
-        begin + padded(stored),
-        regular,
-    )
+    regular, begin = info.type in _REGULAR, at + BLOCK
+    stored = 0 if info.type in _WITHOUT_CONTENT else size
+    start = at if chain.start is None else chain.start
+    return Member(shown, start, begin, size if regular else 0, begin + padded(stored), regular)
 
 
-def _is_header(block: bytes) -> bool:
-    """Return True if a block has the checksum of a header; old writers took bytes for signed."""
+def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
+    """Return a member's header as tarfile reads it; None for a block that is none."""
     try:
-        told = _number(block[148:156], 0)
-    except TarError:
-        return False
-    rest = block[:148] + block[156:]
-    total = sum(rest) + 8 * ord(" ")
-    return told in (total, total - 256 * sum(byte > 127 for byte in rest))
-
-
-def _number(field: bytes, at: int) -> int:
-    """Return a number of a header: octal digits or, after a byte 128, binary."""
-    if field[0] == 128:
-        return int.from_bytes(field[1:], "big")
-    text = field.partition(b"\0")[0].strip()
-    if field[0] == 255 or re.fullmatch(rb"[0-7]*", text) is None:
-        raise TarError(f"is damaged: no number, or a negative one, in the header at byte {at:,}; copy it again")
-    return int(text or b"0", 8)
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return None
+    if info.size < 0:
+        raise TarError(f"is damaged: a negative size in the header at byte {at:,}; copy it again")
+    return info
 
 
 def padded(size: int) -> int:
@@ -536,5 +518,6 @@ def scan(
         left_out=len(found.left_out),
         examples=[example[:EXAMPLE_LETTERS] for example in found.left_out[:EXAMPLES]],
         plan=plan,
+        version=VERSION,
     )
     return header, rows, b"".join(keys)

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from opendit.common.json_file import MIB, parse_json, read_json
+from opendit.common.json_file import parse_json
 from opendit.common.json_models import checked
 from opendit.common.utils import DataError
 from opendit.data.base import name_few
@@ -12,14 +12,11 @@ from opendit.data.folders import Ignored, list_folder
 from opendit.data.latents_index import TARS_VERSION, choose_index
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.dataset import IndexedTar, ShardDataset
-from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of
+from opendit.data.shards.index import CLASS_NAMES, NAMES_OF_CLASSES, TarIndex, index_of, read_class_names
 from opendit.data.shards.latents import TarLatents, check_tar, fetch_latents_indexes
-from opendit.data.shards.remote import FileCache, Remote, RemoteTars, expand, fetch_indexes
-from opendit.data.shards.store import size_problem
+from opendit.data.shards.store import FileCache, Remote, RemoteTars, expand, fetch_indexes, size_problem
 from opendit.data.sources import Request
-from opendit.data.text_cache import EMPTY, load_empty_caption
-
-MOST_EMPTY = 256 * MIB  # bytes of the embedding of an empty caption
+from opendit.data.text_cache import EMPTY, MOST_EMPTY, read_empty_caption
 
 
 def open_source(asked: Request) -> ShardDataset | None:
@@ -50,16 +47,13 @@ def open_source(asked: Request) -> ShardDataset | None:
         except (ValueError, OSError) as error:
             raise ValueError(f"{asked.shown}: {error}") from error
         shards.append(IndexedTar(str(tar), str(tar), index))
-    names, path = (), folder / CLASS_NAMES
-    if path.exists():
-        names = checked(read_json(path, NAMES_OF_CLASSES.most_bytes), NAMES_OF_CLASSES, path)
-    return _dataset(asked, shards, names)
+    return _dataset(asked, shards, read_class_names(folder))
 
 
 def _open_remote(asked: Request) -> ShardDataset:
     remote, cache = Remote(asked.data_path), FileCache.of_environment()
     try:
-        found = expand(asked.data_path)
+        found = expand([asked.data_path])
         if (latents := _open_latents(asked, remote, cache)) is not None:
             return latents
         tars = remote.list_tars(asked.data_path) if not found[0].lower().endswith(".tar") else found
@@ -95,7 +89,7 @@ def _open_latents(asked: Request, remote: Remote, cache: FileCache) -> TarLatent
     store, empty = RemoteTars([tar.path for tar in kept], contents, sizes, remote, cache), None
     if text := index.get("text"):
         name = f"{folder}/{EMPTY}"
-        empty = load_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
+        empty = read_empty_caption(remote.read_all(name, MOST_EMPTY), text, name)
     options = asked.of_latents() | {"empty_caption": empty, "max_bad": asked.max_bad}
     return TarLatents(asked.shown, index, tars, store=store, **options)
 

@@ -1,15 +1,36 @@
-"""Read bytes of tars on this machine's disks by offset."""
+"""Read bytes of tars by offset, from this machine's disks or behind addresses: whatever fsspec opens (https, s3, ...).
 
+What was read behind an address is kept in a cache on this machine, and what will be read next is fetched ahead.
+"""
+
+import asyncio
+import atexit
+import hashlib
 import os
-from collections import OrderedDict
-from collections.abc import Sequence
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from html import unescape
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from urllib.parse import urljoin, urlsplit
 
-from opendit.common.json_file import open_regular
-from opendit.common.utils import DataError
-from opendit.data.files import DOWN, printable, retried_disk
+from opendit.common.json_file import MIB, open_regular
+from opendit.common.safe_files import make_folder, remove, replacing, touch, write_whole
+from opendit.common.stages import Background
+from opendit.common.utils import DataError, read_size
+from opendit.common.utils import shown as short
+from opendit.data.files import DOWN, printable, retried, retried_disk
+from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
 MOST_OPEN = 256  # tars at once, and indexes: a process may have 1,024 files on most systems
 
@@ -91,3 +112,574 @@ def size_problem(name: str, found: int, expected: int) -> str:
         f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "
         "again: python preprocess.py index FOLDER"
     )
+
+
+TIME_LIMIT = 30.0  # seconds of one attempt, plus those that its bytes take at the slowest rate
+SLOWEST = 1 << 20  # bytes a second
+CHUNK = 1 << 18  # bytes read at once
+AT_ONCE = 16  # indexes fetched at once
+MOST_TARS = 1_000_000  # names of all patterns
+MOST_LETTERS = 1 << 27  # characters of these names together
+MOST_DEPTH, MOST_PARTS = 16, 1_000  # braces of one pattern
+_DIGITS = 18  # of a number in braces
+_SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
+MOST_PAGE = 16 * MIB  # bytes of a web server's list of a folder
+MOST_INDEX = 1024 * MIB  # of the index of one tar
+NO_RANGES = "its server does not answer requests of ranges; take another one"
+FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # of the environment
+DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
+GROUPS = 16  # fetched ahead and not yet taken
+BYTES = 2**28  # of them, beyond the first: clips are large
+GAP = 2**14  # bytes between two ranges that cost less to read than another request
+
+
+# ------------------------------------------------------------------------------------------ cache
+
+
+class FileCache:
+    """Contents by name, in files of ``folder``, which several processes may use at once.
+
+    A content is written under another name and renamed, so that an existing one is complete even if a writer was
+    killed. Whenever a process has written a hundredth of ``limit`` it checks the folder, and deletes the least recently
+    used contents until nine tenths of ``limit`` are left.
+    """
+
+    def __init__(self, folder: Path, limit: int):
+        self.folder, self.limit = folder, limit
+        self._written, self._off = 0, False
+
+    @classmethod
+    def of_environment(cls) -> "FileCache":
+        """Return the cache that OPENDIT_SHARD_CACHE and OPENDIT_SHARD_CACHE_SIZE specify. Raises ValueError."""
+        folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
+        return cls(folder, read_size(os.environ.get(SIZE) or DEFAULT_SIZE, SIZE))
+
+    def path(self, name: str) -> Path:
+        """Return the path of the content with this name, whether or not it exists."""
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+        return self.folder / digest[:2] / digest[2:40]
+
+    def has(self, name: str) -> bool:
+        return self.path(name).exists()
+
+    def get(self, name: str) -> bytes | None:
+        path = self.path(name)
+        try:
+            content = path.read_bytes()
+            touch(path)
+        except OSError:
+            return None
+        return content
+
+    def put(self, name: str, content: bytes) -> None:
+        """Store a content. If the disk is full or not writable, print a note once and store nothing from then on."""
+        if self._off or len(content) > self.limit:
+            return
+        path = self.path(name)
+        partial = f"{path.name}.{os.getpid()}.{threading.get_ident()}.partial"
+        try:
+            with replacing(path, root=self.folder, make=True, temporary=partial) as file:
+                file.write(content)
+        except OSError as error:
+            self._off = True
+            why = error.strerror or error
+            print(f"note: {self.folder}: {why}; what is read is not kept there", file=sys.stderr, flush=True)
+            return
+        self._written += len(content)
+        if self._written >= self.limit // 100:
+            self._written = 0
+            self._evict()
+
+    def forget(self, name: str) -> None:
+        remove(self.path(name), root=self.folder)
+
+    def _evict(self) -> None:
+        found = []
+        for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
+            with suppress(OSError), os.scandir(folder) as files:
+                for file in files:
+                    if file.name.endswith(".partial"):  # being written by another process; killed ones leave few
+                        continue
+                    with suppress(OSError):  # another process may delete it
+                        state = file.stat()
+                        found.append((state.st_mtime_ns, state.st_size, file.path))
+        used = sum(size for _, size, _ in found)
+        if used <= self.limit:
+            return
+        for _, size, path in sorted(found):
+            if used <= self.limit * 9 // 10:
+                return
+            with suppress(OSError):
+                remove(Path(path), root=self.folder)
+            used -= size
+
+
+# ------------------------------------------------------------------------------------------ fetching ahead
+
+
+class ByteRange(NamedTuple):
+    """A range of bytes in the tar with this number."""
+
+    tar: int
+    at: int
+    size: int
+
+
+Ranges = Sequence[ByteRange]  # fetched by one request
+
+
+def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
+    """Group ranges of one tar that lie next to each other, up to headers in between; otherwise keep their order."""
+    groups: list[list[ByteRange]] = []
+    for part in ranges:
+        near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
+        if (group := next(near, None)) is None:
+            groups.append([part])
+        else:
+            group.append(part)
+    return groups
+
+
+def _end(part: ByteRange) -> int:
+    return part.at + part.size
+
+
+class _Begun(NamedTuple):
+    ranges: set[ByteRange]  # not yet taken
+    size: int
+    work: Background[dict[ByteRange, bytes]]
+
+
+class FetchAhead:
+    """Fetch groups of ranges in threads while the reading process decodes earlier ones.
+
+    A thread that is stuck blocks only the caller who takes its group: no thread is waited for when the process ends.
+
+    fetch: returns a group's contents; its errors are raised when one of its ranges is taken.
+    """
+
+    def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
+        self._fetch, self._process = fetch, 0
+        self._waiting: deque[Ranges] = deque()
+        self.begun: deque[_Begun] = deque()
+
+    def begin(self, groups: Iterable[Ranges]) -> None:
+        """Begin to fetch the ranges that will be taken next, in order. Those of earlier calls are dropped."""
+        self._process = os.getpid()  # threads stay behind where a process is forked
+        self._waiting, self.begun = deque(groups), deque()
+        self._begin_more()
+
+    def take(self, part: ByteRange) -> bytes | None:
+        """Wait for a content and return it, once; None for a range that isn't fetched ahead, left to the caller."""
+        if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
+            return None
+        while part not in self.begun[0].ranges:  # of samples that were skipped
+            self.begun.popleft()
+        found = self.begun[0]
+        found.ranges.discard(part)
+        if not found.ranges:
+            self.begun.popleft()
+        self._begin_more()
+        return found.work.result().pop(part)
+
+    def _begin_more(self) -> None:
+        size = sum(begun.size for begun in self.begun)
+        while self._waiting and len(self.begun) < GROUPS:
+            group = self._waiting[0]
+            size += sum(part.size for part in group)
+            if self.begun and size > BYTES:
+                return
+            self._waiting.popleft()
+            work = Background(partial(self._fetch, group), "fetch ahead")
+            self.begun.append(_Begun(set(group), sum(part.size for part in group), work))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FetchAhead, (self._fetch,)  # threads stay in their process
+
+
+# ------------------------------------------------------------------------------------------ stores
+
+
+def expand(patterns: Iterable[str]) -> list[str]:
+    """Expand patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do, one after the other.
+
+    Raises ValueError for braces that do not match, and for more or longer names than the limits allow, which hold for
+    all patterns together."""
+    names, size = [], 0
+    for pattern in patterns:
+        names += (found := _expand(pattern))
+        size += sum(map(len, found))
+        _check_names(pattern, len(names), size)
+    return names
+
+
+def _check_names(pattern: str, names: int, size: int) -> None:
+    if names > MOST_TARS or size > MOST_LETTERS:
+        raise ValueError(
+            f"{short(pattern)} names more than {MOST_TARS:,} tars, or names of {MOST_LETTERS:,} characters"
+        )
+
+
+@dataclass
+class _Brace:
+    """An open brace: its choices before the last comma, and the beginnings of names since. plain: no brace in it."""
+
+    choices: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=lambda: [""])
+    plain: bool = True
+
+
+def _expand(pattern: str) -> list[str]:
+    levels = [_Brace()]  # the first is the pattern itself
+
+    def append(found: list[str]) -> None:
+        names = levels[-1].names
+        size = sum(map(len, names)) * len(found) + sum(map(len, found)) * len(names)
+        _check_names(pattern, len(names) * len(found), size)
+        levels[-1].names = [before + after for before in names for after in found]
+
+    start = parts = 0
+    for found in re.finditer(r"[{},]", pattern):
+        if found[0] == "," and len(levels) == 1:
+            continue
+        append([pattern[start : found.start()]])
+        start, inner = found.end(), levels[-1]
+        if found[0] == "{":
+            inner.plain = False
+            levels.append(_Brace())
+            if len(levels) - 1 > MOST_DEPTH:
+                raise ValueError(f"{short(pattern)} has braces more than {MOST_DEPTH} levels deep")
+        elif found[0] == ",":
+            inner.choices += inner.names
+            inner.names = [""]
+            _check_names(pattern, len(inner.choices), 0)
+        else:
+            levels.pop()
+            parts += 1
+            if not levels:
+                raise ValueError(f"{short(pattern)} has a }} without its {{")
+            if parts > MOST_PARTS:
+                raise ValueError(f"{short(pattern)} has more than {MOST_PARTS:,} parts")
+            if inner.choices:
+                append(inner.choices + inner.names)
+            elif inner.plain and (span := _SPAN.fullmatch(inner.names[0])) is not None:
+                append(_numbers(pattern, *span.groups("1")))
+            else:  # {x} stands for itself
+                append([f"{{{name}}}" for name in inner.names])
+    if len(levels) > 1:
+        raise ValueError(f"{short(pattern)} has a {{ without its }}")
+    append([pattern[start:]])
+    return levels[0].names
+
+
+def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
+    if max(map(len, (first, last, step))) > _DIGITS:
+        raise ValueError(f"{short(pattern)} has a number of more than {_DIGITS} digits")
+    padded = any(re.match(r"-?0\d", text) for text in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    low, high, by = int(first), int(last), abs(int(step)) or 1
+    _check_names(pattern, abs(high - low) // by + 1, 0)
+    numbers = range(low, high + 1, by) if low <= high else range(low, high - 1, -by)
+    return [f"{number:0{width}d}" for number in numbers]
+
+
+class _RefusedAnswer(DataError):
+    """An answer that is refused, and would be the same in another attempt."""
+
+
+async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
+    """Return all bytes that ``read`` gives, at most ``most``.
+
+    Raises _RefusedAnswer for more bytes, and asyncio.TimeoutError if they come more slowly than ``SLOWEST`` bytes a
+    second after ``TIME_LIMIT`` seconds."""
+    parts, size, begin = [], 0, time.monotonic()
+    while True:
+        left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
+        part = await asyncio.wait_for(read(CHUNK), max(left, 0.0))
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise _RefusedAnswer(f"it sent more than {most:,} bytes")
+
+
+def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
+    """Compare an answer's Content-Range with the request. whole: the size that the file must have, if known."""
+    found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
+    if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
+        raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
+    if whole is not None and found[3] not in ("*", str(whole)):
+        raise _RefusedAnswer(f"it has {int(found[3]):,} bytes, its index says {whole:,}; index it again")
+
+
+async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
+    """Return a file of a web server, or ``most`` bytes of it from ``start``."""
+    import aiohttp
+
+    headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could unpack to any number
+    if start is not None:
+        headers["Range"] = f"bytes={start}-{start + most - 1}"
+    session = await system.set_session()
+    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take have limits
+    asked = session.get(system.encode_url(address), headers=headers, auto_decompress=False, timeout=no_limit)
+    try:
+        answer = await asyncio.wait_for(asked, TIME_LIMIT)
+    except aiohttp.TooManyRedirects as error:
+        raise _RefusedAnswer("it leads from one address to another without end") from error
+    except aiohttp.InvalidURL as error:
+        raise _RefusedAnswer(f"it leads to {printable(str(error))[:100]}, which is no address") from error
+    async with answer:
+        if answer.status == 404:
+            raise FileNotFoundError(address)
+        answer.raise_for_status()
+        if (packed := answer.headers.get("Content-Encoding", "identity").strip().lower()) not in ("", "identity"):
+            raise _RefusedAnswer(f"it comes packed ({printable(packed)[:20]}), which its server was asked not to do")
+        if start is not None:
+            if answer.status == 200:
+                raise _RefusedAnswer(NO_RANGES)
+            _check_range(answer.headers.get("Content-Range"), start, most, whole)
+        elif answer.status != 200:
+            raise OSError(f"status {answer.status}")
+        if (answer.content_length or 0) > most:
+            raise _RefusedAnswer(f"it has {answer.content_length:,} bytes; at most {most:,} are read")
+        return await _take(answer.content.read, most)
+
+
+async def _get_s3(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
+    """Return an object of S3, or ``most`` bytes of it from ``start``."""
+    bucket, key, version = system.split_path(address)
+    asked = {} if start is None else {"Range": f"bytes={start}-{start + most - 1}"}
+    asked |= {"VersionId": version} if version else {}
+    answer = await asyncio.wait_for(system._call_s3("get_object", Bucket=bucket, Key=key, **asked), TIME_LIMIT)
+    body = answer["Body"]
+    try:
+        if start is not None:
+            if answer["ResponseMetadata"]["HTTPStatusCode"] == 200:
+                raise _RefusedAnswer(NO_RANGES)
+            _check_range(answer.get("ContentRange"), start, most, whole)
+        if (answer.get("ContentLength") or 0) > most:
+            raise _RefusedAnswer(f"it has {answer['ContentLength']:,} bytes; at most {most:,} are read")
+        return await _take(body.read, most)
+    finally:
+        body.close()
+
+
+class Remote:
+    """A store behind addresses of one kind. Its connections are recreated in a forked process, as fsspec requires."""
+
+    def __init__(self, address: str):
+        self.kind = address.partition("://")[0].lower()
+        self._system: Any = None
+        self._process: int | None = None
+
+    @property
+    def system(self) -> Any:
+        """fsspec's file system. Raises ValueError if fsspec, or its part for this kind, is not installed."""
+        if self._process != os.getpid():
+            try:
+                import fsspec
+
+                self._system = fsspec.filesystem(self.kind, skip_instance_cache=True)
+            except (ImportError, ValueError) as error:
+                raise ValueError(f"addresses of {self.kind}:// need fsspec and its part for them: {error}") from error
+            self._process = os.getpid()
+        return self._system
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kind": self.kind, "_system": None, "_process": None}
+
+    def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
+        """Return ``size`` bytes from ``start``, with retries. whole: the size that the file must have.
+
+        Raises DataError, which names the address, also if the server sends other bytes than the range."""
+
+        def once() -> bytes:
+            content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
+            if len(content) > size:
+                raise _RefusedAnswer(NO_RANGES)
+            if len(content) < size:
+                raise OSError(f"{len(content):,} bytes came of the {size:,} from {start:,} on")
+            return content
+
+        return self._retried(address, once)
+
+    def _retried(self, address: str, once: Callable[[], bytes]) -> bytes:
+        try:
+            return retried(address, once)
+        except _RefusedAnswer as error:
+            raise DataError(f"{printable(address)}: {error}") from error
+
+    def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
+        """Return a file of at most ``most`` bytes, with retries, also if ``check`` raises an error for the content.
+
+        Raises DataError, which names the address."""
+
+        def once() -> bytes:
+            content = self.call("cat_file", address, most=most)
+            check(content)
+            return content
+
+        return self._retried(address, once)
+
+    def read_if_there(self, address: str, most: int) -> bytes | None:
+        try:
+            return self.read_all(address, most)
+        except DataError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
+    def version(self, address: str) -> str:
+        """Return a text that changes with the file, as far as its server tells; empty if it doesn't."""
+
+        def once() -> dict[str, Any]:
+            try:
+                return self.call("info", address)
+            except FileNotFoundError:  # raised for any failure of HTTP; reading the file raises the real one
+                return {}
+
+        if not (found := retried(address, once)):
+            return ""
+        told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
+        # For web servers, some of which give no ETag.
+        told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
+        return " ".join(f"{name}={value}" for name, value in told.items())
+
+    def list_tars(self, address: str) -> list[str]:
+        """Return the addresses of a folder's tars, sorted."""
+        if self.kind in ("http", "https"):
+            return self._linked_tars(f"{address.rstrip('/')}/")
+        names = retried(address, lambda: self.call("ls", address, detail=False))
+        full = [name if "://" in name else f"{self.kind}://{name}" for name in names]
+        return sorted(name for name in full if name.lower().endswith(".tar"))
+
+    def _linked_tars(self, folder: str) -> list[str]:
+        """Return the tars on the same server that a web server's page of a folder links to."""
+        page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
+        for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
+            with suppress(ValueError):
+                tar = urljoin(folder, unescape(link[1]).strip())
+                same = urlsplit(tar).netloc == urlsplit(folder).netloc and tar.startswith(("http://", "https://"))
+                if same and tar.lower().endswith(".tar"):
+                    found.add(tar)
+        return sorted(found)
+
+    def _cat(
+        self, address: str, start: int | None = None, end: int = 0, most: int = 0, whole: int | None = None
+    ) -> bytes:
+        """Return a file of at most ``most`` bytes, or its bytes [start, end)."""
+        system, most = self.system, most if start is None else end - start
+        if self.kind in ("http", "https") or hasattr(system, "_call_s3"):
+            from fsspec.asyn import sync
+
+            get = _get_s3 if hasattr(system, "_call_s3") else _get_http
+            return cast(bytes, sync(system.loop, get, system, address, start, most, whole))
+        if start is None and ((size := self.call("info", address).get("size")) is None or size > most):
+            raise _RefusedAnswer(f"it has {size or 'an unknown number of'} bytes; at most {most:,} are read")
+        options = {} if start is None else {"start": start, "end": end}
+        if system.async_impl:
+            from fsspec.asyn import sync
+
+            limit = TIME_LIMIT + most / SLOWEST
+            return cast(bytes, sync(system.loop, system._cat_file, address, timeout=limit, **options))
+        return system.cat_file(address, **options)
+
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call fsspec's method of this name, within bounds of time and, for ``cat_file``, of bytes."""
+        if name == "cat_file":
+            return self._cat(*args, **options)
+        system = self.system
+        if system.async_impl:
+            from fsspec.asyn import sync
+
+            return sync(system.loop, getattr(system, f"_{name}"), *args, timeout=TIME_LIMIT, **options)
+        return getattr(system, name)(*args, **options)
+
+
+class RemoteTars:
+    """Tars behind addresses, whose contents are cached; same interface as ``LocalTars``.
+
+    contents: the checksum of every tar. sizes: its bytes, by its index."""
+
+    def __init__(
+        self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
+    ):
+        self.addresses, self.contents, self.sizes = list(addresses), list(contents), list(sizes)
+        self.remote, self.cache = remote, cache
+        self._ahead = FetchAhead(self._fetch)
+
+    def prefetch(self, groups: Iterable[Ranges]) -> None:
+        """Begin to fetch the ranges that ``read`` will be asked for, in this order."""
+        _ = self.remote.system  # created here, because the fetching threads share it
+        self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
+
+    def _fetch(self, group: Ranges) -> dict[ByteRange, bytes]:
+        first, end = min(part.at for part in group), max(part.at + part.size for part in group)
+        tar = group[0].tar
+        content = self.remote.read(self.addresses[tar], first, end - first, self.sizes[tar])
+        return {part: content[part.at - first : part.at - first + part.size] for part in group}
+
+    def _name(self, tar: int, at: int, size: int) -> str:
+        return f"{self.addresses[tar]} {self.contents[tar]} {at} {size}"
+
+    def read(self, tar: int, at: int, size: int) -> bytes:
+        """Return ``size`` bytes from ``at``. Raises DataError, which names the address."""
+        name = self._name(tar, at, size)
+        fetched = self._ahead.take(ByteRange(tar, at, size))
+        content = self.cache.get(name) if fetched is None else None
+        if content is None or len(content) != size:
+            content = fetched
+            if content is None:
+                content = self.remote.read(self.addresses[tar], at, size, self.sizes[tar])
+            self.cache.put(name, content)
+        return content
+
+    def forget(self, tar: int, at: int, size: int) -> bool:
+        """Drop a range from the cache; return True, because it can be read again."""
+        self.cache.forget(self._name(tar, at, size))
+        return True
+
+
+def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
+    """Fetch the index of every tar into the cache's folder, unless this version is there; return the files.
+
+    If that folder is full, they are in a temporary folder of this process. Raises DataError, which names the tar;
+    ValueError if there is no space for the indexes."""
+    kept = cache.folder / "indexes"
+
+    def fetch(address: str, folder: Path) -> Path:
+        name = f"{address}{SUFFIX}"
+        try:
+            version = remote.version(name)
+            file = cache.path(f"{name} {version}").name
+            if version and (is_index(path := kept / file) or is_index(path := folder / file)):
+                return path
+            content = remote.read_all(name, MOST_INDEX, check_whole)
+        except ValueError as error:  # another page, say
+            raise DataError(f"{printable(name)}: {error}") from error
+        except DataError as error:
+            fix = "python preprocess.py index FOLDER makes it, where the tars are"
+            raise DataError(f"{error}; every tar needs its index beside it: {fix}") from error
+        write_whole(folder / file, content, root=folder.parent)
+        return folder / file
+
+    def fetch_all(folder: Path) -> list[Path]:
+        make_folder(folder, root=folder.parent)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return list(pool.map(partial(fetch, folder=folder), addresses))
+
+    try:
+        return fetch_all(kept)
+    except OSError as full:
+        place = f"{kept} ({FOLDER}): {full.strerror}"
+    try:
+        own = Path(tempfile.mkdtemp(prefix="opendit-indexes-"))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        print(f"note: {place}; the tars' indexes are in {own} meanwhile", file=sys.stderr, flush=True)
+        return fetch_all(own)
+    except OSError as error:
+        raise ValueError(
+            f"--data_path: no room for the tars' indexes in {place}, nor in {tempfile.gettempdir()}: {error.strerror}; "
+            f"set {FOLDER} to a folder on another disk"
+        ) from error

@@ -18,10 +18,8 @@ from safetensors.torch import save_file
 
 import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
-from opendit.data.energon.metadataset import Subset
-from opendit.data.energon.prepared import expand_all
-from opendit.data.energon.source import kept_rows
-from opendit.data.shards import remote
+from opendit.data.energon.source import Subset, kept_rows
+from opendit.data.shards import store
 from opendit.data.shards.index import KeptRows
 from opendit.data.shards.program import make_indexes
 from opendit.data.sources import NoSplit
@@ -36,7 +34,7 @@ SPLITS = {"train": "train", "val": "test"}  # Energon's name and this project's
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "cache"))
 
 
 def seen(data) -> list:
@@ -217,7 +215,7 @@ def test_index_and_look_take_a_cooker(folder, cookers, capsys):
     assert preprocess.main(["index", str(folder / "crude"), "--num_workers", "1", *how]) == 0
     made = {path: path.stat().st_mtime_ns for path in (folder / "crude").glob("*.index")}
     assert made and len(opened(folder / "crude", energon_cooker=f"{cookers}:upper")) > 0
-    assert not list(Path(os.environ[remote.FOLDER]).rglob("*.index"))
+    assert not list(Path(os.environ[store.FOLDER]).rglob("*.index"))
     assert preprocess.main(["look", str(folder / "crude"), "--output", str(folder / "look"), *how]) == 0
     assert "read by" in capsys.readouterr().out and (folder / "look" / "contact_sheet.png").stat().st_size > 0
     assert preprocess.main(["index", str(folder / "crude"), "--num_workers", "1", "--force", *how]) == 0
@@ -280,7 +278,7 @@ def test_missing_files_are_named(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="0.tar: it can't be read as a tar"):
         opened(folder / "crude")
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "file"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "file"))
     with pytest.raises(ValueError, match="can't be written .*OPENDIT_SHARD_CACHE .*python preprocess.py index"):
         opened(folder / "classes")
     for name in ("dataset.yaml", "split.yaml"):
@@ -359,13 +357,13 @@ PATTERNS = st.recursive(
 @settings(deadline=None, max_examples=200)
 @given(PATTERNS)
 def test_braces_are_expanded_as_by_braceexpand(pattern):
-    assert expand_all([pattern]) == list(braceexpand.braceexpand(pattern, escape=False))
+    assert store.expand([pattern]) == list(braceexpand.braceexpand(pattern, escape=False))
 
 
 @pytest.mark.parametrize("pattern", ["{a", "a}", "{0..99999999}", "{0..999}" * 3, "{a,{b}"])
 def test_braces_that_do_not_match_or_name_too_many(pattern):
     with pytest.raises(ValueError, match="without its|names more than 1,000,000"):
-        expand_all([pattern])
+        store.expand([pattern])
 
 
 def test_a_subset_of_a_subset_is_a_part_of_it():

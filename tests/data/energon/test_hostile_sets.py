@@ -9,10 +9,9 @@ import time
 import pytest
 
 from opendit.data import build_dataset
-from opendit.data.energon import metadataset, prepared
-from opendit.data.energon.metadataset import read_metadataset
-from opendit.data.energon.prepared import expand_all
-from opendit.data.shards import remote
+from opendit.data.energon import source
+from opendit.data.energon.source import read_metadataset
+from opendit.data.shards import store
 from tests.data.energon.test_energon import PREPARED
 
 HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
@@ -20,7 +19,7 @@ HEAD = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "cache"))
     shutil.copytree(PREPARED, tmp_path / "sets")
     return tmp_path / "sets"
 
@@ -64,18 +63,18 @@ def blend(path, *names):
 )
 def test_braces_are_bounded(pattern, says):
     with pytest.raises(ValueError, match=says) as caught:
-        expand_all([pattern])
+        store.expand([pattern])
     assert len(str(caught.value)) < 300
 
 
 def test_braces_of_several_patterns_are_bounded_together(monkeypatch):
-    monkeypatch.setattr(prepared, "MOST_TARS", 10)
-    assert len(expand_all(["{0..4}", "{0..4}"])) == 10
+    monkeypatch.setattr(store, "MOST_TARS", 10)
+    assert len(store.expand(["{0..4}", "{0..4}"])) == 10
     with pytest.raises(ValueError, match="'{0..4}' names more than 10 tars"):
-        expand_all(["{0..4}", "{0..4}", "{0..4}"])
-    monkeypatch.setattr(prepared, "MOST_LETTERS", 9)
+        store.expand(["{0..4}", "{0..4}", "{0..4}"])
+    monkeypatch.setattr(store, "MOST_LETTERS", 9)
     with pytest.raises(ValueError, match="or names of 9 characters"):
-        expand_all(["{0..4}", "{0..4}"])
+        store.expand(["{0..4}", "{0..4}"])
 
 
 def test_a_split_with_too_many_names(folder):
@@ -139,8 +138,8 @@ def test_eight_wide_and_eight_deep(folder):
 def test_files_are_read_once_and_diamonds_are_legal(folder, monkeypatch):
     for level in range(3):
         blend(folder / f"{level}.yaml", *[f"{level + 1}.yaml" if level < 2 else "captions"] * 4)
-    read, reads = metadataset.read_yaml, []
-    monkeypatch.setattr(metadataset, "read_yaml", lambda path, where: reads.append(path.name) or read(path, where))
+    read, reads = source.read_yaml, []
+    monkeypatch.setattr(source, "read_yaml", lambda path, where: reads.append(path.name) or read(path, where))
     _, leaves = read_metadataset(folder / "0.yaml", ("train",), "--data_path x")
     assert len(leaves) == 64 and {leaf.share for leaf in leaves} == {leaves[0].share} and leaves[0].share * 64 == 1
     assert reads == ["0.yaml", "1.yaml", "2.yaml"]

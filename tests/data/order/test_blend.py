@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.loader import Requests
+from opendit.data.loader import requests
 from opendit.data.order.schedule import BlendSchedule, SourceRows
 
 
@@ -119,7 +119,7 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, weights, seed, sh
     stops, found = [0, *sorted(restarts), 64], {}
     for world, start, stop in zip((8, 6, 3, 1), stops[:-1], stops[1:], strict=True):
         for rank in range(world):
-            for request in Requests(make(), rank, world, 24 // world, 1, start, stop):
+            for request in requests(make(), rank, world, 24 // world, 1, start, stop):
                 found |= {(key.step, key.index): key.sample for key in request.sample_keys}
     whole = make()
     assert found == {(step, index): row for step in range(64) for index, row in enumerate(whole.rows(step))}

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opendit.data.order.buckets import LEVELS, LONGEST, TokenSize, assign, kept_shares, shape_table
 from opendit.data.order.schedule import BlendSchedule, BucketSchedule, SourceRows
+from opendit.data.shaped import LEVELS, LONGEST, TokenSize, assign, kept_shares, shape_table
 
 TOKENS = st.builds(
     TokenSize, st.integers(1, 3), st.sampled_from([1, 4]), st.tuples(st.integers(2, 20), st.integers(2, 20))

@@ -7,10 +7,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from opendit.data.order.buckets import Lengths, summary_of
 from opendit.data.order.packs import PackSchedule
 from opendit.data.order.schedule import BatchSchedule, BlendSchedule, BucketSchedule, SourceRows
 from opendit.data.order.sequences import RowsByKey
+from opendit.data.shaped import Lengths, summary_of
 
 ROWS = 200_003  # more than are sorted to permute them, and no multiple of a block
 KEYS = np.random.Generator(np.random.Philox(7)).integers(0, 12, ROWS, dtype=np.int16)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opendit.data import BatchSchedule, BucketSchedule
-from opendit.data.loader import Requests
+from opendit.data.loader import requests
 from opendit.data.order import schedule as schedules
 from opendit.data.order import sequences
 from opendit.data.order.sequences import RowsByKey
@@ -144,7 +144,7 @@ def test_any_world_and_any_restart_give_one_sequence(restarts, seed, shaped):
     found = {}
     for world, start, stop in zip((8, 6, 3, 1), stops[:-1], stops[1:], strict=True):
         for rank in range(world):
-            for request in Requests(make(), rank, world, 24 // world, 1, start, stop):
+            for request in requests(make(), rank, world, 24 // world, 1, start, stop):
                 for key in request.sample_keys:
                     assert (key.step, key.index) not in found
                     found[key.step, key.index] = key.sample

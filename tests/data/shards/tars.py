@@ -6,6 +6,8 @@ import tarfile
 import numpy as np
 from PIL import Image
 
+from opendit.data.shards.index import Header, empty_header
+
 
 def picture(seed: int, suffix: str = "png", size=(20, 17)) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
@@ -27,3 +29,10 @@ def write_tar(path, members, **options):
 def captioned(count, first=0):
     names = range(first, first + count)
     return [part for i in names for part in ((f"{i:04d}.png", picture(i)), (f"{i:04d}.txt", b"a %d" % i))]
+
+
+def header_of(**told) -> Header:
+    """The header of an index of one class, with these fields."""
+    return empty_header(0, "", "").model_copy(
+        update={"checked": False, "conditioning": "label", "num_classes": 1, **told}
+    )

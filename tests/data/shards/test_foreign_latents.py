@@ -14,8 +14,7 @@ import preprocess
 from opendit.data import SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.base import View
 from opendit.data.latents_index import INDEX
-from opendit.data.order.buckets import TokenSize
-from opendit.data.shaped import shape_latents
+from opendit.data.shaped import TokenSize, shape_latents
 from opendit.data.shards.program import index_latents
 from opendit.encoders.vae import load_codec
 from opendit.encoders.video_vae import load_video_codec

@@ -1,6 +1,5 @@
 """Indexes whose records can't be those of their tar, and labels that no class has: told with tar and sample."""
 
-import dataclasses
 import glob
 import io
 import json
@@ -23,7 +22,7 @@ def forge(tar, row=None, header=None, keys=None, **values):
     rows, names = np.array(index.rows), index.path.read_bytes()[-index.header.key_bytes :]
     for name, value in values.items():
         rows[name][row] = value
-    write_index(index_of(tar), dataclasses.replace(index.header, **(header or {})), rows, keys or names)
+    write_index(index_of(tar), index.header.model_copy(update=header or {}), rows, keys or names)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from opendit.config.checks import check_data
 from opendit.data import DataError, SampleKey, build_dataset
 from opendit.data import files as media_files
-from opendit.data.shards import remote
+from opendit.data.shards import store
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, write_tar
 
@@ -69,9 +69,9 @@ def server(tmp_path, monkeypatch):
     tar = write_tar(tmp_path / "t.tar", captioned(4))
     make_indexes(str(tar), num_workers=1)
     found = Server({f"/{name}": (tmp_path / name).read_bytes() for name in ("t.tar", "t.tar.index")})
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(media_files, "PAUSES", (0.01,))
-    monkeypatch.setattr(remote, "TIME_LIMIT", 0.4)
+    monkeypatch.setattr(store, "TIME_LIMIT", 0.4)
     yield found
     found.socket.close()
 
@@ -215,7 +215,7 @@ def test_answers_to_ranges(server, answer, says):
     ],
 )
 def test_answers_to_requests_of_an_index(server, answer, says, monkeypatch):
-    monkeypatch.setattr(remote, "MOST_INDEX", 1 << 20)
+    monkeypatch.setattr(store, "MOST_INDEX", 1 << 20)
     server.hostile = of_indexes(answer)
     begin = time.monotonic()
     with pytest.raises(ValueError, match=f"^--data_path {server.address}/t.tar: .*t.tar.index.*{says}") as caught:
@@ -233,7 +233,7 @@ def test_answers_to_requests_of_an_index(server, answer, says, monkeypatch):
     ],
 )
 def test_pages_of_folders(server, page, says, monkeypatch):
-    monkeypatch.setattr(remote, "MOST_PAGE", 1 << 20)
+    monkeypatch.setattr(store, "MOST_PAGE", 1 << 20)
     server.files["/"] = page
     begin = time.monotonic()
     with pytest.raises(ValueError, match=f"^--data_path {server.address}/: .*{says}"):
@@ -271,14 +271,12 @@ def test_addresses_that_may_be_right():
         check_data(address, "--data_path")
 
 
-@pytest.mark.parametrize(
-    "braces", ["{0..999999}{0..999999}", "{0..99}" * 200, "{" + "9" * 5000 + ".." + "9" * 5001 + "}", "{5..1}"]
-)
+@pytest.mark.parametrize("braces", ["{0..999999}{0..999999}", "{0..99}" * 200, f"{{{'9' * 5000}..{'9' * 5001}}}"])
 def test_ranges_of_too_many_tars(braces):
     begin = time.monotonic()
-    with pytest.raises(ValueError, match=r"^--data_path http://h/.*(names more than|let it go upwards)") as caught:
-        remote.expand(f"http://h/{braces}.tar")
-    assert time.monotonic() - begin < 30 and len(str(caught.value)) < 500
-    assert remote.expand("s3://b/{08..10}-{1..2}.tar") == [
+    with pytest.raises(ValueError, match=r"^--data_path http://h/.*(names more than|more than 18 digits)"):
+        build_dataset(f"http://h/{braces}.tar", 8, seed=0)
+    assert time.monotonic() - begin < 30
+    assert store.expand(["s3://b/{08..10}-{1..2}.tar"]) == [
         f"s3://b/{n}-{k}.tar" for n in ("08", "09", "10") for k in "12"
     ]

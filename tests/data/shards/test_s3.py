@@ -12,7 +12,7 @@ from werkzeug.serving import make_server
 
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data import files as media_files
-from opendit.data.shards import remote
+from opendit.data.shards import store as stores
 from opendit.data.shards.program import make_indexes
 from tests.data.shards.tars import captioned, write_tar
 
@@ -70,7 +70,7 @@ def store(program, tmp_path, monkeypatch):
     make_indexes(str(tmp_path / "tars"), num_workers=1)
     for path in (tmp_path / "tars").iterdir():
         boto3.client("s3").put_object(Bucket=BUCKET, Key=f"set/{path.name}", Body=path.read_bytes())
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(stores.FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(media_files, "PAUSES", (0.01,) * 4)
     program.faults, program.ranges = [], 0
     return program
@@ -98,7 +98,7 @@ def test_samples_are_the_local_ones_and_come_once(store, tmp_path):
 
 @pytest.mark.parametrize("fault", ["503", "short", "less", "hang"])
 def test_faults_that_pass_are_waited_for_and_others_named(store, monkeypatch, fault):
-    monkeypatch.setattr(remote, "TIME_LIMIT", 0.5)
+    monkeypatch.setattr(stores, "TIME_LIMIT", 0.5)
     data = opened()
     store.faults = [fault] * 2
     assert data[SampleKey(0, 0, 0)].text == "a 0" and not store.faults
@@ -133,7 +133,7 @@ def test_a_full_disk_does_not_end_the_reading(store, monkeypatch, capsys):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(remote, "replacing", full)
+    monkeypatch.setattr(stores, "replacing", full)
     assert [data[SampleKey(row, 0, row)].text for row in (0, 1, 0)] == ["a 0", "a 1", "a 0"]
     assert capsys.readouterr().err.count("No space left on device; what is read is not kept there") == 1
     assert store.ranges == 3

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, size_cache
+from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule, row_arrays
 from opendit.data.base import View
 from opendit.data.held_out import hold_out
 from opendit.data.shards import dataset, store
-from opendit.data.shards.index import ROW, Header, TarIndex, index_of, write_index
+from opendit.data.shards.index import ROW, TarIndex, index_of, write_index
 from opendit.data.shards.program import make_indexes
 from opendit.data.video_file import write_mp4
-from tests.data.shards.tars import captioned, picture, write_tar
+from tests.data.shards.tars import captioned, header_of, picture, write_tar
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_ten_million_samples_cost_what_is_read_of_them(tmp_path):
     """The index of a tar that is as large on paper: a sparse file, so that the test writes next to nothing."""
     rows = 10_000_000
     tar = tmp_path / "x.tar"
-    header = Header(rows, 0, 4 << 40, "", False, rows, "label", 1, [".png"], [])
+    header = header_of(rows=rows, tar_bytes=4 << 40, pictures=rows, suffixes=[".png"])
     write_index(index_of(tar), header, np.zeros(0, ROW), b"")
     index_path, start = index_of(tar), index_of(tar).stat().st_size
     os.truncate(index_path, start + rows * ROW.itemsize)
@@ -159,14 +159,14 @@ def index_alone(folder, name, kinds):
     rows["suffix"], rows["number"] = kinds, np.arange(len(kinds))
     pictures = len(kinds) - int(sum(kinds))
     (folder / f"{name}.tar").write_bytes(bytes(1024))
-    header = Header(len(kinds), 0, 1024, name * 64, False, pictures, "label", 1, [".png", ".mp4"], [])
+    header = header_of(rows=len(kinds), tar_bytes=1024, sha256=name * 64, pictures=pictures, suffixes=[".png", ".mp4"])
     write_index(index_of(folder / f"{name}.tar"), header, rows, b"")
 
 
 @pytest.fixture
 def kinds(tmp_path, monkeypatch):
     """Write tars to ``tmp_path / "tars"``, some of one kind alone; return which samples are clips."""
-    monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / "sizes"))
+    monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / "sizes"))
     random = np.random.default_rng(0)
     of = [*(random.random(1500) < 0.3 for _ in range(2)), [True] * 1100, [False] * 1030, random.random(7) < 0.5]
     (tmp_path / "tars").mkdir()
@@ -177,7 +177,7 @@ def kinds(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("large", [1, 2**20])  # kept in a file and mapped, or in memory
 def test_the_pictures_of_mixed_tars_are_found_without_a_list_of_them(tmp_path, kinds, large, monkeypatch):
-    monkeypatch.setattr(size_cache, "LARGE", large)
+    monkeypatch.setattr(row_arrays, "LARGE", large)
     for _ in range(2):
         data = build_dataset(str(tmp_path / "tars"), 8, seed=0)
         pictures = np.flatnonzero(~kinds)
@@ -223,7 +223,7 @@ def test_sizes_are_looked_up_by_several_threads_which_open_few_files(mixed, tmp_
     monkeypatch.setattr(dataset, "OPEN_A_THREAD", 0)  # each sample is read by another copy of the data set
     sizes, threads = [], {8: set(), 1: set()}
     for count in (8, 1):
-        monkeypatch.setenv(size_cache.FOLDER, str(tmp_path / str(count)))
+        monkeypatch.setenv(row_arrays.FOLDER, str(tmp_path / str(count)))
         monkeypatch.setattr(dataset.ShardDataset, "size_threads", count)
         data = build_dataset(str(mixed / "tars"), 16, seed=0, use_video=True)
         meet, read = threading.Barrier(min(count, len(data))), store.LocalTars.read

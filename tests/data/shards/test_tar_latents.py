@@ -17,9 +17,8 @@ from safetensors.torch import load
 from opendit.data import DataError, SampleKey, build_dataset, build_loader, build_schedule
 from opendit.data.base import View
 from opendit.data.make_latents import make_latents
-from opendit.data.order.buckets import TokenSize
-from opendit.data.shaped import shape_latents
-from opendit.data.shards import remote
+from opendit.data.shaped import TokenSize, shape_latents
+from opendit.data.shards import store
 from opendit.data.shards.index import index_of
 from opendit.data.shards.latents import ABOUT
 from opendit.data.shards.program import make_shards
@@ -299,7 +298,7 @@ def test_latents_of_a_server(media, codec, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "latents")))
     server.faults, server.ranges = [], 0
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv(remote.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(store.FOLDER, str(tmp_path / "cache"))
     try:
         far = build_dataset(f"http://127.0.0.1:{server.server_port}", 16, seed=0)
         near = build_dataset(str(tmp_path / "latents"), 16, seed=0)
