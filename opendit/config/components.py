@@ -368,7 +368,8 @@ class OptimizerFlags(Flags):
 
     optimizer: str = flag(
         "adamw",
-        "muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest (zero2, ddp, fsdp)",
+        "adamw8bit: AdamW whose moments are kept in 8 bits; muon: orthogonalised momentum for the blocks' matrices, "
+        "AdamW for the rest (both: zero2, ddp, fsdp)",
         choices=OPTIMIZERS,
     )
     muon_momentum: float = flag(0.95, "decay of Muon's mean of the gradients", **SHARE)

@@ -310,20 +310,24 @@ class TrainConfig(
             raise ValueError(
                 f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice; give each once"
             )
+        clashes = {
+            f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": (
+                self.optimizer in PLUGINS[self.plugin].rejects
+            ),
+            "--offload state, which keeps AdamW's moments in host memory": (
+                self.optimizer != "adamw" and parse_offload(self.offload)[0] == "state"
+            ),
+        }
         if self.optimizer == "muon":
-            clashes = {
-                f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": (
-                    "muon" in PLUGINS[self.plugin].rejects
-                ),
+            clashes |= {
                 "--lora, which trains factors of matrices, where Muon orthogonalises whole ones": self.lora is not None,
                 "--tensor_parallel_size, whose ranks have parts of a matrix": self.tensor_parallel_size > 1,
                 "--expert_parallel_size, which divides other weights than those around them": (
                     self.expert_parallel_size > 1
                 ),
                 "--parallel auto, which counts with AdamW's steps and may divide matrices": self.parallel == "auto",
-                "--offload state, which keeps AdamW's moments in host memory": self.offload == "state",
             }
-            self._reject("optimizer", clashes)
+        self._reject("optimizer", clashes)
 
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
         """Check the flags beside --objective meanflow, and let its samples be drawn in two steps, without guidance."""

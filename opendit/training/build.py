@@ -140,6 +140,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         streamed=streamed,
         initial=initial,
         muon=muon_settings(spec),
+        eight_bits=flags.optimizer == "adamw8bit",
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:

@@ -24,6 +24,8 @@ import torch
 from opendit.config.names import BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid, parse_offload
 from opendit.kernels.base_precision import is_stored, row_bytes
+from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
+from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
 from opendit.models.lora import Lora, lora_layers
@@ -65,6 +67,7 @@ class Setup:
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay beside the model.
         muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
+        eight_bits: AdamW's moments are kept in 8 bits.
 
     Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.
@@ -99,6 +102,7 @@ class Setup:
     held_micro_batches: float = 1
     encoders: int = 0
     muon: str | None = None
+    eight_bits: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -184,6 +188,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         return replace(needs, states=needs.states | {"encoders": setup.encoders})
     if setup.muon is not None:
         return _with_muon(config, setup, estimate(config, replace(setup, muon=None), batch))
+    if setup.eight_bits:
+        return _in_eight_bits(config, setup, estimate(config, replace(setup, eight_bits=False), batch))
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
@@ -256,6 +262,27 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
         gradients_at_the_end=needs.gradients_at_the_end + step,
         last_block=max(0, needs.last_block - step),  # whose activations are gone by then
     )
+
+
+def in_eight_bits(setup: Setup) -> Setup:
+    """Return a setup with its moments in 8 bits, if all weights are trained by AdamW and it can keep them so."""
+    possible = setup.plugin != "gemini" and setup.muon is None and setup.offload != "state" and setup.lora is None
+    return replace(setup, eight_bits=True) if possible else setup
+
+
+def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
+    """Shrink the moments of an estimate, and add the fp32 memory through which those of some tensors at a time pass;
+    under ddp it is free again when the step ends."""
+    weights = needs.states["moments"] / 8
+    shapes = model_shapes(config)[0].values() if setup.lora is None else ()
+    copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+    largest = max(map(math.prod, shapes), default=0) / copies
+    decoded = 8 * min(weights, DECODED + largest)
+    states = needs.states | {"moments": 2 * (1 + 4 / UNIT) * weights}
+    if setup.plugin != "ddp":
+        return replace(needs, states=states | {"decoded moments": decoded})
+    last = max(0, needs.last_block - decoded)
+    return replace(needs, states=states, gradients_at_the_end=needs.gradients_at_the_end + decoded, last_block=last)
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
@@ -454,7 +481,7 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     """Suggest a change for a step that needs more than ``capacity``; None if it fits.
 
     The first of these that is enough: recompute parts of blocks, recompute blocks, keep averages or moments too in host
-    memory (fsdp), use smaller micro-batches, share samples between ranks, use more ranks."""
+    memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share samples between ranks, use more ranks."""
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -477,6 +504,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     smaller = next((size for size in range(min(smaller, batch - 1), 0, -1) if batch % size == 0), 0)
     if smaller:
         return f"--batch_size {smaller} with {batch // smaller} x the --grad_accumulation"
+    if in_eight_bits(setup) != setup and fits(eight_bits=True):
+        return "--optimizer adamw8bit"
 
     def shared(world: int) -> str | None:
         alike = world // (setup.tensor_parallel * setup.pipeline_parallel)
