@@ -32,6 +32,7 @@ from opendit.config.names import (
     BASE_PRECISIONS,
     BEST,
     BLOCKS,
+    BUT_ATTENTION,
     CHECKPOINT_FORMATS,
     DESCRIPTIONS,
     METRICS,
@@ -435,6 +436,12 @@ class MemoryFlags(Flags):
         "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half), all but "
         "attention (but_attention)",
         choices=RECOMPUTE,
+    )
+    recompute_blocks: int | None = flag(
+        None,
+        f"with --recompute {BUT_ATTENTION} or --grad_checkpoint: this many blocks, evenly spread, and not all",
+        unit="blocks",
+        **COUNT,
     )
     keep_gathered: bool = flag(
         False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic"

@@ -415,6 +415,9 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.optimizer != "muon":
             unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
+        if not (self.grad_checkpoint or self.recompute == BUT_ATTENTION or self.parallel == "auto" or self.card):
+            why = f"does nothing without --recompute {BUT_ATTENTION} or --grad_checkpoint"
+            unused["recompute_blocks"] = why
         if self.average is not None:
             unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
@@ -650,6 +653,7 @@ class TrainConfig(
             )
         clashes = {
             "--plugin fsdp, which gathers blocks from all GPUs": self.plugin == "fsdp",
+            "--recompute_blocks: all of them have to be": self.recompute_blocks is not None,
             "--parallel auto, which doesn't plan for it": self.parallel == "auto",
             "--compile, which can't follow weights that are copied before a call": self.compile,
             "--sequence_parallel_size, with which it was not tried": self.sequence_parallel_size > 1,
@@ -698,6 +702,12 @@ class TrainConfig(
 
     def _resolve_recompute(self) -> tuple["TrainConfig", list[str]]:
         """Turn --recompute off where the plugin or --fp8 makes it useless."""
+        if self.recompute_blocks is not None:
+            clashes = {
+                "--pipeline_parallel_size, whose stages recompute all of theirs": self.pipeline_parallel_size > 1,
+                "--parallel auto, which chooses what is recomputed": self.parallel == "auto",
+            }
+            self._reject("recompute_blocks", clashes)
         if self.recompute == "none":
             return self, []
         for name, why in (

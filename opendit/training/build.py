@@ -119,6 +119,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         stages=spec.stages,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
+        recompute_blocks=flags.recompute_blocks,
         compiled=spec.why_not_compiled is None,
     )
     state, count = parse_offload(flags.offload)

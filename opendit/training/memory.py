@@ -54,6 +54,7 @@ class Setup:
         compiled: blocks are compiled.
         averages: number of EMAs.
         accumulate: a step has several micro-batches.
+        recompute_blocks: of blocks that are recomputed, how many are; None: all.
         lora: the LoRA that is trained; None if all of the model is.
         base_precision: as --base_precision.
         replicate: copies of a model that fsdp shards.
@@ -86,6 +87,7 @@ class Setup:
     compiled: bool = False
     recompute: str = "none"
     grad_checkpoint: bool = False
+    recompute_blocks: int | None = None
     lora: Lora | None = None
     base_precision: str = "bf16"
     replicate: int = 1
@@ -124,6 +126,12 @@ class Setup:
     def recomputes_blocks(self) -> bool:
         """True if whole blocks are recomputed, with or without their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
+
+    def kept_blocks(self, depth: int) -> int:
+        """Return how many of ``depth`` blocks are not recomputed as a whole."""
+        if not self.recomputes_blocks:
+            return depth
+        return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
 
     @property
     def execution(self) -> Execution:
@@ -452,7 +460,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
     First what all other blocks keep, then what one block keeps and its backward pass needs.
     """
-    plan, size = plan_of(config), BYTES[setup.precision]
+    plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = config.tokens
     if config.axial_attention and setup.sequence_parallel > 1:
@@ -468,13 +476,15 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     if not setup.gathers_float8 and setup.base_precision != "fp8":
         block += kept.weights  # (beside LoRA they are cast once, and take as much)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if setup.recomputes_blocks:  # every block's input and modulation, and all of one block
+    if kept_blocks < config.depth:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
-        return (setup.held_micro_batches * config.depth - 1) * given, block + backward_of_one
-    return (setup.held_micro_batches * config.depth - 1) * block, block + backward_of_one
+    else:
+        given = block
+    held = kept_blocks * block + (config.depth - kept_blocks) * given
+    return setup.held_micro_batches * held - given, block + backward_of_one
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
@@ -557,6 +567,8 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
         text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"
+    if setup.recompute_blocks is not None:
+        text += f" (--recompute_blocks {setup.recompute_blocks})"
     if capacity is None:
         return f"{text}; on a CPU in {setup.precision}, libraries and loader processes not counted"
     largest = largest_batch(config, setup, USABLE * capacity)

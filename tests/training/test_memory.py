@@ -16,6 +16,7 @@ from opendit.kernels.eight_bit_moments import EightBits
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
 from opendit.models.lora import Lora, add_lora
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.collectives import Group
 from opendit.parallel.tensor import divide
 from opendit.training.memory import GIB, Setup, advice, describe, estimate, largest_batch, lora_parameters, parts
@@ -188,6 +189,27 @@ def test_checkpointed_blocks_keep_their_input_and_modulation_and_may_keep_attent
     one = estimate(DiTConfig(**{**vars(LABELS), "depth": 1}), setup, 2).activations
     assert estimate(LABELS, setup, 2).activations - one == 3 * unit
     assert kept == pytest.approx(4 * unit, rel=0.02)
+
+
+@pytest.mark.parametrize("attention", (False, True))
+def test_blocks_that_are_not_recomputed_keep_all(attention):
+    how = {"recompute": "but_attention"} if attention else {"grad_checkpoint": True}
+
+    def kept(**changes) -> int:
+        model = apply_parallel(randomised(DiT(LABELS)), **changes)
+        return kept_bytes(lambda: model(*inputs(LABELS)))
+
+    none, one, few, every = kept(), kept(**how, recompute_blocks=1), kept(**how, recompute_blocks=3), kept(**how)
+    assert every == kept(**how, recompute_blocks=4) == kept(**how, recompute_blocks=9)
+    setup = Setup(precision="fp32", fused=False)
+
+    def estimated(**changes) -> float:
+        return estimate(LABELS, replace(setup, **changes), 2).activations
+
+    for found, count in ((one, 1), (few, 3), (every, 4)):  # the last block is there as a whole when its pass begins
+        less = estimated() - estimated(**how, recompute_blocks=count)
+        assert less == pytest.approx((none - found) * (count - 1) / count, rel=2e-3)
+    assert estimated(**how) == estimated(**how, recompute_blocks=4)
 
 
 def test_measured_peaks():
