@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from opendit.config.names import BUT_ATTENTION, BYTES
+from opendit.config.names import BLOCKS, BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid, parse_offload
 from opendit.kernels.base_precision import is_stored, row_bytes
 from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
@@ -401,9 +401,9 @@ def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     return blocks_of(_block_bytes(config, setup.base_precision, size), count)
 
 
-def host_blocks(config: DiTConfig, setup: Setup) -> int:
-    """Return the bytes of the blocks that --offload keeps in host memory."""
-    return _of_streamed(config, setup)[0]
+def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> int:
+    """Return the bytes of the blocks that --offload keeps in host memory, or of ``count`` blocks."""
+    return _of_streamed(config, setup if count is None else replace(setup, offload=f"{BLOCKS}:{count}"))[0]
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
@@ -673,7 +673,13 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     needed, there = ranks * (state + buffers), host_memory()
     if not state or needed <= USABLE_OF_A_HOST * there:
         return
-    fixes = [f"--offload {less}" for less in ("average", "none") if _host_total(config, setup, batch, less) < state]
+    less = ["average", "none"]
+    if parse_offload(setup.offload)[1]:
+        room = USABLE_OF_A_HOST * there / ranks - buffers
+        counts = range(1, config.depth + 1)
+        fewer = [f"{BLOCKS}:{count}" for count in counts if host_blocks(config, setup, count) <= room]
+        less = [*fewer[-1:], "none"]
+    fixes = [f"--offload {other}" for other in less if _host_total(config, setup, batch, other) < state]
     fixes += ["--no_save"] * (saves and ranks * state <= USABLE_OF_A_HOST * there) + ["more machines"]
     raise ValueError(
         f"--offload {setup.offload}: keeps {ranks * state / GIB:,.1f} GiB in host memory"
