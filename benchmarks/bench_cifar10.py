@@ -7,8 +7,8 @@
     python benchmarks/bench_cifar10.py --outputs FOLDER --plot                             plot what is there again
 
 CIFAR holds train/CLASS/*.jpg and test/CLASS/*.jpg, or train.jpegs with train.npz and test.jpegs with test.npz. A row is
-a run of train.py for --seconds of training, without start and checkpoints. Its checkpoints nearest to a third, two
-thirds and the end of that time are measured: --samples pictures of the averaged weights, as many of every class,
+a run of train.py for --seconds of training, without start and checkpoints. Its checkpoints nearest to --points equal
+parts of that time are measured: --samples pictures of the averaged weights, as many of every class,
 without guidance, against the test pictures.
 
     frechet    Fréchet distance in the penultimate features of a classifier that this program trains once
@@ -105,7 +105,6 @@ ROWS |= {
     "tread_repa_modern": f"--route 4:10:0.5 --repa {TEACHER} --repa_block 4 {ROWS['modern']}",
 }
 SIDE, CLASSES = 32, 10
-POINTS = 3  # moments of a run that are measured, at equal distances
 BATCH = 1000  # pictures that are drawn or measured at once
 CLASSIFIER_BATCH, RATE, DECAY, CUTOUT = 512, 0.4, 5e-4, 8
 TEACHER_BATCH, TEACHER_RATE, TEMPERATURE, NEIGHBOURS = 1024, 1e-3, 0.2, 20
@@ -411,7 +410,8 @@ class Metric:
 def floor(classifier: Classifier, train: Pictures, test: Pictures) -> dict[str, float]:
     """Return the distances between real pictures: halves of the test split, and as many of the training split."""
     pool, _ = features_of(classifier, test.pixels)
-    halves = [Moments.of(part).gaussian() for part in (pool[::2], pool[1::2])]
+    rows = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))  # in files classes may take turns
+    halves = [Moments.of(pool[part.to(pool.device)]).gaussian() for part in rows.chunk(2)]
     of_train, _ = features_of(classifier, train.pixels[: len(pool)])
     whole = Moments.of(pool).gaussian()
     return {
@@ -478,7 +478,7 @@ def run_row(args: argparse.Namespace, name: str, own: str, seed: int) -> None:
     metric = Metric.of(load_classifier(args.outputs / "classifier.safetensors", device), train, test)
     labels = np.arange(args.samples) % len(train.classes)
     lines, points = read_log(outputs), []
-    for checkpoint in chosen(folder / "checkpoints", POINTS):
+    for checkpoint in chosen(folder / "checkpoints", args.points):
         step, began = int(checkpoint.name.removeprefix("step_")), time.perf_counter()
         pixels = draw(checkpoint, labels, args.steps, args.guidance, min(BATCH, args.samples))
         points.append(
@@ -681,6 +681,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, default=1, help="rows that run at once, one on each GPU")
     parser.add_argument("--seconds", type=float, default=180, help="of training, for each row")
     parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--points", type=int, default=3, help="moments of a run that are measured, equally far apart")
     parser.add_argument("--steps", type=int, default=50, help="of the sampler")
     parser.add_argument("--also", type=int, nargs="+", default=[], help="more numbers of steps, at the end of a run")
     parser.add_argument("--guidance", type=float, default=1.0, help="1: none")

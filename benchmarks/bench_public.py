@@ -61,11 +61,13 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
+from opendit.sampling.sampling_engine import SamplingEngine
 
 SEED, TIME, GUIDANCE = 0, 500.0, 4.0  # bf16 holds this time, and this scale times 1000
 COMPILE_SECONDS = 45  # that must be left to begin compiling
 OURS, RECORDED, PLAIN = "ours", "ours recorded", "ours without kernels"
 BEFOREHAND, FLOAT8 = "ours modulated beforehand", "ours in FP8 modulated beforehand"
+ENGINE, ENGINE_FLOAT8 = "sampling engine", "sampling engine in FP8"
 FLOOR = "products and attention alone"
 EAGER, COMPILED = "diffusers eager", "diffusers compiled"
 INFERENCE = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -734,6 +736,10 @@ class Measurement:
         for name in (EAGER, COMPILED):
             if name in self.networks:
                 draws[name] = lambda name=name: self.their_latents(self.networks[name])
+        for name, fp8 in ((ENGINE, False), (ENGINE_FLOAT8, True)) if bench.device.type == "cuda" else ():
+            with bench.part(name):
+                draws[name] = self.engine(fp8)
+                draws[name]()  # which records the steps
         for name in sorted(draws, key=lambda name: name != EAGER):
             if not bench.wants("latents", 3.0):
                 break
@@ -744,7 +750,7 @@ class Measurement:
         if EAGER in self.latents:
             found = {name: difference(x, self.latents[EAGER]) for name, x in self.latents.items() if name != EAGER}
             self.differences(f"latents of {self.subject.steps} steps", found)
-        for name in [name for name in seconds if name in (OURS, EAGER, COMPILED)]:
+        for name in [name for name in seconds if name in (OURS, EAGER, COMPILED, ENGINE, ENGINE_FLOAT8)]:
             row = {"case": f"{self.case} {name}", "metric": f"{self.subject.steps} steps s"}
             row["value"] = f"{seconds[name]:.3f}"
             if COMPILED in seconds and name != COMPILED:
@@ -778,11 +784,23 @@ class Measurement:
         scheduler.set_timesteps(sigmas=sigmas, mu=mu, device=self.bench.device)
         return scheduler, config
 
+    def objective(self) -> tuple[FlowObjective, str]:
+        """Return the family's objective and its sampler's name."""
+        schedule = published_schedule(self.scheduler()[1])
+        flux2 = self.subject.family == "flux2"
+        return FlowObjective(empirical_tokens=0) if flux2 else schedule.objective, schedule.sampler
+
+    def engine(self, fp8: bool) -> Callable[[], Tensor]:
+        """Return what draws as sample.py does: with modulations made for all steps beforehand, and recorded steps."""
+        pair, (objective, sampler) = self.pair, self.objective()
+        kernels = pair.select(inference=True, switches=replace(pair.switches, fp8=fp8))
+        model = with_weights(pair.config, dict(pair.model.named_parameters()))
+        model.use(ops=kernels.ops, attend=kernels.attend)
+        engine = SamplingEngine(model, objective, steps=self.subject.steps, sampler=sampler, cfg_scale=1.0)
+        return lambda: engine.sample(pair.y, pair.y, torch.arange(1, device=self.bench.device), SEED)
+
     def our_latents(self, network: Network, rounded: bool = False) -> Tensor:
-        schedule, dtype = published_schedule(self.scheduler()[1]), self.bench.dtype
-        objective = schedule.objective
-        if self.subject.family == "flux2":
-            objective = FlowObjective(empirical_tokens=0)
+        (objective, sampler), dtype = self.objective(), self.bench.dtype
 
         def forward(x: Tensor, t: Tensor, y: Any) -> Tensor:
             return network(x, ((t / 1000).to(dtype) * 1000).float() if rounded else t)
@@ -795,7 +813,7 @@ class Measurement:
             objective=objective.for_tokens(self.pair.config.tokens),
             seed=SEED,
             steps=self.subject.steps,
-            sampler=schedule.sampler,
+            sampler=sampler,
             cfg_scale=1.0,
             forward=forward,
         )

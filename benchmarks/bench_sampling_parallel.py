@@ -5,7 +5,8 @@
 
 The ranks share a sample as sample.py's do: with two groups of --sequence_parallel_size, the halves of guidance; with
 one, the sequence alone. Rank 0 draws by itself, then all of them together, in turns; medians count. Model and VAE (of
-Stable Diffusion's shape, a frame at a time for clips) have random weights.
+Stable Diffusion's shape, a frame at a time for clips) have random weights. A public model, as ``--model wan-1.3b``, is
+measured at its published size, without a VAE.
 """
 
 import argparse
@@ -19,16 +20,51 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also when run as
 import torch
 import torch.distributed as dist
 
+from benchmarks.bench_public import SUBJECTS, caption_of
 from benchmarks.bench_sampling import SEED, Bench
 from benchmarks.bench_sampling_files import make_codec
 from benchmarks.results import append
+from opendit.config.components import SpeedFlags
+from opendit.diffusion import FlowObjective
 from opendit.encoders.video_vae import FrameCodec
+from opendit.kernels.select import select_kernels
+from opendit.models.families.network import PublicDiT
+from opendit.models.families.public_config import public_config
 from opendit.parallel.guidance import Replica, SharedBatch, make_replicas
 from opendit.parallel.mesh import close_mesh, init_mesh
 from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.sampling.output_pipeline import OutputPipeline
 from opendit.sampling.sampling_engine import SamplingEngine
+
+
+class PublicBench(Bench):
+    """A public model: its network, a caption and an empty one."""
+
+    def __init__(self, args, device: torch.device):
+        self.args, self.objective, self.device = args, FlowObjective(3.0), device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        subject = SUBJECTS[args.model]
+        self.config = public_config(subject.family, subject.values, subject.size, subject.tokens)
+        self.null = caption_of(subject, self.config, device, self.dtype)
+        self.frames = subject.size[0] if len(subject.size) == 3 else 0
+
+    def model(self, fp8: bool, sequence=None):
+        """Return the network with the fused kernels of sampling. sequence: how ranks share samples."""
+        torch.manual_seed(SEED)
+        with torch.device("meta"):
+            model = PublicDiT(self.config)
+        model = model.to_empty(device=self.device).to(self.dtype)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.02)
+        speed = SpeedFlags(True, True, True, fp8=fp8)
+        on = self.device, self.dtype, self.config.head_dim, self.config.tokens
+        kernels = select_kernels(speed, *on, inference=True, shared=sequence is not None)
+        model.eval().requires_grad_(False)
+        return model.place(self.device, self.dtype).use(ops=kernels.ops, attend=kernels.attend, sequence=sequence)
+
+    def batch(self, size: int):
+        return self.null, torch.arange(size, device=self.device)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,14 +83,17 @@ def main(argv: list[str] | None = None) -> None:
     args.seconds = float("inf")
     torch.set_float32_matmul_precision("highest")
     mesh = init_mesh(sequence_parallel=args.sequence_parallel_size)
-    bench = Bench(args)
+    public = args.model in SUBJECTS
+    bench = PublicBench(args, mesh.device) if public else Bench(args)
     bench.device = mesh.device
     cfg_parallel = mesh.world_size == 2 * mesh.sp_size
     replica = make_replicas(mesh, cfg_parallel)
-    codec = make_codec(args, mesh.device)
-    codec = FrameCodec(codec) if args.num_frames else codec
+    codec = None if public else make_codec(args, mesh.device)
+    codec = FrameCodec(codec) if codec is not None and args.num_frames else codec
     c = bench.config
-    strategy = sequence_parallel(mesh, "auto", Shape(c.tokens, c.hidden_size, c.num_heads, 1 if cfg_parallel else 2))
+    sizes = c.tokens, c.hidden_size, c.num_heads, 1 if cfg_parallel else 2
+    kinds = {"types": c.sequence_types, "plain": c.plain_projections} if public else {}
+    strategy = sequence_parallel(mesh, "auto", Shape(*sizes, **kinds))
     alone, shared = bench.model(False), bench.model(False, strategy)
     around = (lambda model: SharedBatch(model, replica.halves)) if cfg_parallel else None
     engines = {
@@ -68,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         dist.barrier()
         bench.synchronize()
         start, found = time.perf_counter(), []
-        if name == "all" or mesh.is_main:
+        if codec is None and (name == "all" or mesh.is_main):
+            engines[name].sample(y, bench.null, index, SEED)
+        elif codec is not None and (name == "all" or mesh.is_main):
             mine = replica if name == "all" else single
             with OutputPipeline(codec, mesh.device, lambda *part: found.append(part), mine.ranks, mine.leads) as out:
                 out.put(index.cpu(), engines[name].sample(y, bench.null, index, SEED))
@@ -84,8 +125,11 @@ def main(argv: list[str] | None = None) -> None:
     one, all_ranks = (statistics.median(times[name]) for name in engines)
     if mesh.is_main:
         how = f"guidance's halves x sp {mesh.sp_size}" if cfg_parallel else f"sp {mesh.sp_size}"
-        what = f"{args.num_frames} frames " if args.num_frames else ""
-        case = f"{args.model} {what}{args.image_size}px {args.steps} steps with VAE, {how}"
+        if public:
+            case = f"{args.model} {SUBJECTS[args.model].where} {args.steps} steps, {how}"
+        else:
+            what = f"{args.num_frames} frames " if args.num_frames else ""
+            case = f"{args.model} {what}{args.image_size}px {args.steps} steps with VAE, {how}"
         print(f"{case}: one {1e3 * one:.1f} ms, all {1e3 * all_ranks:.1f} ms, {one / all_ranks:.3f} x; "
               f"steps {engines['all'].note}", flush=True)  # fmt: skip
         if args.results:

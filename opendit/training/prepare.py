@@ -230,10 +230,11 @@ def _ema_warmup(flags: TrainConfig, stored: dict[str, Any] | None) -> float:
 def make_deterministic() -> None:
     """Choose operations that give the same bits in every run, on the same GPU and libraries (--deterministic).
 
-    An operation without such a form warns and runs. cuBLAS needs a workspace of fixed size, set before its first use.
+    An operation without such a form raises RuntimeError. With ``warn_only`` torch's attention would warn, too, and add
+    up dq in any order. cuBLAS needs a workspace of fixed size, set before its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     memory: Any = torch.utils.deterministic  # the attribute is defined by the module's class
     memory.fill_uninitialized_memory = False  # it costs time; nothing here reads such memory
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False

@@ -13,6 +13,7 @@ from opendit.kernels.common import Launch, forced_launch, interpreting, kernels_
 from opendit.kernels.flash_attention_4 import CUTE, backward_pass
 from opendit.kernels.philox import philox_bits
 from opendit.kernels.split_heads import split_heads, split_heads_reference
+from opendit.training.prepare import make_deterministic
 from tests.kernels.cases import (
     BATCHES,
     BOUNDS,
@@ -225,15 +226,17 @@ def test_packed_attention(dtype, mode):
         assert ((a.double() - b).norm() / b.norm()).item() <= (1e-2 if dtype == BFLOAT16 else 2e-3)
 
 
-@pytest.mark.parametrize("dtype", (BFLOAT16, torch.float16))
-def test_attention_of_deterministic_runs_repeats_its_bits(dtype):
-    """cuDNN's does not always: it may add the parts of dq up in any order (seen in fp16 at 257 tokens)."""
+@pytest.mark.parametrize("tokens", (257, 1100))
+@pytest.mark.parametrize(("backend", "dtype"), (("flash", BFLOAT16), ("flash", torch.float16), ("efficient", FLOAT32)))
+def test_attention_of_deterministic_runs_repeats_its_bits(backend, dtype, tokens):
+    """Without --deterministic it may add the parts of dq up in any order: seen of cuDNN's in fp16 at 257 tokens, and of
+    torch's flash at 1,088, as two parts give the same sum in both orders and more do not."""
     torch.manual_seed(0)
-    qkv = torch.randn(16, 257, 3 * 16 * 72, device="cuda", dtype=dtype, requires_grad=True)
-    weight = torch.randn(16, 16, 257, 72, device="cuda", dtype=dtype)
-    torch.use_deterministic_algorithms(True)
+    qkv = torch.randn(16, tokens, 3 * 16 * 72, device="cuda", dtype=dtype, requires_grad=True)
+    weight = torch.randn(16, 16, tokens, 72, device="cuda", dtype=dtype)
+    make_deterministic()
     try:
-        runs = [torch.autograd.grad(LocalAttention("flash")(*split_heads(qkv, 16)), qkv, weight)[0] for _ in range(5)]
+        runs = [torch.autograd.grad(LocalAttention(backend)(*split_heads(qkv, 16)), qkv, weight)[0] for _ in range(5)]
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(runs[0], other) for other in runs[1:])
