@@ -28,7 +28,7 @@ ELEMENTS = 2**24  # of the tensors that are decoded together, at least
 
 
 @functools.cache
-def levels(signed: bool) -> Tensor:
+def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
     """Return the (256,) numbers that codes stand for, ascending: of either sign, or from 0 on.
 
     Seven decades share them: every decade has twice as many as the one below it, in the middles of even intervals.
@@ -38,7 +38,7 @@ def levels(signed: bool) -> Tensor:
         edges = torch.linspace(0.1, 1, 2**decade + 1 if signed else 2 ** (decade + 1) + 1)
         middles = (10.0 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0)).tolist()
         found += middles + ([-middle for middle in middles] if signed else [])
-    return torch.tensor(sorted(found))
+    return torch.tensor(sorted(found)).to(device)
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,14 @@ class EightBits:
 
     def decode(self, numbers: Tensor | None = None) -> Tensor:
         """Return the (numel,) fp32 numbers that the codes stand for, by the given ``numbers`` (256,) or the levels."""
-        numbers = levels(self.signed) if numbers is None else numbers
-        found = _units(numbers.to(self.codes.device)[self.codes.int()])
+        numbers = levels(self.signed, self.codes.device) if numbers is None else numbers
+        found = _units(numbers[self.codes.int()])
         return (found * self.scales[:, None]).view(-1)[: self.codes.numel()]
 
     def encode(self, values: Tensor) -> None:
         """Take other values, fp32 of any shape."""
-        numbers, units = levels(self.signed).to(values.device), _units(values.reshape(-1))
+        values = values.to(self.codes.device)  # a checkpoint's are on the host
+        numbers, units = levels(self.signed, values.device), _units(values.reshape(-1))
         self.scales.copy_(units.abs().amax(1).clip(LEAST_SCALE))
         shares = (units / self.scales[:, None]).view(-1)[: self.codes.numel()]
         below = (torch.searchsorted(numbers, shares, right=True, out_int32=True) - 1).clamp(min=0)
@@ -82,7 +83,7 @@ class EightBits:
         They are those of :meth:`decode`, but for the least code of a signed moment. It encodes -1 times the scale, and
         decodes to -0.993 times it, so that the scale would be lost.
         """
-        numbers = levels(self.signed)
+        numbers = levels(self.signed, self.codes.device)
         return self.decode(torch.cat([-numbers[-1:], numbers[1:]])) if self.signed else self.decode()
 
 
@@ -209,10 +210,13 @@ class DecodedMoments:
         if device is None or not kernels:
             return
         self._blocks, self._addresses = BlockTable(stored, block, device), AddressTable(stored, device)
-        self._numbers = torch.cat([levels(True), levels(False)]).to(device)
-        stored_of = [[m if isinstance(m, EightBits) else None for m in pair] for pair in moments]
-        codes = [[pair[i] and pair[i].codes for pair in stored_of] for i in range(2)]
-        scales = [[pair[i] and pair[i].scales for pair in stored_of] for i in range(2)]
+        self._numbers = torch.cat([levels(signed, device) for signed in (True, False)])
+        both: list[list[EightBits | None]] = [
+            [moment if isinstance(moment, EightBits) else None for moment in each]
+            for each in zip(*moments, strict=True)
+        ]
+        codes = [[None if moment is None else moment.codes for moment in each] for each in both]
+        scales = [[None if moment is None else moment.scales for moment in each] for each in both]
         self._addresses.refresh([*codes, *scales, *([pair[i] for pair in self.views] for i in range(2))])
 
     def groups(self, start: int, stop: int) -> Iterator[tuple[int, int]]:

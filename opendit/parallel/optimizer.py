@@ -114,7 +114,8 @@ class FusedAdamW(torch.optim.AdamW):
                 adamw(
                     [p.data for p in params],
                     grads,
-                    *moments,
+                    moments[0],
+                    moments[1],
                     [],
                     [s["step"] for s in states],
                     fused=True,
