@@ -15,14 +15,14 @@ from opendit.models.attention import SequenceShards, TokenGrid
 from opendit.models.blocks import Block, Context, Modulation, run_blocks
 
 
-class SharedTokens(SequenceShards, Protocol):
+class RoutedShards(SequenceShards, Protocol):
     """Shares of a sequence of which other ranks may need any token."""
 
     def join(self, x: Tensor) -> Tensor:
         """Return all tokens (B, N, F) of this rank's (B, n, F), where ranks then do different things with them."""
         ...
 
-    def of_length(self, length: int) -> "SharedTokens":
+    def of_length(self, length: int) -> "RoutedShards":
         """Return the shares of a sequence of another length by the same ranks."""
         ...
 
@@ -69,7 +69,7 @@ def run_routed(
     x = part(x, slice(first), grid) if first else x
     index = kept.unsqueeze(-1).expand(-1, -1, x.shape[-1])
     places = None if grid is None else grid_of(grid, kept)
-    shards = None if grid is None else cast(SharedTokens | None, grid.shards)
+    shards = None if grid is None else cast(RoutedShards | None, grid.shards)
     if shards is None:
         y = part(cast(Tensor, _KeptTokens.apply(x, index)), slice(first, last), places)
         x = x.scatter(1, index, y)
@@ -84,7 +84,7 @@ def run_routed(
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
     """Return the places of the tokens ``kept`` (B, n): tables of positions have rows for each sample."""
     rotary = None if grid.rotary is None else grid.rotary[kept]
-    learned, shards = grid.learned, cast(SharedTokens | None, grid.shards)
+    learned, shards = grid.learned, cast(RoutedShards | None, grid.shards)
     few = None if shards is None else shards.of_length(kept.shape[1])
     if learned is not None:
         learned = (learned if shards is None else shards.join(learned))[0][kept]
