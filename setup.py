@@ -19,6 +19,7 @@ TEST = [
     "ruff",
     "peft>=0.17",
     "playwright",
+    "pyarrow>=15",
     "webdataset",
     "wids",
     "braceexpand",

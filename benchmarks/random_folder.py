@@ -28,6 +28,14 @@ FILE_BYTES = 5 * 10**9
 WAN_14B = dict(num_attention_heads=40, ffn_dim=13824, num_layers=40)
 VALUES: dict[str, dict[str, Any]] = {name: subject.values for name, subject in SUBJECTS.items()}
 VALUES["wan-14b"] = VALUES["wan-1.3b"] | WAN_14B
+VALUES["cosmos2-2b"] = dict(
+    in_channels=16, out_channels=16, num_attention_heads=16, attention_head_dim=128, num_layers=28, text_embed_dim=1024,
+    adaln_lora_dim=256, rope_scale=(1.0, 4.0, 4.0), extra_pos_embed_type=None,
+)  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {name: tiny["values"] for name, tiny in TINY.items()}
+SMALL["cosmos2-2b"] = dict(
+    num_attention_heads=2, attention_head_dim=16, num_layers=2, text_embed_dim=10, adaln_lora_dim=4
+)
 LAYERS = {"flux": "num_single_layers", "klein-4b": "num_single_layers", "z-image": "n_layers"}  # others: num_layers
 
 _EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
@@ -132,7 +140,28 @@ KLEIN: dict[str, dict[str, Any]] = {
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
     },
 }
-AROUND = {"flux": FLUX, "z-image": Z_IMAGE, "wan": WAN, "ti2v-5b": TI2V, "qwen-image": QWEN_IMAGE, "klein-4b": KLEIN}
+COSMOS2: dict[str, dict[str, Any]] = {
+    "vae/config.json": WAN["vae/config.json"],
+    "text_encoder/config.json": {"model_type": "t5"},
+    "scheduler/scheduler_config.json": _EULER | {"shift": 1.0, "use_karras_sigmas": True},
+    "model_index.json": {
+        "_class_name": "Cosmos2TextToImagePipeline",
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "text_encoder": ["transformers", "T5EncoderModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+        "transformer": ["diffusers", "CosmosTransformer3DModel"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    },
+}
+AROUND = {
+    "flux": FLUX,
+    "z-image": Z_IMAGE,
+    "wan": WAN,
+    "ti2v-5b": TI2V,
+    "qwen-image": QWEN_IMAGE,
+    "klein-4b": KLEIN,
+    "cosmos2-2b": COSMOS2,
+}
 
 # An encoder's configuration: (the name of its width there, in the network's).
 WIDTHS = {
@@ -145,6 +174,7 @@ WIDTHS = {
     "ti2v-5b": {"text_encoder": ("d_model", "text_dim")},
     "qwen-image": {"text_encoder": ("hidden_size", "joint_attention_dim")},
     "klein-4b": {"text_encoder": ("hidden_size", "joint_attention_dim")},
+    "cosmos2-2b": {"text_encoder": ("d_model", "text_embed_dim")},
 }
 
 
@@ -161,7 +191,7 @@ def write_folder(name: str, folder: Path, layers: int | None = None, tiny: bool 
     around = AROUND[kind]
     values = dict(VALUES[name])
     if tiny:
-        smaller = TINY["wan-1.3b" if kind == "wan" else name]["values"]
+        smaller = SMALL["wan-1.3b" if kind == "wan" else name]
         values |= {key: value for key, value in smaller.items() if not key.endswith("channels")}  # the VAE's
     if layers is not None:
         values[LAYERS.get(name, "num_layers")] = layers

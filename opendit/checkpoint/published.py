@@ -303,7 +303,9 @@ def read_published(folder: str | Path) -> Weights:
         schedule = root / "scheduler" / SCHEDULER
         if schedule.is_file():
             try:
-                objective, sampler = published_schedule(read_file(schedule, PRETRAINED), family.shifted_end)
+                objective, sampler = published_schedule(
+                    read_file(schedule, PRETRAINED), family.shifted_end, family.karras
+                )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
             if family.shift == "empirical" and objective.shift_tokens is not None:  # or it says another, fixed one

@@ -185,7 +185,7 @@ class DataFlags(Flags):
     data_path: str = flag("digits", data_path_help(), common="folder, CSV, tars, latents; digits", unit="data")
     image_size: int = flag(256, "side of the training pictures in pixels", common="side of the pictures", **SIDE)
     use_video: bool = flag(False, "train a vDiT on clips", common=True)
-    num_frames: int = flag(16, "frames of a clip", common=True, **FRAMES)
+    num_frames: int = flag(16, "frames of a clip; 17 of public models", common=True, **FRAMES)
     frame_interval: int = flag(1, "take every N-th frame of the file", **FRAMES)
     fps: float | None = flag(None, "frames a second, by the times in a clip's file, instead of every N-th", **FPS)
     short_clips: str = flag(

@@ -20,7 +20,7 @@ from opendit.config.command_line import CommandLine
 from opendit.config.console import name_of
 from opendit.config.data_sources import FOREIGN_FORMS, check_inline, named_sources
 from opendit.config.flags import BATCH, FPS, FRAMES, SCALE, SHARE, SIDE, WORKERS, Value, one_of, reject_unused, whole
-from opendit.config.public_models import PUBLIC, name_of_folder
+from opendit.config.public_models import CLIP_FRAMES, PUBLIC, name_of_folder
 
 TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Value(unit="csv")
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
@@ -180,7 +180,7 @@ def _add_latents(latents: CommandLine) -> None:
     )
     latents.heading("Clips and captions: of a CSV")
     latents.switch("--use_video", "encode the clips of a CSV, and its pictures as such")
-    latents.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip", 16)
+    latents.option("--num_frames", FRAMES_OF_A_CLIP, "frames of a clip; 17 of public models", 16)
     latents.option("--frame_interval", FRAMES_OF_A_CLIP, "from frame to frame", 1)
     latents.option("--fps", RATE, BY_TIME)
     latents.option(
@@ -271,6 +271,8 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
     options["model"] = options["model"] or name
     if "image_size" not in given:
         options["image_size"] = family.image_size
+    if options["use_video"] and "num_frames" not in given:
+        options["num_frames"] = CLIP_FRAMES
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:

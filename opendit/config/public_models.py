@@ -10,6 +10,7 @@ from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
+CLIP_FRAMES = 17  # by default: 4 k + 1 and 8 k + 1, as their VAEs take them; the nearest number to the other models' 16
 
 
 class Public(NamedTuple):
@@ -37,6 +38,7 @@ PUBLIC = {
     "flux2": Public("Flux2Transformer2DModel", 1, 1024, True),
     "flux2_klein": Public("Flux2Transformer2DModel", 1, 1024, False),
     "lumina2": Public("Lumina2Transformer2DModel", 2, 1024),
+    "cosmos2": Public("CosmosTransformer3DModel", 2, 768),
 }
 
 

@@ -59,6 +59,9 @@ class CheckpointFlags(Flags):
     lora: list[str] = flag(
         [], "PATH[:WEIGHT] of runs of train.py --lora and LoRA files of public models, merged into --ckpt", unit="path"
     )
+    second_ckpt: str | None = flag(
+        None, "of Wan 2.2 A14B, the run of the network that --ckpt does not hold", unit="path"
+    )
     model: str | None = flag(
         None, "needed only when the checkpoint does not say (Meta's .pt)", common=True, unit="name"
     )
@@ -227,6 +230,8 @@ class SampleConfig(
             check_cfg_parallel(self.sequence_parallel_size, self.tensor_parallel_size, world_size)
         if self.ckpt != "latest":
             check_weights(self.ckpt, "--ckpt", pipeline=True)
+        if self.second_ckpt is not None:
+            check_weights(self.second_ckpt, "--second_ckpt")
         for text in self.lora:
             check_weights(path_and_weight(text)[0], "--lora")
         for name, what in (("image", "a picture"), ("clip", "a clip")):

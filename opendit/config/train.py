@@ -51,7 +51,7 @@ from opendit.config.parallel_sizes import (
     environment_node_size,
     parse_offload,
 )
-from opendit.config.public_models import PUBLIC, commit_of_run, family_in, name_of_folder
+from opendit.config.public_models import CLIP_FRAMES, PUBLIC, commit_of_run, family_in, name_of_folder
 from opendit.config.recipes import find_recipe
 from opendit.config.token_routing import TokenRoute, parse_route
 
@@ -135,6 +135,8 @@ class TrainConfig(
             parse_given(flags.given_frames)
         flags._check_kind()
         notes = check_unused(flags, flags._unused()) + flags._check_steps()
+        flags, note = flags._resolve_frames()
+        notes += note
         _, streamed = parse_offload(flags.offload)
         if flags.plugin != "fsdp" and not streamed:  # a recipe may set it
             flags = replace(flags, offload="none")
@@ -218,6 +220,13 @@ class TrainConfig(
             settings["text_encoder"] = str(folder)
             named.add("text_encoder")
         return replace(self, **settings, given=self.given | named)
+
+    def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
+        """Return the flags with a number of frames that a public model's VAE takes, unless it is given, and a note."""
+        if not self.use_video or family_in(self.model) is None or "num_frames" in self.given:
+            return self, []
+        note = f"--num_frames {CLIP_FRAMES} of clips that are read, the nearest to 16 that {self.model} takes"
+        return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
         """Return the folder of the network to train: ``folder``, or one of two networks in it."""

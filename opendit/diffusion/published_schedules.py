@@ -69,9 +69,12 @@ UNIPC_UNUSED = {
     "time_shift_type",
 }
 
+# Of pipelines that put Karras' noise levels in their place.
+KARRAS_UNUSED = {"use_karras_sigmas", "sigma_min", "sigma_max", "sigma_data", "final_sigmas_type"}
 
-def published_schedule(config: Mapping[str, Any], shifted_end: bool = False) -> PublishedSchedule:
-    """Read the configuration of a scheduler, as ``scheduler_config.json`` has it. shifted_end: see ``Family``.
+
+def published_schedule(config: Mapping[str, Any], shifted_end: bool = False, karras: bool = False) -> PublishedSchedule:
+    """Read the configuration of a scheduler, as ``scheduler_config.json`` has it. shifted_end, karras: see ``Family``.
 
     Raises ValueError, which names the setting, for one that is not supported. Settings that are unknown are accepted if
     they are off (false, null, 0 or empty), as newer versions of diffusers write them.
@@ -79,10 +82,18 @@ def published_schedule(config: Mapping[str, Any], shifted_end: bool = False) -> 
     name = config.get("_class_name")
     if name not in READERS:
         raise ValueError(f"_class_name {name!r}: not supported; give {' or '.join(READERS)}")
+    if karras:
+        if config.get("use_karras_sigmas") is not True:
+            raise ValueError(f"use_karras_sigmas {config.get('use_karras_sigmas')!r}: not supported; give true")
+        config = {key: value for key, value in config.items() if key not in KARRAS_UNUSED}
     found = READERS[name](config)
+    objective = found.objective
+    if karras:
+        if objective != FlowObjective():
+            raise ValueError(f"_class_name {name!r}: for this pipeline only a shift of 1 is supported")
+        return found._replace(objective=replace(objective, karras=True))
     if not shifted_end:
         return found
-    objective = found.objective
     if objective.discrete_times or objective.shift_tokens is not None or objective.shift_terminal is not None:
         raise ValueError(f"_class_name {name!r}: for this pipeline only a fixed shift is supported")
     return found._replace(objective=replace(objective, shifted_end=True))

@@ -77,6 +77,7 @@ class Prompts:
         written: (pipeline, prompt) -> the text that the tokenizer gets.
         bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
             fourth of the tuple.
+        unused: a component that the pipeline can't be built without, and that has no part in this.
     """
 
     encoder: str = "text_encoder"
@@ -89,6 +90,7 @@ class Prompts:
     dropped: int = 0
     written: Callable[[Any, str], str] = lambda pipeline, prompt: prompt
     bare: bool = False
+    unused: str | None = None
 
 
 def _chat(pipeline: Any, prompt: str, thinking: bool) -> str:
@@ -138,6 +140,7 @@ PROMPTS = {
         pooled_at=2,
     ),
     "LTXPipeline": Prompts(settings={"do_classifier_free_guidance": False}, masked=True),
+    "Cosmos2TextToImagePipeline": Prompts(settings={"do_classifier_free_guidance": False}, unused="safety_checker"),
     "Lumina2Pipeline": Prompts(
         settings={"do_classifier_free_guidance": False}, masked=True, written=_instructed, bare=True
     ),
@@ -362,7 +365,9 @@ def load_published_text(
             module.eval().requires_grad_(False).to(device)
     import diffusers  # takes many seconds, so only now
 
-    rest = dict.fromkeys(("scheduler", "vae", "transformer"))
+    rest: dict[str, Any] = dict.fromkeys(("scheduler", "vae", "transformer"))
+    if (unused := _prompts(family).unused) is not None:
+        rest[unused] = torch.nn.Identity()
     pipeline = getattr(diffusers, family.pipelines[0])(**rest, **components)
     return PublishedText(pipeline, family, name=str(folder), device=device, max_tokens=max_tokens)
 

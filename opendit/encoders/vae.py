@@ -301,13 +301,25 @@ def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
 
 Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
 KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
+
+
+def one_frame_geometry(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the same of an ``AutoencoderKLWan`` or an ``AutoencoderKLQwenImage``."""
+    return config["z_dim"], 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
+
+
 IMAGE_CLASSES: dict[str, Geometry] = {
     KL: picture_geometry,
-    "AutoencoderKLQwenImage": lambda config: (config["z_dim"], 2 ** (len(config["dim_mult"]) - 1)),
+    "AutoencoderKLQwenImage": one_frame_geometry,
+    "AutoencoderKLWan": one_frame_geometry,
     FLUX2: lambda config: (4 * config["latent_channels"], 2 * picture_geometry(config)[1]),
 }
 # Classes whose encode and decode are not those of AutoencoderKL -> what gives them these.
-ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {"AutoencoderKLQwenImage": OneFrame, FLUX2: Packed}
+ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "AutoencoderKLQwenImage": OneFrame,
+    "AutoencoderKLWan": OneFrame,
+    FLUX2: Packed,
+}
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:

@@ -106,16 +106,18 @@ def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dic
     of models show. Nothing here is named rank or alpha, which a reader may apply once more.
     """
     family, alpha = opened.family, f"{lora.alpha:g}"
+    variant = family.variant(opened.index)
+    architecture = (variant and variant.architecture) or family.architecture
     found = {
         "format": "pt",
         "base": name_of(opened),
         "trained_rank": str(lora.rank),
         "trained_alpha": alpha,
         "modelspec.sai_model_spec": "1.0.0",
-        ARCHITECTURE: f"{family.architecture}/lora",
+        ARCHITECTURE: f"{architecture}/lora",
         "modelspec.implementation": "diffusers" if form == "diffusers" else form,
         "modelspec.title": title,
-        "ss_base_model_version": family.architecture,
+        "ss_base_model_version": architecture,
     }
     if opened.alone:
         found["expert"] = str(expert_of(opened.transformer))

@@ -188,6 +188,7 @@ class Attention(nn.Module):
         self.qkv: Projection = Projection(dim, (num_heads + 2 * self.kv_heads) * self.head_dim, bias=options.bias)
         self.proj: Projection = Projection(dim, dim, bias=options.bias)
         self.across: bool = options.qk_across
+        self.halves: bool = options.halves
         width = dim if self.across else self.head_dim
         self.q_norm: RMSNorm | None = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.k_norm: RMSNorm | None = RMSNorm(width, options.qk_eps) if options.qk_norm else None
@@ -267,6 +268,10 @@ class Attention(nn.Module):
         if rotary is None and norms[0] is None:
             return q, k, v
         q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
+        if self.halves and rotary is not None:
+            # Operations turn neighbours. Queries and keys stay in that order of channels: their products are the same.
+            q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
+            q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
         if self._turns_all_channels(grid):  # as one head, whose norm is that across heads
             whole = (x.flatten(2).unsqueeze(2) for x in (q, k))
             turned = ops.normalise_rotate(*whole, *norms, rotary, False)
@@ -323,6 +328,11 @@ class MadeProjection:
 
 
 AnyProjection = Projection | MadeProjection  # what makes q, k, v
+
+
+def _as_neighbours(x: Tensor) -> Tensor:
+    """Return x (..., d) with channels i and i + d / 2 next to each other."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -418,14 +428,15 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from x (B, N, D) to tokens (B, M, D) under a padding mask (B, M) bool."""
+    """Multi-head attention from x (B, N, D) to tokens (B, M, context) under a padding mask (B, M) bool. context: width
+    of the tokens (None: D)."""
 
-    def __init__(self, dim: int, num_heads: int, options: Options = PLAIN):
+    def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, context: int | None = None):
         super().__init__()
         self.num_heads = num_heads
         self.in_operations = options.operations_across
         self.q = (Projection if self.in_operations else nn.Linear)(dim, dim, bias=options.bias)
-        self.kv = nn.Linear(dim, 2 * dim, bias=options.bias)
+        self.kv = nn.Linear(context or dim, 2 * dim, bias=options.bias)
         self.proj: Projection = Projection(dim, dim, bias=options.bias)
         self.across, self.attends_padding = options.qk_across, options.attends_padding
         width = dim if self.across else dim // num_heads

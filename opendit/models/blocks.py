@@ -16,6 +16,7 @@ branch is not modulated.
     FLUX.2    the same                                                layer   SwiGLU
     Z-Image   attention, MLP, with a norm after each as well          rms     SwiGLU
     Wan       attention, caption (not modulated), MLP                 layer   GELU
+    Cosmos    attention, caption, MLP                                 layer   GELU, exact
 
 Norm and MLP may be exchanged in the first four rows (``--norm``, ``--mlp``); the others are those of public models
 (opendit/models/families). What parallelises a block, casts it to FP8 or counts it reads the specification.
@@ -44,6 +45,8 @@ from opendit.models.experts import ExpertMlp, Experts, Routing
 from opendit.models.layers import (
     PLAIN,
     BlockOps,
+    BranchModulations,
+    ExactMlp,
     Mlp,
     Options,
     Projection,
@@ -66,7 +69,7 @@ Sum = tuple[Tensor, Tensor, Tensor, Projection]  # x, gate, z, last of x + gate 
 # ------------------------------------------------------------------------------------------------------ specification
 
 ATTENTIONS = {"all": Attention, "frame": FrameAttention, "time": TemporalAttention}
-MLPS = {"gelu": Mlp, "swiglu": SwiGlu}
+MLPS = {"gelu": Mlp, "gelu_exact": ExactMlp, "swiglu": SwiGlu}
 
 
 @dataclass(frozen=True)
@@ -99,18 +102,20 @@ class BlockSpec:
 
     width: D. heads, kv_heads: number of heads of queries, and of keys and values (None: the same). mlp_hidden: width of
     the MLP's hidden layer. norm: the norm before every branch, "layer" (without weights) or "rms" (with one weight per
-    channel, unless ``norm_weight`` is false). mlp: "gelu" or "swiglu". experts: experts beside the MLP.
+    channel, unless ``norm_weight`` is false). mlp: "gelu" (tanh form), "gelu_exact" or "swiglu". experts: experts
+    beside the MLP.
 
     eps: of the norms. norm_after: each branch's output is normalised, too, before its gate. parallel: attention and MLP
     read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
     biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is
     missing is 0. tanh_gates: gates are tanh of their values. source: what makes the modulation, a linear layer of the
     block's ("own"), a table that is added to what all blocks share ("table"), what they share alone ("shared"; of its
-    vectors those from number ``shared_first`` on), or nothing: then no branch is modulated. condition: width of c
-    (None: D). silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None: as the other layers).
-    streams: tokens that have weights of their own in this block, in their order in the sequence, ("text", "media");
-    with () all tokens have the same. read: those of ``streams`` that take part in attention and stay as they are; they
-    have no output projection and no MLP.
+    vectors those from number ``shared_first`` on), layers of low rank, one for each branch, that correct what all
+    branches share ("branches"), or nothing: then no branch is modulated. condition: width of c (None: D). context:
+    width of captions' tokens (None: D). silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None:
+    as the other layers). streams: tokens that have weights of their own in this block, in their order in the sequence,
+    ("text", "media"); with () all tokens have the same. read: those of ``streams`` that take part in attention and stay
+    as they are; they have no output projection and no MLP.
     """
 
     width: int
@@ -129,9 +134,10 @@ class BlockSpec:
     caption_norm: bool | None = False
     values: tuple[str, ...] = ("shift", "scale", "gate")
     tanh_gates: bool = False
-    source: Literal["own", "table", "shared", "none"] = "own"
+    source: Literal["own", "table", "shared", "branches", "none"] = "own"
     shared_first: int = 0
     condition: int | None = None
+    context: int | None = None
     silu: bool = True
     modulation_bias: bool | None = None
     streams: tuple[str, ...] = ()
@@ -152,13 +158,17 @@ class BlockSpec:
             return TableModulation(self.width, self.chunks)
         if self.source == "shared":
             return SharedModulation(self.shared_first * self.width, self.chunks * self.width)
+        if self.source == "branches":
+            modulated = sum(branch.modulated for branch in self.branches)
+            each = (modulation(self.width, len(self.values), self.options, self.condition) for _ in range(modulated))
+            return BranchModulations(each)
         options = self.options if self.modulation_bias is None else replace(self.options, bias=self.modulation_bias)
         return modulation(self.width, self.chunks, options, self.condition, self.silu)
 
     def layer(self, branch: Branch) -> nn.Module:
         """Make the module of a branch."""
         if branch.sees == "caption":
-            return CrossAttention(self.width, self.heads, self.options)
+            return CrossAttention(self.width, self.heads, self.options, self.context)
         if branch.sees is not None:
             attention = ATTENTIONS[branch.sees](self.width, self.heads, self.options, self.kv_heads)
             if self.parallel:  # the MLP's bias is that of both
@@ -613,7 +623,8 @@ class FinalLayer(nn.Module):
     """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features).
 
     values: of the modulation, in their order; a shift that is missing is 0. table: the modulation is c plus a table,
-    and not a linear layer's. condition: width of c (None: D).
+    and not a linear layer's. condition: width of c (None: D). rank: the linear layer is of this rank, and corrects what
+    is shared with the blocks.
     """
 
     def __init__(
@@ -623,18 +634,22 @@ class FinalLayer(nn.Module):
         values: tuple[str, ...] = ("shift", "scale"),
         table: bool = False,
         condition: int | None = None,
+        rank: int | None = None,
     ):
         super().__init__()
         self.values = values
         self.linear: nn.Linear = nn.Linear(dim, out_features)
         self.adaLN_modulation: nn.Module = (
-            TableModulation(dim, len(values)) if table else modulation(dim, len(values), width=condition)
+            TableModulation(dim, len(values))
+            if table
+            else modulation(dim, len(values), Options(adaln_lora=rank, shared_modulation=rank is not None), condition)
         )
         self.ops: BlockOps = BlockOps()
 
-    def modulate(self, c: Tensor) -> Tensor:
-        """Return the values side by side, (B, 2 D), for the condition c (B, D)."""
-        return self.adaLN_modulation(c)
+    def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        """Return the values side by side, (B, 2 D), for the condition c (B, D).
+        shared: what they correct, if they do."""
+        return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
         """x (B, N, D), m (B, 2 D) of :meth:`modulate`; of_rows: of a pack, see ``TokenGrid``."""

@@ -418,7 +418,8 @@ class Options:
     weights; None: full. shared_modulation: these weights only correct a modulation that all blocks share.
     operations_across: the layers of cross-attention that see all tokens are given to ``BlockOps``, so that FP8 has
     them; otherwise they are torch's. pictures: cross-attention has keys and values of its own for a picture's tokens,
-    which come before the caption's.
+    which come before the caption's. halves: rotary positions turn the channels i and i + d / 2, and
+    not neighbours.
     """
 
     bias: bool = True
@@ -430,6 +431,7 @@ class Options:
     attends_padding: bool = False
     operations_across: bool = False
     pictures: bool = False
+    halves: bool = False
 
 
 PLAIN = Options()
@@ -445,6 +447,14 @@ class _Modulation(nn.Sequential):
         else:
             own = super().forward(F.pad(c, (0, 0, 0, 7)))[:1]
         return own if shared is None else shared + own
+
+
+class BranchModulations(nn.ModuleList):
+    """A block's modulation of a low-rank correction for each of its branches: shared + B_i A_i SiLU(c), side by side
+    (Cosmos). shared: (B, n) of one branch, which all branches of all blocks share."""
+
+    def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
+        return torch.cat([branch(c, shared) for branch in self], dim=1)
 
 
 class TableModulation(nn.Module):
@@ -502,6 +512,13 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.hidden(x))
+
+
+class ExactMlp(Mlp):
+    """Linear, GELU without approximation, Linear."""
+
+    def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
+        return F.gelu(ops.linear(x, self.fc1))
 
 
 class SwiGlu(Mlp):
@@ -570,7 +587,7 @@ class TimestepEmbedder(nn.Module):
     """Timestep (B,) to (B, D): sinusoids in fp32, whatever the weights' precision, then a two-layer MLP.
 
     hidden: width between the two layers (None: D). reversed_from: the network is told this number minus t. unit: it is
-    divided by this before.
+    divided by this before. normed: the sinusoids' RMSNorm, (B, frequencies), stands beside the result.
     """
 
     def __init__(
@@ -580,6 +597,7 @@ class TimestepEmbedder(nn.Module):
         hidden: int | None = None,
         reversed_from: float | None = None,
         unit: float = 1.0,
+        normed: bool = False,
     ):
         super().__init__()
         self.frequencies: int = frequencies
@@ -587,13 +605,16 @@ class TimestepEmbedder(nn.Module):
         self.reversed_from: float | None = reversed_from
         hidden = dim if hidden is None else hidden
         self.mlp: nn.Sequential = nn.Sequential(nn.Linear(frequencies, hidden), nn.SiLU(), nn.Linear(hidden, dim))
+        self.norm: RMSNorm | None = RMSNorm(frequencies) if normed else None
 
     def forward(self, t: Tensor) -> Tensor:
         if self.reversed_from is not None:
             t = self.reversed_from - t
         if self.unit != 1:
             t = t / self.unit
-        return self.mlp(timestep_embedding(t, self.frequencies).to(cast(nn.Linear, self.mlp[0]).weight.dtype))
+        sinusoids = timestep_embedding(t, self.frequencies).to(cast(nn.Linear, self.mlp[0]).weight.dtype)
+        embedded = self.mlp(sinusoids)
+        return embedded if self.norm is None else torch.cat([embedded, self.norm(sinusoids)], dim=-1)
 
 
 class LabelEmbedder(nn.Module):

@@ -81,11 +81,11 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()
 
 
-def axes_table(coordinates: Tensor, channels: Sequence[int], base: float) -> Tensor:
+def axes_table(coordinates: Tensor, channels: Sequence[int], bases: Sequence[float]) -> Tensor:
     """Cosines and sines (..., d / 2, 2) float32 of tokens at coordinates (..., axes), which divide the channels of a
     head as ``channels`` says: base^(-2 i / c) are the frequencies of an axis of c channels. Computed in float64."""
     angles = []
-    for position, count in zip(coordinates.double().unbind(-1), channels, strict=True):
+    for position, count, base in zip(coordinates.double().unbind(-1), channels, bases, strict=True):
         pairs = torch.arange(count // 2, dtype=torch.float64, device=position.device)
         angles.append(position.unsqueeze(-1) * base ** -(2 * pairs / count))
     joined = torch.cat(angles, dim=-1)

@@ -45,12 +45,12 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if the kernels support a model: no other rank shares its samples, it has no conditioning frames, its
-    patches don't repeat frames and become tokens in one product, and its sequence has no captions."""
+    patches don't repeat frames and become tokens in one product and a bias, and its sequence has no captions."""
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
     config = model.config
     plain = config.given_frames is None and config.patch_bottleneck is None and not config.joint_sequence
-    return model.sequence is None and not repeated and plain
+    return model.sequence is None and not repeated and plain and model.x_embedder.proj.bias is not None
 
 
 class FusedSteps:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -159,6 +159,7 @@ def load_model(
     name: str | None = None,
     which: str = "ema",
     lora: Sequence[WeightedLora] = (),
+    second: str | Path | None = None,
     num_classes: int | None = None,
     vae: str | None = None,
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext,
@@ -166,37 +167,67 @@ def load_model(
 ) -> LoadedModel:
     """Load a model onto the loader's device and in its precision, and start loading its VAE.
 
-    vae: see :func:`vae_of`. The other arguments and errors are those of ``load_pretrained``.
+    second: the run of the other one of two networks than ``path`` holds. vae: see :func:`vae_of`. The other arguments
+    and errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
     dtype = PRECISIONS[loader.precision]
-    second: list[WeightedLora] = []
     stored = read_config(find_weights(path, which))
-    if isinstance(stored, PublicConfig) and stored.boundary is not None:
-        lora, second = _of_experts(path, stored, lora, which)
+    both = _both_of(path, stored, second, which)
+    added = {"high": list(lora)} if both is None else _loras_of_experts(lora, which)
     rest = (num_classes, notes, loader.device, dtype, stage, mesh)
-    network, weights = load_pretrained(path, name, which, lora, *rest)
-    if isinstance(stored, PublicConfig) and stored.boundary is not None:
-        network.config = stored
+    network, weights = load_pretrained(path if both is None else both.high, name, which, added["high"], *rest)
+    if both is not None:
+        network.config = both.config
         weights = replace(weights, info=weights.info | {"config": network.config.to_dict()})
-        low = next(folder for folder, expert in EXPERTS.items() if expert == "low")
-        network.second, _ = load_pretrained(Path(path) / low, name, which, second, *rest)
+        network.second, _ = load_pretrained(both.low, name, which, added["low"], *rest)
     notes += assumption(weights, network.config)
     objective = objective_from_dict(weights.info.get("objective"))
     return LoadedModel(network, weights, objective, vae_of(vae, weights), begun, notes)
 
 
-def _of_experts(
-    path: str | Path, config: PublicConfig, lora: Sequence[WeightedLora], which: str
-) -> tuple[list[WeightedLora], list[WeightedLora]]:
-    """Return the LoRAs of the first and of the second network of a folder that has two. Raises ValueError for anything
-    else that holds one of them, and for LoRA files of others, which don't say which they are for."""
-    if config.expert is not None:
+class BothNetworks(NamedTuple):
+    """Where the two networks of a model are, and its configuration."""
+
+    config: PublicConfig
+    high: str | Path
+    low: str | Path
+
+
+def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
+    """Return where the networks of a model of two are; None for a model of one. second: a run of the one that ``path``
+    does not hold. Raises ValueError if one is missing, and for a ``second`` that is not the other one."""
+    two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
+    if second is not None and (two is None or two.expert is None):
+        raise ValueError(f"--second_ckpt {second}: {path} is no run of one network of two; leave it out")
+    if two is None:
+        return None
+    if two.expert is None:
+        low = next(inside for inside, expert in EXPERTS.items() if expert == "low")
+        return BothNetworks(two, path, Path(path) / low)
+    if second is None:
         raise ValueError(
-            f"{path}: holds the {config.expert}-noise network alone; draw with --ckpt FOLDER, of both, and --lora; "
-            "or export it (python -m opendit.export diffusers), and draw from that folder"
+            f"{path}: holds the {two.expert}-noise network alone; give the other one's run to --second_ckpt, or "
+            "draw with --ckpt FOLDER, of both, and --lora; or export it (python -m opendit.export diffusers)"
         )
+    other = read_config(find_weights(second, which))
+    if (
+        not isinstance(other, PublicConfig)
+        or (other.family, other.published, other.boundary) != (two.family, two.published, two.boundary)
+        or {other.expert, two.expert} != set(EXPERTS.values())
+    ):
+        raise ValueError(
+            f"--second_ckpt {second}: is not the other network than {path}, which holds the {two.expert}-noise one; "
+            "give a run of that one"
+        )
+    both = replace(two, index=two.index_of_both)
+    return BothNetworks(both, path, second) if two.expert == "high" else BothNetworks(both, second, path)
+
+
+def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, list[WeightedLora]]:
+    """Return the LoRAs of either of two networks. Raises ValueError for files of others, which don't say whose they
+    are."""
     found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
     for each, weight in lora:
         file = find_weights(each, which)
@@ -210,7 +241,7 @@ def _of_experts(
                 "that opendit export lora has made of them"
             )
         found[added].append((each, weight))
-    return found["high"], found["low"]
+    return found
 
 
 def encoder_dtype(precision: str) -> torch.dtype:

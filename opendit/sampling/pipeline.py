@@ -67,6 +67,7 @@ ARGUMENTS = {
     "cfg_channels": "guided_channels",
     "num_sampling_steps": "steps",
     "negative_prompt": "negative",
+    "second_ckpt": "second",
     "image_size": "size",
     "num_frames": "frames",
 }
@@ -92,6 +93,7 @@ def load(
     model: str | None = None,
     num_classes: int | None = None,
     lora: LoraArgument = None,
+    second: str | os.PathLike[str] | None = None,
     vae: str | None = None,
     vae_tiling: bool = False,
     vae_compile: bool = False,
@@ -113,6 +115,7 @@ def load(
         num_classes: the number of classes, where the file does not say.
         lora: runs of ``train.py --lora`` and, for a public model, LoRA files of others, merged into the weights of
             ``path``: a path, or a list of paths and of (path, weight) pairs. A path may end in ":0.8", its weight.
+        second: of Wan 2.2 A14B, the run of the network that ``path`` does not hold.
         vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
         vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
         vae_compile: the decoder of pictures and frames is compiled.
@@ -144,6 +147,7 @@ def load(
             name=model,
             which=weights,
             lora=weighted(lora),
+            second=None if second is None else Path(second),
             num_classes=num_classes,
             vae=vae,
         )

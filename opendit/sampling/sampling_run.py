@@ -189,6 +189,7 @@ def _load(
         name=flags.model,
         which=flags.weights,
         lora=[path_and_weight(text) for text in flags.lora],
+        second=flags.second_ckpt,
         num_classes=flags.num_classes,
         vae=flags.vae,
         stage=stages,
@@ -365,6 +366,7 @@ def announce(run: SamplingRun) -> None:
     loras = [f"{weight:g} x {path}" for path, weight in map(path_and_weight, flags.lora)]
     rows = {
         "weights": str(run.source),
+        **({"networks": f"{flags.ckpt}, {flags.second_ckpt}"} if flags.second_ckpt else {}),
         **({"LoRA": ", ".join(loras)} if loras else {}),
         "model": f"{parameters / 1e6:.1f} M parameters, {flags.mixed_precision}{layers}",
         "sampler": f"{sampler}, {flags.num_sampling_steps} steps, guidance {flags.cfg_scale}"

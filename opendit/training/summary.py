@@ -16,6 +16,7 @@ from opendit.config.parallel_sizes import parse_offload
 from opendit.config.public_models import family_in
 from opendit.data.mock import MockDataset
 from opendit.encoders.folder import KNOWN
+from opendit.models.families.public_config import PublicConfig
 from opendit.parallel.engines import Engine
 from opendit.parallel.sequence import attention_note
 from opendit.training.dry_run import describe_recipe
@@ -152,11 +153,13 @@ def what_next(spec: RunSpecification, step: int, newest: Path | None) -> str | N
     if isinstance(spec.dataset, MockDataset):
         return None  # the model learned noise
     info, text = spec.info(), spec.model_config.text
+    alone = isinstance(spec.model_config, PublicConfig) and spec.model_config.expert is not None
     if spec.lora is not None and family_in(spec.flags.model):  # its folder has the rest, trusted by being named
         video = " --use_video" if spec.flags.use_video else ""
-        base = quote(str(spec.flags.pretrained))
+        base = Path(str(spec.flags.pretrained))
+        base = quote(base.parent if alone else base)  # of both networks
         return f"python sample.py{video} --ckpt {base} --lora {quote(spec.folder)} --prompt WORDS"
-    command = f"python sample.py --ckpt {quote(spec.folder)}"
+    command = f"python sample.py --ckpt {quote(spec.folder)}" + " --second_ckpt RUN" * alone
     frozen = {"vae": True, "text_encoder": text is not None and not text.inside}
     for name in (name for name, used in frozen.items() if used and info[name] not in KNOWN and info[name] is not None):
         command += f" --{name} {quote(info[name])}"  # a name that only a file gives is not loaded

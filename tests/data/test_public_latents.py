@@ -34,6 +34,7 @@ FORMS = {
     "lumina2": (None, GEMMA_WIDTH, 0),
     "flux2_klein": (512, 3 * QWEN_WIDTH, 0),
     "ltx": (None, T5_WIDTH, 0),
+    "cosmos2": (None, T5_WIDTH, 0),
     "sd3": (333, T5_WIDTH, PROJECTED),
 }
 NAMES = [name for name in FAMILIES if name != "flux2"]  # which is klein with other text encoders

@@ -232,6 +232,7 @@ def test_defaults_are_those_of_the_papers(tmp_path):
             "least": None,
             "most": None,
             "empirical_tokens": None,
+            "karras": False,
         },
         "ddpm": {"prediction": "eps", "min_snr": None, "shift": 1.0},
     }

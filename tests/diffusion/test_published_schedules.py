@@ -106,6 +106,40 @@ def test_times_of_euler_are_those_of_diffusers(name, steps, tokens):
     torch.testing.assert_close(points, scheduler.timesteps, rtol=0, atol=2.5e-4)
 
 
+@pytest.mark.parametrize("steps", [6, 34])
+def test_cosmos_loop_is_that_of_diffusers(steps):
+    """Its pipeline's preconditioning and its Euler steps; the last one, of no length, is left out."""
+    scheduler, config = euler(use_karras_sigmas=True)
+    scheduler.register_to_config(sigma_min=0.002, sigma_max=80.0)
+    scheduler.set_timesteps(sigmas=torch.linspace(0, 1, steps + 1, dtype=torch.float64))
+    scheduler.sigmas[-1] = scheduler.sigmas[-2]
+    found = published_schedule(config | {"sigma_max": 80.0, "final_sigmas_type": "sigma_min"}, karras=True)
+    trajectory, x, states = found.objective.trajectory(steps), noise(), []
+    got = sample(
+        found.sampler, velocity, trajectory.start(x), trajectory, callback=lambda told: states.append(told["x"])
+    )
+    x = x * 80.0
+    form, point = trajectory.slope_weights(2), trajectory.points(x)[2]
+    stated = form.x * x + form.output * velocity(trajectory.input_scale(2) * x, point)
+    torch.testing.assert_close(stated, trajectory.slope(velocity, x, point), rtol=0, atol=1e-3)
+    for k, t in enumerate(scheduler.timesteps):
+        error = (([*states, got])[min(k, steps)] - x).abs().max() / x.abs().max()
+        assert error < 2e-5, f"x {k} of {steps}: {error:.2e}"  # t near 1 is rounded to 5e-6 of 1 - t
+        sigma = scheduler.sigmas[k]
+        t_k = sigma / (sigma + 1)
+        denoised = (1 - t_k) * x - t_k * velocity(x * (1 - t_k), 1000 * t_k.expand(len(x)))
+        x = scheduler.step((x - denoised) / sigma, t, x, return_dict=False)[0]
+    assert (got - x).abs().max() < 2e-5 * x.abs().max() and len(states) == steps
+
+
+def test_karras_levels_are_asked_for_by_the_pipeline():
+    _, config = euler(use_karras_sigmas=False)
+    with pytest.raises(ValueError, match="use_karras_sigmas False: not supported; give true"):
+        published_schedule(config, karras=True)
+    with pytest.raises(ValueError, match="only a shift of 1 is supported"):
+        published_schedule(euler(use_karras_sigmas=True, shift=3.0)[1], karras=True)
+
+
 @pytest.mark.parametrize("steps", [2, 4, 50])
 @pytest.mark.parametrize("tokens", [1, 1024, 4300, 4301])
 def test_times_of_flux2_are_those_of_diffusers(tokens, steps):

@@ -26,6 +26,7 @@ from tests.encoders.published_folders import (
     QWEN_WIDTH,
     T5_WIDTH,
     TRANSFORMERS,
+    open_pipeline,
     write_pipeline,
 )
 from tests.models.families.oracles import packed, unpacked
@@ -44,9 +45,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pipelines(folders):
     """Name -> the whole pipeline, as diffusers loads it."""
-    from diffusers import DiffusionPipeline
-
-    return {name: DiffusionPipeline.from_pretrained(folder) for name, folder in folders.items()}
+    return {name: open_pipeline(folder, name) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +181,7 @@ def test_other_lengths_are_not_chosen(encoders):
 @NAMES
 def test_weights_in_bf16_are_diffusers(name, folders, encoders):
     """On a GPU weights are loaded in bf16, those included that transformers keeps in fp32 beside fp16."""
-    from diffusers import DiffusionPipeline
-
-    reference = DiffusionPipeline.from_pretrained(folders[name], dtype=torch.bfloat16)
+    reference = open_pipeline(folders[name], name, dtype=torch.bfloat16)
     for component, (_, class_name) in COMPONENTS[name].items():
         if component.startswith("text_encoder"):
             got = transformers_model(folders[name] / component, class_name, "model", torch.bfloat16).state_dict()
@@ -249,7 +246,7 @@ def test_widths_need_no_weights(folders):
         **{name: (T5_WIDTH, width) for name, width in POOLED.items()},
         "flux2": (3 * QWEN_WIDTH, 0),
         "flux2_klein": (3 * QWEN_WIDTH, 0),
-        "wan": (T5_WIDTH, 0),
+        **dict.fromkeys(("wan", "cosmos2"), (T5_WIDTH, 0)),
         **{name: (width, 0) for name, width in UNPADDED.items()},
     }
 
@@ -266,6 +263,7 @@ def test_widths_need_no_weights(folders):
         ("lumina2", {"height": 64, "width": 64}),
         ("sd3", {"height": 64, "width": 64}),
         ("ltx", {"height": 64, "width": 64, "num_frames": 9}),
+        ("cosmos2", {"height": 64, "width": 64}),
     ],
 )
 def test_diffusers_draws_with_the_folders(name, sizes, pipelines):
@@ -294,7 +292,10 @@ def same(x):
 
 # How pictures are given to an autoencoder, and latents of ours as its own; both the other way.
 FORMS = {
-    "qwen_image": (lambda x: x.unsqueeze(2), lambda x: x.squeeze(2), lambda z: z.unsqueeze(2), lambda z: z.squeeze(2)),
+    **dict.fromkeys(
+        ("qwen_image", "cosmos2"),
+        (lambda x: x.unsqueeze(2), lambda x: x.squeeze(2), lambda z: z.unsqueeze(2), lambda z: z.squeeze(2)),
+    ),
     **dict.fromkeys(
         ("flux2", "flux2_klein"),
         (
@@ -327,7 +328,7 @@ def test_vae_is_diffusers(name, folders, pipelines):
     if name == "ltx":
         mean, std = (x.view(1, -1, 1, 1, 1) for x in (vae.latents_mean, vae.latents_std))
         normalised, restored = (z - mean) / std, latents * std + mean
-    elif name in ("wan", "qwen_image"):  # the mean and the inverse deviation, as WanPipeline writes them
+    elif name in ("wan", "qwen_image", "cosmos2"):  # the mean and the inverse deviation, as WanPipeline writes them
         mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
         normalised, restored = as_ours((z - mean) / std), as_theirs(latents) / (1 / std) + mean
     elif name.startswith("flux2"):
@@ -350,9 +351,9 @@ def test_vae_is_diffusers(name, folders, pipelines):
 def test_vae_geometry_needs_no_weights(name, folders):
     vae = check_vae(folders[name], FAMILIES[name])
     flux2 = name.startswith("flux2")
-    assert video_geometry(vae, 3) == ((16, 16, 1) if flux2 else (4, *CLIPS.get(name, (8, 1))))
+    assert video_geometry(vae, 3) == ((16, 16, 1) if flux2 else (4, *({"cosmos2": (8, 4)} | CLIPS).get(name, (8, 1))))
     scale, shift = codec_scale(vae)
-    if flux2 or name in CLIPS or name == "qwen_image":
+    if flux2 or name in CLIPS or name in ("qwen_image", "cosmos2"):
         assert len(scale) == len(shift) == (16 if flux2 else 4)
         codec = load_published_codec(folders[name], FAMILIES[name], device="cpu")
         assert (scale, shift) == (codec.scaling_factor, codec.shift_factor)

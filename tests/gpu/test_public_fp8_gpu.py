@@ -7,7 +7,7 @@ from opendit.kernels import fp8_inference
 from opendit.kernels.common import interpreting
 from opendit.kernels.fp8_linear import float8_available
 from tests.kernels import test_public_fp8 as cases
-from tests.models.families.oracles import FLUX, FLUX2, LTX, QWEN_IMAGE, SD3, WAN, Z_IMAGE
+from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, QWEN_IMAGE, SD3, WAN, Z_IMAGE
 from tests.ranks import run_ranks
 
 AVAILABLE, REASON = float8_available("cuda", torch.bfloat16)
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not AVAILABLE or interpreting(), reason=REASON)
 # Heads of 64 channels, and of 128 as published; odd numbers of tokens.
 SIZES = {
     "flux": (14, 28), "z_image": (14, 30), "wan": (3, 14, 30), "qwen_image": (14, 30), "flux2": (7, 15),
-    "ltx": (3, 7, 15), "sd3": (14, 30),
+    "ltx": (3, 7, 15), "sd3": (14, 30), "cosmos2": (14, 30),
 }  # fmt: skip
 TINY = {
     "flux": FLUX | dict(num_layers=1, num_single_layers=2, attention_head_dim=64, num_attention_heads=4,
@@ -28,6 +28,7 @@ TINY = {
                           axes_dims_rope=(16, 16, 16, 16)),
     "ltx": LTX | dict(attention_head_dim=64, num_attention_heads=4, cross_attention_dim=256),
     "sd3": SD3 | dict(attention_head_dim=64, num_attention_heads=4, caption_projection_dim=256, pos_embed_max_size=20),
+    "cosmos2": COSMOS2 | dict(attention_head_dim=64, num_attention_heads=4),
 }  # fmt: skip
 MIDDLE = {
     "flux": FLUX | dict(num_layers=2, num_single_layers=2, attention_head_dim=128, num_attention_heads=8,
@@ -41,6 +42,7 @@ MIDDLE = {
     "ltx": LTX | dict(attention_head_dim=64, num_attention_heads=32, cross_attention_dim=2048),
     "sd3": SD3 | dict(attention_head_dim=64, num_attention_heads=38, caption_projection_dim=2432,
                       pos_embed_max_size=20),
+    "cosmos2": COSMOS2 | dict(attention_head_dim=128, num_attention_heads=8, adaln_lora_dim=256),
 }  # fmt: skip
 
 

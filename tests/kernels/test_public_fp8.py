@@ -27,7 +27,19 @@ from opendit.parallel.apply import Sharding, apply_parallel, float8_weights
 from opendit.parallel.rules import fits
 from opendit.sampling.sampling_engine import SamplingEngine
 from tests.kernels import conftest  # noqa: F401  (ranks round as hardware does, too)
-from tests.models.families.oracles import FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE, captions, is_read
+from tests.models.families.oracles import (
+    COSMOS2,
+    FLUX,
+    FLUX2,
+    LTX,
+    LUMINA2,
+    QWEN_IMAGE,
+    SD3,
+    WAN,
+    Z_IMAGE,
+    captions,
+    is_read,
+)
 from tests.ranks import run_ranks
 
 DEVICE = "cpu"
@@ -36,7 +48,7 @@ ACTIVATIONS = torch.float32  # on a GPU bf16: _scaled_mm adds no bias in fp32
 # Latents whose tokens, with those of captions, are odd in number; Z-Image fills both.
 SIZES = {
     "flux": (4, 8), "z_image": (6, 10), "wan": (3, 2, 6), "qwen_image": (6, 10), "flux2": (3, 5), "ltx": (3, 2, 3),
-    "sd3": (6, 10),
+    "sd3": (6, 10), "cosmos2": (6, 10),
 }  # fmt: skip
 VALUES: dict[str, dict[str, Any]] = {
     "flux": FLUX | dict(num_layers=1, num_single_layers=2, attention_head_dim=32, axes_dims_rope=(8, 12, 12)),
@@ -46,6 +58,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "flux2": FLUX2 | dict(num_layers=1, num_single_layers=2, attention_head_dim=32, axes_dims_rope=(8, 8, 8, 8)),
     "ltx": LTX | dict(attention_head_dim=32, cross_attention_dim=64),
     "sd3": SD3 | dict(attention_head_dim=32, caption_projection_dim=64),
+    "cosmos2": COSMOS2 | dict(attention_head_dim=32),
 }  # fmt: skip
 every_family = pytest.mark.parametrize("family", VALUES)
 
@@ -163,7 +176,8 @@ def check_gradients(family: str, output_bound: float, gradient_bound: float, che
 
 @every_family
 def test_output_and_gradients_are_near_fp32(family):
-    check_gradients(family, 0.06, 0.17, checkpointed=family == "flux")  # Z-Image's pass two blocks more than a DiT's
+    bound = 0.25 if family == "cosmos2" else 0.17  # Z-Image's pass two blocks more than a DiT's
+    check_gradients(family, 0.06, bound, checkpointed=family == "flux")
 
 
 @every_family

@@ -18,7 +18,7 @@ from opendit.models.families.public_config import public_config
 from opendit.models.layers import TORCH_OPS, RMSNorm
 from opendit.models.positions import grid_coordinates, rotary_table
 from tests.kernels.cases import DTYPES, check_rotate_heads, pairwise, rotate_heads_inputs
-from tests.models.families.oracles import FLUX, LTX, SD3, WAN, Z_IMAGE
+from tests.models.families.oracles import COSMOS2, FLUX, LTX, SD3, WAN, Z_IMAGE
 from tests.models.test_dit import randomised
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -208,6 +208,7 @@ def public(family: str):
         "flux": (FLUX | {"num_attention_heads": 6}, (4, 4, 6), "joint_attention_dim"),
         "z_image": (Z_IMAGE | {"dim": 72, "n_heads": 6, "n_kv_heads": 6}, (4, 4, 6), "cap_feat_dim"),
         "wan": (WAN | {"num_attention_heads": 5, "ffn_dim": 72}, (4, 2, 4, 6), "text_dim"),
+        "cosmos2": (COSMOS2 | {"num_attention_heads": 5}, (4, 4, 6), "text_embed_dim"),
         "sd3": (SD3 | {"num_attention_heads": 6, "caption_projection_dim": 72}, (4, 4, 6), "joint_attention_dim"),
         "ltx": (
             LTX | {"num_attention_heads": 4, "attention_head_dim": 18, "cross_attention_dim": 72},
@@ -237,6 +238,7 @@ MODELS = {
     "wan": lambda: public("wan"),
     "ltx": lambda: public("ltx"),
     "sd3": lambda: public("sd3"),
+    "cosmos2": lambda: public("cosmos2"),  # which normalises and turns apart
     "dit": lambda: dit(qk_norm=True, positions="rope"),
     "dit without norms": lambda: dit(positions="rope"),
     "dit without rotations": lambda: dit(qk_norm=True),
@@ -263,5 +265,6 @@ def test_models_with_it_are_those_without(name):
         assert got.keys() == want.keys()
         for key, value in want.items():
             torch.testing.assert_close(got[key], value, rtol=1e-3, atol=2e-5, msg=lambda m, n=key: f"{n}: {m}")
-    assert calls and all(call[4] is not None for call in calls) == (name not in ("dit without rotations", "sd3"))
+    only_normalised = name in ("dit without rotations", "sd3", "cosmos2")  # in some calls at least
+    assert calls and any(call[4] is None for call in calls) == only_normalised
     assert any(call[5] for call in calls) == (name == "wan")

@@ -26,7 +26,7 @@ from opendit.parallel.pipeline import mesh_stages
 from opendit.parallel.tensor import tensor_group
 from opendit.training.micro_batch import MicroBatch
 from opendit.training.runners import build_runner
-from tests.models.families.oracles import FLUX, FLUX2, LTX, WAN, Z_IMAGE, randomise
+from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, WAN, Z_IMAGE, randomise
 from tests.models.test_dit import randomised
 from tests.numbers import off_by
 from tests.objectives import SquaredError
@@ -51,6 +51,7 @@ CONFIGS: dict[str, DiTConfig] = {
     "z_image": public_config("z_image", Z_IMAGE | dict(n_heads=2, axes_dims=[4, 6, 8]), (6, 10), 40),
     "wan": public_config("wan", WAN | dict(num_layers=3), (3, 6, 10), 5, {"expand_timesteps": True}),
     "ltx": public_config("ltx", LTX | dict(num_attention_heads=4, cross_attention_dim=40), (3, 3, 5), 5),
+    "cosmos2": public_config("cosmos2", COSMOS2, (6, 10), 5),
 }
 CONFIGS |= {f"{name}, LoRA": config for name, config in CONFIGS.items()}
 PICTURES = dict(num_layers=3, in_channels=12, image_dim=6, added_kv_proj_dim=28)  # image to video
@@ -156,6 +157,8 @@ CASES = {
             Case(dict(pp=2, tp=2), "zero2", model=other, micro_batches=4),
             # Rotations of all heads' channels, of which a rank has its tokens' and its heads'.
             *([Case(dict(sp=2, tp=2), "zero2", model="ltx")] if name == "wan" else []),
+            # Modulation in parts of low rank, with captions that are narrower than the blocks.
+            *([Case(dict(pp=2, tp=2), "zero2", model="cosmos2", micro_batches=4)] if name == "wan" else []),
         ]
         for name in PUBLIC
         for other in ("flux2" if name == "flux" else name,)  # which has what FLUX.1 has, and modulation that is shared
@@ -232,7 +235,7 @@ def weights_of(model: str) -> dict[str, Tensor]:
 
 
 def is_public(model: str) -> bool:
-    return model.startswith((*PUBLIC, "ltx"))
+    return model.startswith((*PUBLIC, "ltx", "cosmos2"))
 
 
 def samples(model: str, step: int, some: slice) -> MicroBatch:

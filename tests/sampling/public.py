@@ -22,7 +22,7 @@ from opendit.parallel.sequence import sequence_parallel
 from opendit.parallel.sequence.choose import Shape
 from opendit.parallel.tensor import divide, tensor_group
 from opendit.sampling.sampling_engine import SamplingEngine
-from tests.models.families.oracles import FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, captions, randomise
+from tests.models.families.oracles import COSMOS2, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, captions, randomise
 
 VALUES: dict[str, dict[str, Any]] = {
     "flux": dict(
@@ -42,6 +42,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "lumina2": LUMINA2 | dict(hidden_size=128, axes_dim_rope=(8, 12, 12), axes_lens=(256, 16, 16), multiple_of=32),
     "ltx": LTX | dict(attention_head_dim=32, cross_attention_dim=64),
     "sd3": SD3 | dict(attention_head_dim=32, caption_projection_dim=64),
+    "cosmos2": COSMOS2 | dict(attention_head_dim=32),
 }  # fmt: skip
 SIZES = {
     "flux": (10, 14),
@@ -52,6 +53,7 @@ SIZES = {
     "lumina2": (10, 14),
     "ltx": (3, 5, 7),
     "sd3": (10, 14),
+    "cosmos2": (10, 14),
 }  # fmt: skip  (35 tokens of a picture, 105 of a clip)
 # Of a batch of three: captions of unequal and of equal lengths, and of other lengths than the batch before.
 LENGTHS = [(40, 5, 20), (70, 70, 70), (40, 33, 20)]
@@ -78,7 +80,10 @@ class Case:
 
 # (Wan by Euler's steps, which are fused on a GPU.)
 CASES = [Case("flux", "euler", 1.0), Case("z_image", "euler"), Case("wan", "unipc"), Case("wan", "euler")]
-MORE = [Case("flux2", "euler", 1.0), *(Case(name, "euler") for name in ("qwen_image", "lumina2", "ltx", "sd3"))]
+MORE = [
+    Case("flux2", "euler", 1.0),
+    *(Case(name, "euler") for name in ("qwen_image", "lumina2", "ltx", "sd3", "cosmos2")),
+]
 
 
 def network(family: str) -> PublicDiT:

@@ -18,7 +18,7 @@ import opendit
 import sample
 from opendit.diffusion.random import initial_noise
 from opendit.sampling.pipeline import Pipeline
-from tests.encoders.published_folders import write_index, write_pipeline
+from tests.encoders.published_folders import open_pipeline, write_index, write_pipeline
 from tests.models.families.oracles import networks, packed, unpacked
 from tests.ranks import run_ranks, several_programs
 
@@ -31,6 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "lumina2": {"size": (64, 48)},
     "ltx": {"size": (64, 96), "frames": 9},
     "sd3": {"size": (64, 48)},
+    "cosmos2": {"size": (64, 48)},
 }
 SIZES |= dict.fromkeys(("flux2", "flux2_klein"), {"size": (64, 48)})
 PACKED = ("flux", "qwen_image")  # whose pipelines take and give latents as tokens
@@ -48,18 +49,22 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def theirs(folder: Path, name: str, noise: Tensor, guidance: float | None, output: str, prompts: list[str]) -> Any:
     """Draw with diffusers' pipeline from this noise (B, C, ...)."""
-    pipeline = networks().DiffusionPipeline.from_pretrained(folder)
+    steps = STEPS
+    networks()
+    pipeline = open_pipeline(folder, name)
     pipeline.set_progress_bar_config(disable=True)
     height, width = SIZES[name]["size"]
     scale = "true_cfg_scale" if name == "qwen_image" else "guidance_scale"
     more: dict[str, Any] = {} if guidance is None else {scale: guidance}
-    if name == "qwen_image":  # which is not guided without
+    if name in ("qwen_image", "cosmos2"):  # not guided without, or away from words of its own
         more["negative_prompt"] = [""] * len(prompts)
     if "frames" in SIZES[name]:
         more["num_frames"] = SIZES[name]["frames"]
+    if name == "cosmos2":  # whose last step is of no length
+        steps, noise = STEPS + 1, noise.unsqueeze(2)
     latents = packed(noise) if name in PACKED else noise.flatten(2).transpose(1, 2) if name == "ltx" else noise
     drawn = pipeline(
-        prompt=prompts, height=height, width=width, num_inference_steps=STEPS, latents=latents, output_type=output,
+        prompt=prompts, height=height, width=width, num_inference_steps=steps, latents=latents, output_type=output,
         **more,
     )[0]  # fmt: skip
     if name == "flux2" and output == "latent":
@@ -91,7 +96,7 @@ def test_latents_are_those_of_diffusers(name, guidance, folders):
     if name in ("flux", "flux2") and guidance == 0:
         guidance = 1.0
     pipe = opendit.load(folders[name])
-    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "ltx": 3.0, "sd3": 7.0}.get(name, 4.0)
+    usual = {"flux": 3.5, "z_image": 5.0, "wan": 5.0, "ltx": 3.0, "sd3": 7.0, "cosmos2": 7.0}.get(name, 4.0)
     noise, latents, _ = ours(pipe, name, usual if guidance is None else guidance, PROMPTS)
     reference = theirs(folders[name], name, noise, guidance, "latent", PROMPTS)
     assert (latents - reference).abs().max() < 1e-4 * reference.abs().max()

@@ -5,12 +5,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import opendit
 import sample
 import train
 from opendit.checkpoint.pretrained import read_info
+from opendit.config.command_line import parse
+from opendit.config.train import TrainConfig
 from opendit.data.size_cache import FOLDER
 from opendit.data.video_file import write_mp4
 from opendit.diffusion import objective_from_dict
@@ -113,18 +116,25 @@ def test_both_are_trained_in_their_times_and_exported_into_one_folder(root, runs
         base = output
     found = drawn(opendit.load(base))
     assert near(found, theirs(base, found.shape[1:])) and not near(found, drawn(opendit.load(root / "wan")))
+    around = dict(vae=str(base / "vae"), text_encoder=str(base))
+    for first, second in ((0, 1), (1, 0)):  # of the runs themselves, in either order
+        paths = list(runs.values())
+        assert torch.equal(drawn(opendit.load(paths[first], second=paths[second], **around), sampler="unipc"), found)
 
 
-def test_lora_of_each_is_merged_and_exported(root, tmp_path):
+def test_lora_of_each_is_merged_and_exported(root, tmp_path, capsys):
     """Drawn with both is what diffusers draws with both files, each loaded into its network."""
     argv = []
     for expert in INSIDE:
         train.main(flags_of(root, tmp_path / expert, expert, "--lora", "2", "--lora_targets", "attn.*"))
         (run,) = (tmp_path / expert).glob("0*")
         argv.append(run)
+        assert f"sample.py --use_video --ckpt {root}/wan --lora {run} " in capsys.readouterr().out
         export(f"lora --ckpt {run} --output {tmp_path}/{expert}.safetensors".split())
     found = drawn(opendit.load(root / "wan", lora=argv))
     files = [tmp_path / f"{expert}.safetensors" for expert in ("low", "high")]  # which say themselves whose they are
+    with safe_open(files[0], "pt") as opened:
+        assert opened.metadata()["modelspec.architecture"] == "wan2.2/lora"
     assert near(drawn(opendit.load(root / "wan", lora=files)), found)
     save_file(load_file(files[0]), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="lora .*other.safetensors: does not say which of the two networks it is for"):
@@ -137,6 +147,15 @@ def test_lora_of_each_is_merged_and_exported(root, tmp_path):
     networks_of = {inside: getattr(pipeline, inside) for inside in INSIDE.values()}
     expected = theirs(root / "wan", found.shape[1:], **networks_of)
     assert near(found, expected) and not near(found, drawn(opendit.load(root / "wan")))
+
+
+def test_clips_have_a_number_of_frames_that_the_vae_takes(root, tmp_path):
+    argv = flags_of(root, tmp_path, "high")
+    at = argv.index("--num_frames")
+    for given, frames in ((argv, FRAMES), (argv[:at] + argv[at + 2 :], 17)):
+        flags, notes = parse(TrainConfig, given).resolve(1, has_gpu=False)
+        assert flags.num_frames == frames
+        assert any(note.startswith("--num_frames 17 ") for note in notes) == (frames == 17)
 
 
 @pytest.mark.parametrize("mode", ["uniform", "logit_normal", "mode"])
@@ -158,4 +177,10 @@ def test_what_does_not_work_is_refused_in_one_line(root, runs, refusal, tmp_path
     )
     with pytest.raises(SystemExit):
         sample.main(["--ckpt", str(runs["low"]), "--output", str(tmp_path), "--prompt", "fog"])
-    assert "holds the low-noise network alone; draw with --ckpt FOLDER" in capsys.readouterr().err
+    assert "holds the low-noise network alone; give the other one's run to --second_ckpt" in capsys.readouterr().err
+    with pytest.raises(
+        ValueError, match="second .*: is not the other network than .*, which holds the low-noise one; give"
+    ):
+        opendit.load(runs["low"], second=runs["low"])
+    with pytest.raises(ValueError, match="second .*wan: .*wan is no run of one network of two; leave it out"):
+        opendit.load(root / "wan", second=root / "wan")

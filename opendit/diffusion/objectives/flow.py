@@ -3,6 +3,7 @@
     [H] Hang et al., "Efficient Diffusion Training via Min-SNR Weighting Strategy", 2023
     [L] Liu, Gong, Liu, "Flow Straight and Fast", 2023
     [E] Esser et al., "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis" (SD3), 2024
+    [K] Karras et al., "Elucidating the Design Space of Diffusion-Based Generative Models" (EDM), 2022
     [C] Stoica et al., "Contrastive Flow Matching", 2025
     [J] Li, He, "Back to Basics: Let Denoising Generative Models Denoise" (JiT), 2025
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from opendit.config.names import DESCRIPTIONS
 from opendit.diffusion.objectives.base import Objective, Prepared, above_0, one_of
+from opendit.diffusion.objectives.edm import karras_sigmas
 from opendit.diffusion.random import Stream, uniform
 from opendit.diffusion.trajectory import LinearForm, Model, Trajectory, at_least_float32, for_each_sample
 
@@ -202,6 +204,29 @@ class FlowTrajectory(Trajectory):
         return LinearForm(1 / self.times[k], -1 / self.times[k]) if self.predicts_x else LinearForm(0.0, 1.0)
 
 
+class SigmaTrajectory(FlowTrajectory):
+    """The same lines with x = x_0 + sigma noise, which is (1 + sigma) x_t at t = sigma / (1 + sigma), and sigma for the
+    time, [K] eq. 1: a slope is dx / dsigma = noise. ``sigmas``: (n + 1,), falling, all above 0."""
+
+    def __init__(self, sigmas: Tensor):
+        super().__init__(sigmas / (1 + sigmas))
+        self.times = self.levels = sigmas.tolist()
+        self.alphas = [1.0] * len(self.levels)
+
+    def start(self, noise: Tensor) -> Tensor:
+        return noise * self.levels[0]
+
+    def slope(self, model: Model, x: Tensor, point: Tensor) -> Tensor:
+        x_t = x * _rows(1 - point / TIME_SCALE, x)
+        return x_t + _rows(1 - point / TIME_SCALE, x) * model(x_t, point).to(x.dtype)
+
+    def input_scale(self, k: int) -> float:
+        return 1 / (1 + self.levels[k])
+
+    def slope_weights(self, k: int) -> LinearForm:
+        return LinearForm(self.input_scale(k), self.input_scale(k))
+
+
 def _rows(values: Tensor, x: Tensor) -> Tensor:
     """Reshape (B,) to (B, 1, ..., 1), with the rank and dtype of x."""
     return values.to(x.dtype).view(-1, *(1,) * (x.dim() - 1))
@@ -226,6 +251,7 @@ class FlowObjective(Objective):
     shift_terminal: the last time above 0 in sampling, see ``sampling_times``.
     shifted_end: likewise. discrete_times: sampling at the times of ``discrete_times``.
     least, most: the times of training, of a network that is replaced by another at other times.
+    karras: sampling at [K]'s noise levels, from 80 to 0.002, where it ends, see ``SigmaTrajectory``.
     empirical_tokens: shift is that of ``empirical_shift`` for this number of tokens, 0 until it is known, and for the
         steps of sampling; in training, for EMPIRICAL_STEPS.
     """
@@ -250,6 +276,7 @@ class FlowObjective(Objective):
     least: float | None = None
     most: float | None = None
     empirical_tokens: int | None = None
+    karras: bool = False
 
     def __post_init__(self) -> None:
         one_of("--flow_times", self.times_are, tuple(TIME_SAMPLING))
@@ -366,6 +393,8 @@ class FlowObjective(Objective):
 
     def trajectory(self, steps: int, even_in_noise: bool = False) -> Trajectory:
         shift = self._shift_for(steps)
+        if self.karras:
+            return SigmaTrajectory(karras_sigmas(steps + 1)[:-1])
         if self.discrete_times:
             return FlowTrajectory(*discrete_times(steps, shift))
         times = sampling_times(steps, shift, self.shift_terminal, self.shifted_end)

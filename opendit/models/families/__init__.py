@@ -1,6 +1,6 @@
 """Public models by family, as data on the grammar of blocks; see docs/public_models.md."""
 
-from opendit.models.families import flux, flux2, ltx, lumina2, qwen_image, sd3, wan, z_image
+from opendit.models.families import cosmos2, flux, flux2, ltx, lumina2, qwen_image, sd3, wan, z_image
 
-MODULES = flux, z_image, wan, lumina2, qwen_image, flux2, ltx, sd3
+MODULES = flux, z_image, wan, lumina2, qwen_image, flux2, ltx, sd3, cosmos2
 FAMILIES = {family.name: family for family in (*(module.FAMILY for module in MODULES), flux2.KLEIN)}

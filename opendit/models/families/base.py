@@ -137,6 +137,7 @@ class Variant:
         downscale: pixels per latent value along a side.
         fps: frames a second of their clips.
         given_frames: the frames that a clip may begin with, in place ("first"), see opendit.models.given_frames.
+        architecture: as of :class:`Family`, if it is another.
         experts: there are two networks, and ``setting`` is the time, as a share of 1, from which on the first is used.
     """
 
@@ -148,6 +149,7 @@ class Variant:
     downscale: int = 8
     fps: float = 16.0
     given_frames: str | None = None
+    architecture: str = ""
     experts: bool = False
 
     @property
@@ -172,6 +174,7 @@ class Family:
         text, latents, guidance: see there.
         steps: of sampling by default.
         shifted_end: sampling's times are spaced evenly down to the last one that is trained, shifted, instead of 0.
+        karras: sampling's noise levels are Karras et al.'s, from 80 to 0.002, and not those of the folder's scheduler.
         image_size: side in pixels by default, or (height, width).
         license: of the published weights, as the hub writes it; what a run or an export states.
         original: layers by their authors' names, as in LoRA files of ComfyUI and kohya's trainers -> the published
@@ -197,6 +200,7 @@ class Family:
     guidance: Guidance
     steps: int
     shifted_end: bool = False
+    karras: bool = False
     constants: tuple[str, ...] = ()
     image_size: int | tuple[int, int] = 1024
     frames: int | None = None

@@ -41,12 +41,13 @@ class PatchLinear(nn.Module):
 
     def __init__(self, spec: NetworkSpec, width: int):
         super().__init__()
-        self.patch, self.channels_last = spec.patch, spec.channels_last[0]
+        self.patch, self.channels_last, self.zeros = spec.patch, spec.channels_last[0], spec.zeros
+        channels = spec.channels + spec.given + spec.zeros
         convolution: Any = {2: nn.Conv2d, 3: nn.Conv3d}[len(spec.patch)]
         self.proj: Any = (
-            convolution(spec.channels + spec.given, width, spec.patch, stride=spec.patch)
+            convolution(channels, width, spec.patch, stride=spec.patch)
             if spec.convolution
-            else nn.Linear((spec.channels + spec.given) * math.prod(spec.patch), width)
+            else nn.Linear(channels * math.prod(spec.patch), width)
         )
         # Stands in for the tokens that fill a picture.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
@@ -62,18 +63,22 @@ class PatchLinear(nn.Module):
 
     def project(self, patches: Tensor) -> Tensor:
         """(B, N, C * prod(patch)) to (B, N, D)."""
+        if self.zeros:
+            patches = nn.functional.pad(patches, (0, self.zeros * math.prod(self.patch)))
         return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class TextEmbedder(nn.Module):
-    """A caption's tokens (B, L, Dt) to (B, L, D)."""
+    """A caption's tokens (B, L, Dt) to (B, L, D), or as they are."""
 
     def __init__(self, text: TextEmbedding, width: int, eps: float):
         super().__init__()
         self.norm: RMSNorm | None = RMSNorm(text.width, eps) if text.layers == "norm" else None
-        self.mlp: nn.Linear | TextMlp = (
-            nn.Linear(text.width, width) if text.layers != "mlp" else TextMlp(text.width, width, width)
-        )
+        made: dict[str, Callable[[], nn.Module]] = {
+            "mlp": lambda: TextMlp(text.width, width, width),
+            "none": nn.Identity,
+        }
+        self.mlp: nn.Module = made.get(text.layers, lambda: nn.Linear(text.width, width))()
         # Stands in for the tokens that fill a caption.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if text.multiple > 1 else None
 
@@ -129,7 +134,8 @@ class PublicDiT(DiT):
         condition = spec.time_width or width
         self.x_embedder = cast(Any, PatchLinear(spec, width))
         start = 1000.0 if spec.reversed_time else None
-        self.t_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden, start, spec.time_unit)
+        embedded, how = (spec.shared * width if spec.time_normed else condition), (start, spec.time_unit)
+        self.t_embedder = TimestepEmbedder(embedded, spec.frequencies, spec.time_hidden, *how, spec.time_normed)
         if spec.guidance:
             self.guidance_embedder = TimestepEmbedder(condition, spec.frequencies, spec.time_hidden)
         if spec.text.pooled:
@@ -142,11 +148,13 @@ class PublicDiT(DiT):
         if spec.text_refiner is not None:
             self.text_refiner = nn.ModuleList(self._blocks(spec.text_refiner))
         self.shared_modulation: nn.Sequential | None = (
-            nn.Sequential(nn.SiLU(), nn.Linear(condition, spec.shared * width)) if spec.shared else None
+            nn.Sequential(nn.SiLU(), nn.Linear(condition, spec.shared * width))
+            if spec.shared and not spec.time_normed
+            else None
         )
         self.blocks: Any = nn.ModuleList(make_block(block) for block in spec.blocks)
         out = math.prod(spec.patch) * spec.channels
-        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition)
+        self.final_layer = FinalLayer(width, out, spec.final, spec.final_table, condition, spec.final_rank)
         if not spec.bias:
             for layer in self.modules():
                 if isinstance(layer, nn.Linear):
@@ -229,7 +237,9 @@ class PublicDiT(DiT):
         rotary = self.config.spec.rotary
 
         def made() -> Tensor:
-            return cast(Tensor, rotary.table(grid_coordinates(*grid, device=self.device), self.config.hidden_size))
+            at = grid_coordinates(*grid, device=self.device)
+            at = nn.functional.pad(at, (max(0, len(rotary.channels) - at.shape[-1]), 0))  # of pictures, without a frame
+            return cast(Tensor, rotary.table(at, self.config.hidden_size))
 
         return self._made_once(("rope", grid), made)
 
@@ -246,7 +256,8 @@ class PublicDiT(DiT):
         """Embed captions: what is added to the time's embedding, and their tokens (B, L, D) with their mask."""
         assert isinstance(y, TextCondition), "a public model is conditioned on captions"
         spec, dtype = self.config.spec, cast(nn.Linear, self.t_embedder.mlp[0]).weight.dtype
-        vector = torch.zeros(len(y.pooled), spec.time_width or spec.block.width, dtype=dtype, device=y.tokens.device)
+        width = 1 if spec.time_normed else spec.time_width or spec.block.width
+        vector = torch.zeros(len(y.pooled), width, dtype=dtype, device=y.tokens.device)
         if spec.text.pooled:
             vector = vector + self.pooled_embedder(y.pooled)
         if spec.guidance:
@@ -296,10 +307,14 @@ class PublicDiT(DiT):
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
         """Yield the modulations of the refiner's blocks (if ``first``), of the blocks, and of the final layer."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
-        refiner = self.media_refiner if first and self.config.spec.media_refiner is not None else ()
+        spec, of_final = self.config.spec, None
+        if spec.time_normed:
+            shared, c = c.split((spec.shared * spec.block.width, spec.frequencies), dim=1)
+            of_final = shared[:, : len(spec.final) * spec.block.width]
+        refiner = self.media_refiner if first and spec.media_refiner is not None else ()
         for block in [*cast(Any, refiner), *(self.blocks if blocks is None else blocks)]:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
-        yield self.final_layer.modulate(c)
+        yield self.final_layer.modulate(c, of_final)
 
     # ----------------------------------------------------------------------------------------------------- one forward
 

@@ -15,7 +15,7 @@ class Rotary:
 
     Attributes:
         channels: of a head, for each axis; () where ``steps`` are given, or where there are no rotations.
-        base: of the frequencies.
+        base: of the frequencies. bases: of each axis' own, instead.
         text: coordinates of a caption's tokens: all 0 ("zero"); ``first``, ``first`` + 1, ... along the first axis
             ("count"), on which the media follow, at the place after the caption's last; 0, 1, ... along one more axis,
             the last ("last"); or equal on all axes ("diagonal"), from half the longer side of the media on, whose rows
@@ -30,6 +30,7 @@ class Rotary:
     first: int = 1
     steps: tuple[float, ...] = ()
     sides: tuple[float, ...] = ()
+    bases: tuple[float, ...] = ()
 
     def table(self, coordinates: Tensor, width: int) -> Tensor | None:
         """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or
@@ -37,7 +38,7 @@ class Rotary:
         if not self.steps and not self.channels:
             return None
         if not self.steps:
-            return axes_table(coordinates, self.channels, self.base)
+            return axes_table(coordinates, self.channels, self.bases or (self.base,) * len(self.channels))
         return interwoven_table(coordinates, width, self.base, self.steps, self.sides)
 
 
@@ -47,7 +48,7 @@ class TextEmbedding:
 
     Attributes:
         width: of the encoder's tokens.
-        layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU.
+        layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU; "none".
         multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
         pooled: width of a vector that is embedded beside the time; 0 for none.
         picture: width of a picture's tokens, which blocks attend to beside the caption's; 0 for none. They take the
@@ -56,7 +57,7 @@ class TextEmbedding:
     """
 
     width: int
-    layers: Literal["linear", "norm", "mlp"] = "linear"
+    layers: Literal["linear", "norm", "mlp", "none"] = "linear"
     multiple: int = 1
     pooled: int = 0
     picture: int = 0
@@ -79,6 +80,7 @@ class NetworkSpec:
         channels: of the latents.
         given: channels that come behind these, of models that are given the first frame: a mask, repeated, and the
             latents of the clip that has nothing after that frame.
+        zeros: channels of zeros that come behind them, whose weights nothing depends on.
         patch: (frames, rows, columns), or (rows, columns).
         channels_last: order of a patch's numbers, what comes in and what goes out: channels after the places, or
             before them.
@@ -90,10 +92,12 @@ class NetworkSpec:
         time_hidden, frequencies: of the time's embedding.
         reversed_time: the network is told 1000 - t, and predicts data - noise.
         time_unit: times are divided by this before they are embedded.
+        time_normed: the condition is RMSNorm of the time's sinusoids, and the time's embedding is what blocks share.
         guidance: the scale of guidance is embedded beside the time.
         shared: number of modulation vectors that all blocks share; 0 for none.
         final: values of the final layer's modulation, in their order.
         final_table: that modulation is a table plus the time's embedding.
+        final_rank: that modulation is of this rank, and corrects the first vectors that blocks share.
         table: (side, unit) of a table of sines and cosines in patches, from whose middle a picture's positions are cut;
             positions count from 0 to ``unit`` along a side. None: there is none.
         media_multiple: media are filled with learned tokens up to a multiple of this.
@@ -115,13 +119,16 @@ class NetworkSpec:
     frequencies: int = 256
     reversed_time: bool = False
     time_unit: float = 1.0
+    time_normed: bool = False
     guidance: bool = False
     shared: int = 0
     final: tuple[str, ...] = ("shift", "scale")
     final_table: bool = False
+    final_rank: int | None = None
     table: tuple[int, int] | None = None
     media_multiple: int = 1
     given: int = 0
+    zeros: int = 0
     bias: bool = True
 
     @property

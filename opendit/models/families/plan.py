@@ -33,15 +33,22 @@ def rules(config: PublicConfig) -> dict[str, Rule]:
         "text_embedder.**": Replicated(),
         "text_refiner.**": Replicated(),
         "picture_embedder.**": Replicated(),
+        **({"t_embedder.norm.weight": Replicated()} if spec.time_normed else {}),
         **{f"{name}.mlp.*.*": Replicated() for name in ("t_embedder", "guidance_embedder", "pooled_embedder")},
         **linear("shared_modulation.1", Column(gathered=True)),
         "final_layer.linear.*": Replicated(),
         "final_layer.adaLN_modulation.table": Replicated(),
-        **linear("final_layer.adaLN_modulation.1", Column(gathered=True)),
+        **_modulation("final_layer.adaLN_modulation", 1, spec.final_rank is not None),
     }
     for name in ("blocks.*", *(f"blocks.*.{stream}" for stream in spec.order), "media_refiner.*"):
         found |= _block_rules(name, spec.block)
     return found
+
+
+def _modulation(name: str, number: int, low_rank: bool) -> dict[str, Rule]:
+    """Return the rules of a modulation whose first layer has this number: of full rank, or a product of two."""
+    first = {f"{name}.{number}.weight": Replicated()} if low_rank else {}
+    return first | linear(f"{name}.{number + low_rank}", Column(gathered=True))
 
 
 def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
@@ -58,8 +65,8 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
     found |= linear(f"{name}.mlp.fc1", Column(MLPS[spec.mlp].branches)) | linear(f"{name}.mlp.fc2", Row())
     for norm in ("attn", "cross", "mlp"):
         found |= {f"{name}.{norm}_norm.*": Replicated(), f"{name}.{norm}_norm_after.*": Replicated()}
-    number = 1 if spec.silu else 0
-    found |= linear(f"{name}.adaLN_modulation.{number}", Column(gathered=True))
+    branches = spec.source == "branches"
+    found |= _modulation(f"{name}.adaLN_modulation{'.*' * branches}", int(spec.silu), branches)
     found[f"{name}.adaLN_modulation.table"] = Replicated()
     return found
 
@@ -146,8 +153,12 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
     if block.read:  # the caption's tokens, of which there are q, k and v alone
         linears -= 2 * captions * (block.width**2 + mlp)
     if cross:
-        linears += 4 * captions * block.width**2
+        linears += 4 * captions * block.width * (block.context or block.width)
         attention += 4 * tokens * captions * block.width
+    if block.source == "branches":
+        assert block.options.adaln_lora is not None
+        inputs = block.chunks // len(block.values) * (block.condition or block.width)
+        linears += 2 * block.options.adaln_lora * (inputs + block.chunks * block.width)
     if block.source == "own":
         linears += 2 * (block.condition or block.width) * block.chunks * block.width
     return linears, attention
@@ -164,7 +175,7 @@ def _stack_flops(config: PublicConfig) -> tuple[int, int]:
 def _first(config: PublicConfig) -> int:
     """Patches' embedding and the refiners."""
     spec, (media, text) = config.spec, _lengths(config)
-    total = 2 * config.tokens * (spec.channels + spec.given) * math.prod(spec.patch) * spec.block.width
+    total = 2 * config.tokens * (spec.channels + spec.given + spec.zeros) * math.prod(spec.patch) * spec.block.width
     for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
         if refiner is not None:
             total += refiner.count * sum(_block_flops(refiner.block, tokens, 0))
@@ -175,6 +186,8 @@ def _captions(config: PublicConfig) -> int:
     spec, text = config.spec, config.text
     assert text is not None
     width = spec.block.width
+    if spec.text.layers == "none":
+        return 0
     return 2 * text.max_tokens * width * (spec.text.width + (width if spec.text.layers == "mlp" else 0))
 
 
@@ -183,6 +196,8 @@ def _every(config: PublicConfig) -> int:
     spec = config.spec
     width = spec.time_width or spec.block.width
     hidden = spec.time_hidden or width
+    if spec.time_normed:  # whose second layer makes what blocks share
+        return 2 * hidden * (spec.frequencies + spec.shared * spec.block.width)
     time = 2 * hidden * (spec.frequencies + width) * (1 + spec.guidance)
     pooled = 2 * width * (spec.text.pooled + width) * bool(spec.text.pooled)
     shared = 2 * width * spec.shared * spec.block.width
@@ -192,6 +207,8 @@ def _every(config: PublicConfig) -> int:
 def _last(config: PublicConfig) -> int:
     spec, width = config.spec, config.spec.block.width
     modulation = 0 if spec.final_table else 2 * (spec.time_width or width) * len(spec.final) * width
+    if spec.final_rank is not None:
+        modulation = 2 * spec.final_rank * (spec.time_width or width) * (1 + len(spec.final))
     tokens = _lengths(config)[0]
     return 2 * tokens * width * math.prod(spec.patch) * spec.channels + modulation
 
@@ -211,7 +228,7 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         turned = (3 if block.streams else 2) if execution.fused else 4
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + 2 + 1
         wide = block.mlp_hidden / block.width
-        units += (2 if block.mlp == "gelu" else 3) * wide + 1
+        units += (1 + MLPS[block.mlp].branches) * wide + 1
         if block.norm_after and (execution.fp8 or not execution.fused):  # normalised by torch
             units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2

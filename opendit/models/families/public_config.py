@@ -67,6 +67,11 @@ class PublicConfig(DiTConfig):
         return json.loads(self.index)[variant.setting] if variant is not None and variant.experts else None
 
     @property
+    def index_of_both(self) -> str:
+        """``index`` of the model of both networks."""
+        return published({key: value for key, value in json.loads(self.index).items() if key != "expert"})
+
+    @property
     def spec(self) -> NetworkSpec:
         """The network's specification."""
         return _spec_of(self.family, self.published)

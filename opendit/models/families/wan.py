@@ -164,7 +164,9 @@ FAMILY = Family(
     original=ORIGINAL,
     architecture="wan2.1",
     variants=(
-        Variant("expand_timesteps", (704, 1280), 121, downscale=16, fps=24.0, given_frames="first"),
-        Variant("boundary_ratio", (720, 1280), steps=40, scale=4.0, experts=True),
+        Variant(
+            "expand_timesteps", (704, 1280), 121, downscale=16, fps=24.0, given_frames="first", architecture="wan2.2"
+        ),
+        Variant("boundary_ratio", (720, 1280), steps=40, scale=4.0, architecture="wan2.2", experts=True),
     ),
 )

@@ -52,6 +52,10 @@ SD3 = dict(
     joint_attention_dim=14, caption_projection_dim=24, pooled_projection_dim=10, out_channels=4, pos_embed_max_size=7,
     qk_norm="rms_norm",
 )  # fmt: skip
+COSMOS2 = dict(
+    in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=14, num_layers=2, text_embed_dim=10,
+    adaln_lora_dim=4, rope_scale=(1.0, 4.0, 3.0), extra_pos_embed_type=None,
+)  # fmt: skip
 
 
 @dataclass
@@ -223,6 +227,19 @@ def sd3(dtype: torch.dtype, **values: Any) -> Oracle:
     return Oracle("sd3", values, (4, 6, 10), module, theirs)
 
 
+def cosmos2(dtype: torch.dtype, **values: Any) -> Oracle:
+    values = COSMOS2 | values
+    module = networks().CosmosTransformer3DModel(**values).eval()
+    randomise(module)
+    module.to(dtype)
+
+    def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
+        mask = x.new_zeros(1, 1, *x.shape[2:])
+        return module(x.unsqueeze(2), t / 1000, y.tokens, padding_mask=mask, return_dict=False)[0].squeeze(2)
+
+    return Oracle("cosmos2", values, (4, 6, 10), module, theirs)
+
+
 ORACLES = {
     "flux": flux,
     "z_image": z_image,
@@ -232,8 +249,10 @@ ORACLES = {
     "flux2": flux2,
     "ltx": ltx,
     "sd3": sd3,
+    "cosmos2": cosmos2,
 }
-WIDTHS = "joint_attention_dim", "cap_feat_dim", "text_dim", "caption_channels"  # of captions' tokens
+# Widths of captions' tokens.
+WIDTHS = "joint_attention_dim", "cap_feat_dim", "text_dim", "caption_channels", "text_embed_dim"
 # Weights of ours that no output depends on: of the last block, whose captions nothing reads.
 UNREAD = {"qwen_image": r"blocks\.1\.text\.(attn\.(proj|q_norm)|mlp)\.", "sd3": r"blocks\.2\.text\.attn\.q_norm\."}
 

@@ -25,6 +25,7 @@ from opendit.models.layers import BlockOps, RMSNorm, layer_norm
 from opendit.models.positions import grid_coordinates, sincos_positions
 from opendit.models.zoo import config_from_dict
 from tests.models.families.oracles import (
+    COSMOS2,
     FLUX,
     FLUX2,
     LTX,
@@ -56,6 +57,7 @@ TINY = {
     "flux2": FLUX2,
     "ltx": LTX,
     "sd3": SD3,
+    "cosmos2": COSMOS2,
 }
 SHAPES = {name: {"wan": (4, 3, 6, 10), "flux2": (8, 3, 5), "ltx": (6, 3, 3, 5)}.get(name, (4, 6, 10)) for name in TINY}
 FLUX_1 = dict(
@@ -100,6 +102,11 @@ SD35_LARGE = dict(
     joint_attention_dim=4096, caption_projection_dim=2432, pooled_projection_dim=2048, out_channels=16,
     pos_embed_max_size=192, dual_attention_layers=(), qk_norm="rms_norm",
 )  # fmt: skip
+COSMOS2_2B = dict(
+    in_channels=16, out_channels=16, num_attention_heads=16, attention_head_dim=128, num_layers=28, mlp_ratio=4.0,
+    text_embed_dim=1024, adaln_lora_dim=256, max_size=(128, 240, 240), patch_size=(1, 2, 2), rope_scale=(1.0, 4.0, 4.0),
+    concat_padding_mask=True, extra_pos_embed_type=None,
+)  # fmt: skip
 
 TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 
@@ -108,7 +115,7 @@ TOLERANCE = 1e-5  # of single precision, relative to a tensor's largest entry
 # The layers of all families by whose outputs norms divide.
 BEFORE_NORMS = (
     r"\bto_[qk]\b|add_[qk]_proj|x_embedder|context_embedder|cap_embedder|patch_embedding|to_(add_)?out|w2|n_norm2"
-    r"|img_in|txt_in|proj_in"
+    r"|img_in|txt_in|proj_in|patch_embed\b"
     r"|forward.linear_2|\bnorm2"
 )
 
@@ -149,6 +156,7 @@ USUAL = {
     "lumina2": Case("lumina2", (5, 8, 2), padded=9),
     "ltx": Case("ltx", (4, 6, 1), padded=8),
     "sd3": Case("sd3", (3, 7, 5), padded=9),
+    "cosmos2": Case("cosmos2", (4, 6, 1), padded=8),
 }
 SMALL = {family: replace(case, small=True) for family, case in USUAL.items()}
 VARIANTS = {
@@ -237,6 +245,9 @@ VARIANTS = {
     ),
     "sd3 without norms, of two blocks": Case(
         "sd3", (4, 6), {"qk_norm": None, "num_layers": 2, "sample_size": 12, "pos_embed_max_size": 5}, (4, 10, 2)
+    ),
+    "cosmos2 without the channel of zeros": Case(
+        "cosmos2", (6, 1), {"concat_padding_mask": False, "num_attention_heads": 3, "attention_head_dim": 20}, (4, 2, 6)
     ),
     "wan with other patches": Case("wan", (4, 6), {"patch_size": (2, 3, 1)}, (4, 4, 6, 5)),
 }
@@ -349,7 +360,8 @@ def blocks_of(model: PublicDiT) -> list[Block]:
 
 
 def modulations_of(model: PublicDiT) -> list[nn.Sequential]:
-    return [block.adaLN_modulation for block in blocks_of(model) if isinstance(block.adaLN_modulation, nn.Sequential)]
+    parts = (module for block in blocks_of(model) for module in block.adaLN_modulation.modules())
+    return [module for module in parts if isinstance(module, nn.Sequential)]
 
 
 def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -364,7 +376,7 @@ def rms_norms(model: PublicDiT, pattern: str) -> Iterator[RMSNorm]:
             yield module
 
 
-@wrong("final layer's halves swapped", "flux", "wan", "qwen_image", "flux2", "ltx", "sd3")
+@wrong("final layer's halves swapped", "flux", "wan", "qwen_image", "flux2", "ltx", "sd3", "cosmos2")
 def _(model, patch, y):
     model.final_layer.values = model.final_layer.values[::-1]
 
@@ -374,7 +386,7 @@ def _(model, patch, y):
     model.final_layer.ops = BlockOps(lambda x, shift, scale: layer_norm(x) + scale[:, None])
 
 
-@wrong("no SiLU before the modulation", "flux", "qwen_image", "lumina2", "sd3")
+@wrong("no SiLU before the modulation", "flux", "qwen_image", "lumina2", "sd3", "cosmos2")
 def _(model, patch, y):
     for sequential in modulations_of(model):
         sequential[0] = nn.Identity()
@@ -391,7 +403,9 @@ def _(model, patch, y):
     model.shared_modulation[0] = nn.Identity()
 
 
-@wrong("no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2", "flux2", "sd3")
+@wrong(
+    "no SiLU before the final layer's modulation", "flux", "z_image", "qwen_image", "lumina2", "flux2", "sd3", "cosmos2"
+)
 def _(model, patch, y):
     model.final_layer.adaLN_modulation[0] = nn.Identity()
 
@@ -406,7 +420,7 @@ def _(model, patch, y):
     model.t_embedder.reversed_from = None
 
 
-@wrong("time reversed", "flux", "wan", "qwen_image", "flux2", "ltx", "sd3")
+@wrong("time reversed", "flux", "wan", "qwen_image", "flux2", "ltx", "sd3", "cosmos2")
 def _(model, patch, y):
     model.t_embedder.reversed_from = 1000.0
 
@@ -423,13 +437,13 @@ def _(model, patch, y):
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t.bfloat16(), dim))
 
 
-@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
+@wrong("sines before cosines", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3", "cosmos2")
 def _(model, patch, y):
     embedding = layers.timestep_embedding
     patch.setattr(layers, "timestep_embedding", lambda t, dim: embedding(t, dim).roll(dim // 2, -1))
 
 
-@wrong("time in 0 ... 1000", "lumina2")
+@wrong("time in 0 ... 1000", "lumina2", "cosmos2")
 def _(model, patch, y):
     model.t_embedder.unit = 1.0
 
@@ -454,13 +468,22 @@ def _(model, patch, y):
     respecify(model, patch, reversed_time=False)
 
 
-@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
+@wrong("epsilon of LayerNorm", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3", "cosmos2")
 def _(model, patch, y):
     patch.setattr(layers, "layer_norm", lambda x: layer_norm(x, 1e-5))
 
 
 @wrong(
-    "epsilon of the norms of queries and keys", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3"
+    "epsilon of the norms of queries and keys",
+    "flux",
+    "z_image",
+    "wan",
+    "qwen_image",
+    "lumina2",
+    "flux2",
+    "ltx",
+    "sd3",
+    "cosmos2",
 )
 def _(model, patch, y):
     for norm in rms_norms(model, "[qk]_norm"):
@@ -485,6 +508,41 @@ def _(model, patch, y):
     patch.setattr(F, "gelu", lambda x, approximate: gelu(x))
 
 
+@wrong("GELU in tanh form", "cosmos2")
+def _(model, patch, y):
+    gelu = F.gelu
+    patch.setattr(F, "gelu", lambda x: gelu(x, approximate="tanh"))
+
+
+@wrong("rotations of neighbours", "cosmos2")
+def _(model, patch, y):
+    for block in blocks_of(model):
+        block.attn.halves = False
+
+
+@wrong("bases not scaled", "cosmos2")
+def _(model, patch, y):
+    respecify(model, patch, rotary=replace(model.config.spec.rotary, bases=()))
+
+
+@wrong("sinusoids not normalised", "cosmos2")
+def _(model, patch, y):
+    patch.setattr(model.t_embedder.norm, "forward", lambda x: x)
+
+
+@wrong("the caption's gate forgotten", "cosmos2")
+def _(model, patch, y):
+    vectors = Block.vectors
+    gates = lambda parts: [*parts[:1], (*parts[1][:2], torch.ones_like(parts[1][2])), *parts[2:]]  # noqa: E731
+    patch.setattr(Block, "vectors", lambda self, m: iter(gates(list(vectors(self, m)))))
+
+
+@wrong("the final layer's modulation not shared", "cosmos2")
+def _(model, patch, y):
+    modulate = model.final_layer.modulate
+    patch.setattr(model.final_layer, "modulate", lambda c, shared: modulate(c))
+
+
 @wrong("exact GELU in the caption's embedding", "wan", "ltx")
 def _(model, patch, y):
     mlp = model.text_embedder.mlp
@@ -496,7 +554,7 @@ def _(model, patch, y):
     model.use(ops=BlockOps(swiglu=lambda x: layers.swiglu(x.roll(x.shape[-1] // 2, -1))))
 
 
-@wrong("padding trimmed", "flux", "wan", "flux2", "sd3")
+@wrong("padding trimmed", "flux", "wan", "flux2", "sd3", "cosmos2")
 def _(model, patch, y):
     longest = int(y.mask.sum(1).max())
     return replace(y, tokens=y.tokens[:, :longest], mask=y.mask[:, :longest])
@@ -514,7 +572,7 @@ def _(model, patch, y):
     patch.setattr(model, "enter", masked)
 
 
-@wrong("padding masked", "wan")
+@wrong("padding masked", "wan", "cosmos2")
 def _(model, patch, y):
     for block in blocks_of(model):
         block.cross_attn.attends_padding = False
@@ -525,7 +583,7 @@ def _(model, patch, y):
     return replace(y, mask=torch.ones_like(y.mask))
 
 
-@wrong("padding not zeros", "wan")
+@wrong("padding not zeros", "wan", "cosmos2")
 def _(model, patch, y):
     return replace(y, tokens=torch.where(y.mask.unsqueeze(-1), y.tokens, torch.ones_like(y.tokens)))
 
@@ -731,7 +789,9 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", lambda *sizes, device: place(*sizes, device=device) + 1)
 
 
-@wrong("rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
+@wrong(
+    "rows and columns exchanged", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3", "cosmos2"
+)
 def _(model, patch, y):
     place = network.grid_coordinates
 
@@ -742,7 +802,7 @@ def _(model, patch, y):
     patch.setattr(network, "grid_coordinates", exchanged)
 
 
-@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2")
+@wrong("axes of the rotations in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "cosmos2")
 def _(model, patch, y):
     rotary = model.config.spec.rotary
     respecify(model, patch, rotary=replace(rotary, channels=rotary.channels[1:] + rotary.channels[:1]))
@@ -764,7 +824,7 @@ def _(model, patch, y):
     patch.setattr(layers, "rotate", halves)
 
 
-@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2", "flux2", "ltx")
+@wrong("rotations the other way", "flux", "z_image", "qwen_image", "lumina2", "flux2", "ltx", "cosmos2")
 def _(model, patch, y):
     rotate = layers.rotate
     patch.setattr(layers, "rotate", lambda x, table: rotate(x, torch.stack([table[..., 0], -table[..., 1]], -1)))
@@ -791,7 +851,7 @@ def _(model, patch, y):
     normalise_by_head(model, patch, r"\.cross_attn\.[qk]_norm")
 
 
-@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image", "flux2", "sd3")
+@wrong("queries and keys normalised across heads", "flux", "z_image", "qwen_image", "flux2", "sd3", "cosmos2")
 def _(model, patch, y):
     for module in model.modules():
         if isinstance(module, attention.Attention):
@@ -808,12 +868,12 @@ def _(model, patch, y):
     model.use(ops=replace(BlockOps(), normalise_rotate=rotate_normalise))
 
 
-@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image", "lumina2", "sd3")
+@wrong("channels of a patch the other way, in", "flux", "z_image", "wan", "qwen_image", "lumina2", "sd3", "cosmos2")
 def _(model, patch, y):
     model.x_embedder.channels_last = not model.x_embedder.channels_last
 
 
-@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image", "lumina2", "sd3")
+@wrong("channels of a patch the other way, out", "flux", "z_image", "wan", "qwen_image", "lumina2", "sd3", "cosmos2")
 def _(model, patch, y):
     first, last = model.config.spec.channels_last
     respecify(model, patch, channels_last=(first, not last))
@@ -829,6 +889,7 @@ def _(model, patch, y):
     "flux2",
     "ltx",
     "sd3",
+    "cosmos2",
 )
 def _(model, patch, y):
     for block in blocks_of(model):
@@ -846,6 +907,7 @@ def _(model, patch, y):
     "flux2",
     "ltx",
     "sd3",
+    "cosmos2",
 )
 def _(model, patch, y):
     vectors = Block.vectors
@@ -858,7 +920,7 @@ def _(model, patch, y):
     patch.setattr(JointBlock, "modulate", lambda self, *c: (m := modulate(self, *c)).roll(m.shape[1] // 2, 1))
 
 
-@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3")
+@wrong("scale without 1", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "sd3", "cosmos2")
 def _(model, patch, y):
     patch.setattr(layers, "modulate", lambda x, shift, scale, _=None: x * scale[:, None] + shift[:, None])
 
@@ -895,7 +957,7 @@ def _(model, patch, y):
         block.cross_norm = norm
 
 
-@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx")
+@wrong("blocks in another order", "flux", "z_image", "wan", "qwen_image", "lumina2", "flux2", "ltx", "cosmos2")
 def _(model, patch, y):
     model.blocks[-1], model.blocks[-2] = model.blocks[-2], model.blocks[-1]
 
@@ -942,6 +1004,8 @@ PUBLISHED = {
     "Lumina-Image-2.0": ("lumina2", LUMINA2_2B, 2_610),
     "LTX-Video": ("ltx", LTX_2B, 1_923),
     "Stable Diffusion 3.5 large": ("sd3", SD35_LARGE, 8_057),
+    "Cosmos-Predict2-2B-Text2Image": ("cosmos2", COSMOS2_2B, 1_956),
+    "Cosmos-Predict2-14B-Text2Image": ("cosmos2", COSMOS2_2B | dict(num_attention_heads=40, num_layers=36), 14_265),
 }
 
 
@@ -972,7 +1036,7 @@ def test_published_configurations_survive_json(name):
 
 def test_configurations_of_an_unknown_family_are_refused():
     with pytest.raises(
-        ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image, flux2, ltx, sd3, flux2_klein"
+        ValueError, match="'flax'.* flux, z_image, wan, lumina2, qwen_image, flux2, ltx, sd3, cosmos2, flux2_klein"
     ):
         public_config("flax", {})
 
@@ -1111,6 +1175,28 @@ UNUSUAL: dict[str, dict[str, tuple[Any, dict[str, Any] | None]]] = {
         "pos_embed_max_size": (6, {}),
         "dual_attention_layers": ((0,), REFUSED),
         "qk_norm": (None, {}),
+    },
+    "cosmos2": {
+        "in_channels": (6, {"out_channels": 6}),
+        "out_channels": (6, REFUSED),
+        "num_attention_heads": (3, {}),
+        "attention_head_dim": (18, {}),
+        "num_layers": (1, {}),
+        "mlp_ratio": (2.5, {}),
+        "text_embed_dim": (6, {}),
+        "adaln_lora_dim": (3, {}),
+        "max_size": ((1, 6, 10), {}),  # the least that these places need
+        "patch_size": ((1, 1, 1), REFUSED),
+        "rope_scale": ((2.0, 1.0, 0.5), {}),
+        "concat_padding_mask": (False, {}),
+        "extra_pos_embed_type": ("learnable", REFUSED),
+        "use_crossattn_projection": (True, REFUSED),
+        "crossattn_proj_in_channels": (6, {}),  # of the projection above
+        "encoder_hidden_states_channels": (6, {}),
+        "controlnet_block_every_n": (1, REFUSED),
+        "img_context_dim_in": (6, REFUSED),
+        "img_context_num_tokens": (6, {}),  # of the picture's tokens above
+        "img_context_dim_out": (6, {}),
     },
 }
 

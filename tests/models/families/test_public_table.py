@@ -2,7 +2,7 @@
 
 from opendit.config.public_models import PUBLIC, Public
 from opendit.models.families import FAMILIES
-from tests.models.families.oracles import FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE
+from tests.models.families.oracles import COSMOS2, FLUX, FLUX2, LTX, LUMINA2, QWEN_IMAGE, SD3, WAN, Z_IMAGE
 
 VALUES = {
     "flux": FLUX,
@@ -14,6 +14,7 @@ VALUES = {
     "flux2_klein": FLUX2 | {"guidance_embeds": False},
     "ltx": LTX,
     "sd3": SD3,
+    "cosmos2": COSMOS2,
 }
 
 

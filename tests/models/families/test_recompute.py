@@ -10,6 +10,7 @@ from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.parallel.apply import apply_parallel
 from tests.models.families.oracles import (
+    COSMOS2,
     FLUX,
     FLUX2,
     LUMINA2,
@@ -30,6 +31,7 @@ MODELS = {
     "flux2": (FLUX2, (3, 5)),
     "lumina2": (LUMINA2, (6, 10)),
     "sd3": (SD3, (6, 10)),
+    "cosmos2": (COSMOS2, (6, 10)),
 }
 
 
@@ -72,7 +74,7 @@ def test_attention_among_all_tokens_is_kept_and_every_gradient_has_the_same_bits
         assert count == attentions.found[True, q, k] * (1 if k >= q else 2)
     some = gradients(family, "but_attention", recompute_blocks=1)
     assert all(torch.equal(gradient, some[name]) for name, gradient in kept.items())
-    assert any(k >= q for q, k in forward) and any(k < q for q, k in forward) == (family == "wan")
+    assert any(k >= q for q, k in forward) and any(k < q for q, k in forward) == (family in ("wan", "cosmos2"))
 
 
 # Those that know its norms and MLPs.
