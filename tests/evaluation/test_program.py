@@ -192,7 +192,8 @@ def test_what_decides_the_features_makes_others(capsys, caplog):
 # ------------------------------------------------------------------------------------------ references
 
 
-def test_statistics_as_a_reference(capsys):
+def test_statistics_as_a_reference(capsys, caplog):
+    caplog.set_level(logging.INFO, logger="opendit")
     theirs = features(noise(90, 8, 8, 3))
     with_samples = evaluate(samples="reference.npz", num_samples=50, reference="reference.npz")
     moments = {}
@@ -201,7 +202,7 @@ def test_statistics_as_a_reference(capsys):
     np.savez("statistics.npz", **moments)
     capsys.readouterr()
     found = evaluate(samples="reference.npz", num_samples=50, reference="statistics.npz")
-    said = capsys.readouterr().out
+    said = capsys.readouterr().out + caplog.text
     assert (
         set(found) == {"frechet_distance", "spatial_frechet_distance", "is"}
         and found["spatial_frechet_distance"].reference_count is None
