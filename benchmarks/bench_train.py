@@ -115,6 +115,7 @@ def plain_step(args, config, mesh, data, compiled: bool = False, fused: bool = F
 def engine_step(
     args, config, mesh, data, plugin: str, precision: str, kernels: KernelChoice, *, graph: bool = False,
     recompute: str = "none", compiled: bool = False, varlen: VarlenAttention | None = None, muon: bool = False,
+    eight_bits: bool = False,
 ):  # fmt: skip
     with mesh.device:
         model = build_model(config)
@@ -128,7 +129,7 @@ def engine_step(
         compiled=compiled,
     )
     settings = MuonSettings(matrix_rows(config)) if muon else None
-    engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision, muon=settings)
+    engine = build_engine(model.train(), mesh, plugin=plugin, precision=precision, muon=settings, eight_bits=eight_bits)
     ema = EMA(engine, 0.9999)
     runner = build_runner(EagerPasses(engine, data.objective), graph=graph)
 
@@ -194,6 +195,8 @@ def ways_of(args, plugin: str, speed: SpeedFlags) -> dict[tuple[str, ...], dict]
     found = dict(graphs)
     if args.muon and plugin != "gemini":
         found |= {(*way, "muon"): {"muon": True, **how} for way, how in graphs.items()}
+    if args.adamw8bit and plugin != "gemini":
+        found |= {(*way, "adamw8bit"): {"eight_bits": True, **how} for way, how in graphs.items()}
     if speed.fp8:
         return found
     if args.compile and plugin != "gemini":
@@ -256,6 +259,7 @@ def main() -> None:
         "--recompute", nargs="+", choices=("norms", "cheap", "half", "mlp"), default=[], help="likewise, one each"
     )
     parser.add_argument("--muon", action="store_true", help="each variant but gemini's with Muon too, and its share")
+    parser.add_argument("--adamw8bit", action="store_true", help="likewise with AdamW's moments in 8 bits")
     parser.add_argument("--frames", type=int, help="of a vDiT: latent frames")
     parser.add_argument("--grad_checkpoint", action="store_true")
     parser.add_argument("--deterministic", action="store_true", help="as train.py --deterministic")
@@ -300,10 +304,12 @@ def report(args, config, mesh: Mesh, times: dict, peaks: dict) -> None:
         if plain and name != plain:
             rows[-1].update(baseline=plain, baseline_value=f"{rates[plain]:.1f}")
         rows.append({**common, "metric": "peak GiB", "value": f"{peaks[name]:.1f}"})
-        if name.endswith(" muon"):
-            share = 100 * (1 - rates[name] / rates[name.removesuffix(" muon")])
-            print(f"{name}: {share:.1f} % of the step are Muon's, beyond AdamW's")
-            rows.append({**common, "metric": "Muon's share of a step beyond AdamW's, %", "value": f"{share:.1f}"})
+        for optimizer, called in (("muon", "Muon"), ("adamw8bit", "adamw8bit")):
+            if name.endswith(f" {optimizer}"):
+                share = 100 * (1 - rates[name] / rates[name.removesuffix(f" {optimizer}")])
+                print(f"{name}: {share:.1f} % of the step are {called}'s, beyond AdamW's")
+                metric = f"{called}'s share of a step beyond AdamW's, %"
+                rows.append({**common, "metric": metric, "value": f"{share:.1f}"})
     ours = max((name for name in rates if "bf16 kernels" in name), key=rates.get, default=None)
     if ours and plain:
         headline = {"bench": "train", "case": f"{args.model} bf16 {args.image_size}px", "metric": "img/s"}

@@ -32,6 +32,7 @@ from opendit.config.names import (
     BASE_PRECISIONS,
     BEST,
     BLOCKS,
+    BUT_ATTENTION,
     CHECKPOINT_FORMATS,
     DESCRIPTIONS,
     METRICS,
@@ -368,7 +369,8 @@ class OptimizerFlags(Flags):
 
     optimizer: str = flag(
         "adamw",
-        "muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest (zero2, ddp, fsdp)",
+        "adamw8bit: AdamW whose moments are kept in 8 bits; muon: orthogonalised momentum for the blocks' matrices, "
+        "AdamW for the rest (both: zero2, ddp, fsdp)",
         choices=OPTIMIZERS,
     )
     muon_momentum: float = flag(0.95, "decay of Muon's mean of the gradients", **SHARE)
@@ -434,6 +436,12 @@ class MemoryFlags(Flags):
         "recomputed in backward: LayerNorms (norms), GELU too (cheap), fc1 too (mlp, half of them: half), all but "
         "attention (but_attention)",
         choices=RECOMPUTE,
+    )
+    recompute_blocks: int | None = flag(
+        None,
+        f"with --recompute {BUT_ATTENTION} or --grad_checkpoint: this many blocks, evenly spread, and not all",
+        unit="blocks",
+        **COUNT,
     )
     keep_gathered: bool = flag(
         False, "fastseq: keep the gathered input for the backward pass: more memory, less traffic"

@@ -171,7 +171,7 @@ REDUCE_DTYPES = ("fp32", "bf16")
 BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 OFFLOAD = ("none", "average", "state")  # of fsdp
 BLOCKS = "blocks"  # of --lora: what lies in host memory as well, blocks:N for some of them
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
 OWN_ATTENTION = ("ring", "usp")  # their own kernel attends to some of the keys at a time
@@ -203,7 +203,7 @@ PLUGINS = {
         "weights too",
         precisions=("bf16", "fp16"),
         # Frozen weights are in no chunk: every GPU would have all of them, as with zero2.
-        rejects=frozenset({"fp8", "lora", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
+        rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
             "follow",

@@ -319,20 +319,24 @@ class TrainConfig(
             raise ValueError(
                 f"--ema_decay {' '.join(map(str, self.ema_decays))}: a decay is given twice; give each once"
             )
+        clashes = {
+            f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": (
+                self.optimizer in PLUGINS[self.plugin].rejects
+            ),
+            "--offload state, which keeps AdamW's moments in host memory": (
+                self.optimizer != "adamw" and parse_offload(self.offload)[0] == "state"
+            ),
+        }
         if self.optimizer == "muon":
-            clashes = {
-                f"--plugin {self.plugin}, which cuts whole layers into chunks for all processes": (
-                    "muon" in PLUGINS[self.plugin].rejects
-                ),
+            clashes |= {
                 "--lora, which trains factors of matrices, where Muon orthogonalises whole ones": self.lora is not None,
                 "--tensor_parallel_size, whose ranks have parts of a matrix": self.tensor_parallel_size > 1,
                 "--expert_parallel_size, which divides other weights than those around them": (
                     self.expert_parallel_size > 1
                 ),
                 "--parallel auto, which counts with AdamW's steps and may divide matrices": self.parallel == "auto",
-                "--offload state, which keeps AdamW's moments in host memory": self.offload == "state",
             }
-            self._reject("optimizer", clashes)
+        self._reject("optimizer", clashes)
 
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
         """Check the flags beside --objective meanflow, and let its samples be drawn in two steps, without guidance."""
@@ -420,6 +424,9 @@ class TrainConfig(
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
         if self.optimizer != "muon":
             unused |= dict.fromkeys(("muon_momentum", "muon_precision"), "does nothing without --optimizer muon")
+        if not (self.grad_checkpoint or self.recompute == BUT_ATTENTION or self.parallel == "auto" or self.card):
+            why = f"does nothing without --recompute {BUT_ATTENTION} or --grad_checkpoint"
+            unused["recompute_blocks"] = why
         if self.average is not None:
             unused |= dict.fromkeys(("ema_decay", "ema_warmup"), "does nothing with --average")
         if self.tokens is None:
@@ -570,7 +577,6 @@ class TrainConfig(
             f"--model {self.model}, whose blocks have tokens of captions as well": sizes is None,
             "--lora, which adds to blocks that have learned to see all tokens": self.lora is not None,
             "--pack_tokens, whose packs have samples of several lengths": self.pack_tokens is not None,
-            "--sequence_parallel_size, whose ranks each have a part of the tokens": self.sequence_parallel_size > 1,
             "--tensor_parallel_size, whose ranks each have a part of the tokens": self.tensor_parallel_size > 1,
             "--pipeline_parallel_size, whose stages are sent all tokens": self.pipeline_parallel_size > 1,
             "--parallel auto, which counts with all tokens": self.parallel == "auto",
@@ -655,6 +661,7 @@ class TrainConfig(
             )
         clashes = {
             "--plugin fsdp, which gathers blocks from all GPUs": self.plugin == "fsdp",
+            "--recompute_blocks: all of them have to be": self.recompute_blocks is not None,
             "--parallel auto, which doesn't plan for it": self.parallel == "auto",
             "--compile, which can't follow weights that are copied before a call": self.compile,
             "--sequence_parallel_size, with which it was not tried": self.sequence_parallel_size > 1,
@@ -703,6 +710,12 @@ class TrainConfig(
 
     def _resolve_recompute(self) -> tuple["TrainConfig", list[str]]:
         """Turn --recompute off where the plugin or --fp8 makes it useless."""
+        if self.recompute_blocks is not None:
+            clashes = {
+                "--pipeline_parallel_size, whose stages recompute all of theirs": self.pipeline_parallel_size > 1,
+                "--parallel auto, which chooses what is recomputed": self.parallel == "auto",
+            }
+            self._reject("recompute_blocks", clashes)
         if self.recompute == "none":
             return self, []
         for name, why in (

@@ -11,7 +11,8 @@ the host never waits: it enqueues the same work whether the step will be skipped
     step.update(lr=1e-4, weight_decay=0.0)
 
 A tensor without second moments is Muon's: its gradient is replaced between ``decide`` and ``update`` by the direction
-to go, first by :meth:`FusedStep.momentum`, then by opendit.parallel.muon.
+to go, first by :meth:`FusedStep.momentum`, then by opendit.parallel.muon. Moments in 8 bits pass through fp32 memory
+(opendit/kernels/eight_bit_moments.py), some tensors at a time.
 
 The kernels process all tensors in one launch (opendit/kernels/tensor_table.py).
 """
@@ -26,6 +27,7 @@ from torch.optim.adamw import adamw
 
 from opendit.kernels.averages import averages_reference
 from opendit.kernels.common import kernels_available
+from opendit.kernels.eight_bit_moments import DecodedMoments, EightBits
 from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
@@ -272,6 +274,7 @@ class FusedStep:
     Args:
         masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. Moments
             and averages of masters on a GPU may lie in pinned host memory. A tensor of Muon has None in exp_avg_sqs.
+            Moments may be kept in 8 bits, then those of Muon or in host memory may not.
         working: copies of the masters in the precision of the forward pass, rewritten by every step; or None.
         count: 0-dim fp32 tensor on the masters' device: number of steps without skipped ones; changed in place.
         counted: True for each gradient whose squares :meth:`square_sum` counts on this rank, when other ranks count the
@@ -290,8 +293,8 @@ class FusedStep:
     def __init__(
         self,
         masters: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor | None],
+        exp_avgs: Sequence[Tensor | EightBits],
+        exp_avg_sqs: Sequence[Tensor | EightBits | None],
         working: Sequence[Tensor] | None = None,
         *,
         count: Tensor,
@@ -303,6 +306,12 @@ class FusedStep:
         self.masters = [master.detach() for master in masters]
         self.count, self.betas, self.eps, self.block = count, betas, eps, block
         self.device = self.masters[0].device
+        self._decoded = None
+        if any(isinstance(moment, EightBits) for moment in exp_avgs):
+            pairs = cast(Any, list(zip(exp_avgs, exp_avg_sqs, strict=True)))
+            self._decoded = DecodedMoments(pairs, block)
+            exp_avgs, exp_avg_sqs = zip(*self._decoded.views, strict=True)
+        exp_avgs, exp_avg_sqs = cast(list[Tensor], exp_avgs), cast(list[Tensor | None], exp_avg_sqs)
         squares = [m if square is None else square for square, m in zip(exp_avg_sqs, self.masters, strict=True)]
         self.exp_avgs = check_tensors_fit(exp_avgs, "exp_avgs", self.masters)
         squares = check_tensors_fit(squares, "exp_avg_sqs", self.masters)
@@ -447,14 +456,23 @@ class FusedStep:
         Several calls may cover the tensors part by part; the last call must include the last tensor.
         """
         stop = len(self.masters) if stop is None else stop
+        if self._decoded is None:
+            self._update(lr, weight_decay, start, stop)
+        else:
+            for some in self._decoded.groups(start, stop):
+                self._decoded.decode(*some, self.scalars)
+                self._update(lr, weight_decay, *some)
+                self._decoded.encode(*some, self.scalars)
+        if stop == len(self.masters):
+            self._gradients = []  # frees their memory for the next step
+
+    def _update(self, lr: float, weight_decay: float, start: int, stop: int) -> None:
         if self.kernels:
             first, last = self._blocks.first[start], self._blocks.first[stop]
             if last > first:
                 self.access.run(partial(self._launch, lr, weight_decay), first, last)
         else:
             self._update_with_torch(slice(start, stop), lr, weight_decay)
-        if stop == len(self.masters):
-            self._gradients = []  # frees their memory for the next step
 
     def _launch(self, lr: float, weight_decay: float, first: int, last: int, shift: int, stride: int) -> None:
         beta1, beta2 = self.betas

@@ -274,6 +274,7 @@ class Block(nn.Module):
     attn: Attention
     cross_attn: nn.Module  # of blocks with a caption branch
     adaLN_modulation: nn.Module
+    recomputed = True  # in the backward pass, if blocks are (``run_blocks``)
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -445,6 +446,8 @@ class JointBlock(nn.Module):
     ``grid.streams`` says how many there are of each.
     """
 
+    recomputed = True
+
     def __init__(self, spec: BlockSpec):
         super().__init__()
         self.spec = spec
@@ -568,15 +571,15 @@ def run_blocks(
 
     modulations: m of every block, in their order; each is taken when its block begins. context: one for all blocks, or
         a list of every block's own. checkpointed: blocks are recomputed in the backward pass (``--grad_checkpoint``),
-        which keeps x and m; "but_attention" also keeps what attention returned (``--recompute but_attention``). A stack
-        that nothing cuts takes modulations that are made, and no pairs.
+        which keeps x and m; "but_attention" also keeps what attention returned (``--recompute but_attention``). Blocks
+        whose ``recomputed`` is False are not. A stack that nothing cuts takes modulations that are made, and no pairs.
     """
     modulations = iter(modulations)  # (zip would take one more than there are blocks)
     contexts = context if isinstance(context, list) else [context] * len(blocks)
     if checkpointed or not blocks or any(map(is_cut, blocks)):
         for block, context in zip(blocks, contexts, strict=True):
             arguments = x, next(modulations), context, grid
-            if checkpointed:
+            if checkpointed and block.recomputed:
                 how: dict[str, Any] = {"context_fn": _keeping_attention} if checkpointed == BUT_ATTENTION else {}
                 # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
                 x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, **how)

@@ -18,6 +18,7 @@ from opendit.parallel.mesh import Mesh
 from opendit.parallel.pipeline import PipelineStages, keep_stages
 from opendit.parallel.rules import shard_units
 from opendit.parallel.sequence import SequenceParallel
+from opendit.parallel.streamed_blocks import spread_numbers
 from opendit.parallel.tensor import divide
 
 
@@ -33,6 +34,7 @@ def apply_parallel(
     stages: PipelineStages | None = None,
     recompute: str = "none",
     grad_checkpoint: bool = False,
+    recompute_blocks: int | None = None,
     compiled: bool = False,
     **compile_options: Any,
 ) -> DiT:
@@ -57,6 +59,7 @@ def apply_parallel(
         recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention: all of a block
             but its attention.
         grad_checkpoint: recompute blocks in the backward pass.
+        recompute_blocks: of whole blocks that are recomputed, recompute this many, evenly spread; None: all.
         compiled: torch.compile for blocks and final layer.
         compile_options: of torch.compile.
     """
@@ -69,6 +72,10 @@ def apply_parallel(
     blocks = recompute == BUT_ATTENTION
     recompute_in(model, "none" if blocks else recompute)
     model.grad_checkpoint = recompute if blocks else grad_checkpoint
+    if recompute_blocks is not None:
+        numbers = spread_numbers(len(model.blocks), recompute_blocks)
+        for number, block in enumerate(model.blocks):
+            block.recomputed = number in numbers
     if compiled:
         model.compile_blocks(**compile_options)
     return model

@@ -4,7 +4,7 @@
 parameters are cut by ``fully_shard``, or that a single rank holds in full.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from opendit.kernels.adamw_ema import BLOCK, FusedStep
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.common import kernels_available
+from opendit.kernels.eight_bit_moments import ELEMENTS, EightBits, by_size, first_of, new_moment
 from opendit.parallel.float8_gather import Float8Shards
 from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
@@ -80,33 +81,41 @@ class FusedAdamW(torch.optim.AdamW):
 
     elements = 2**26  # of the parameters that are updated together, whose gradients are copied to fp32 at one time
 
-    def __init__(self, params: Any, **kwargs: Any):
+    def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
+        self._eight_bits = eight_bits  # moments are kept in 8 bits; for a rank's whole parameters a few at a time
+        if eight_bits:
+            self.elements = ELEMENTS
         self.of_muon: set[Tensor] = set()  # keys of the state that has no second moments
 
-    def init_state(self, p: Tensor) -> dict[str, Tensor]:
+    def init_state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p)
-            if p not in self.of_muon:
-                state["exp_avg_sq"] = torch.zeros_like(p)
+            for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                if signed or p not in self.of_muon:
+                    state[name] = new_moment(p, signed) if self._eight_bits else torch.zeros_like(p)
         return state
 
     @torch.no_grad()
     def step(self, closure: Any = None, div_scale: float = -1) -> None:
         for group in self.param_groups:
-            for params in _by_size([p for p in group["params"] if p.grad is not None], self.elements):
+            trained = [p for p in group["params"] if p.grad is not None]
+            for start, stop in by_size([p.numel() for p in trained], self.elements):
+                params = trained[start:stop]
                 grads = [p.grad.to(p.dtype) for p in params if p.grad is not None]
                 if div_scale > 0:
                     grads = [g if g is not p.grad else g.clone() for g, p in zip(grads, params, strict=True)]
                     torch._foreach_mul_(grads, 1.0 / div_scale)
                 states = [self.init_state(p) for p in params]
+                kept = [[s[name] for s in states] for name in ("exp_avg", "exp_avg_sq")]
+                pairs = [list(zip(moments, params, strict=True)) for moments in kept]
+                moments = [[m.decode().view(p.shape) if isinstance(m, EightBits) else m for m, p in ps] for ps in pairs]
                 adamw(
                     [p.data for p in params],
                     grads,
-                    [s["exp_avg"] for s in states],
-                    [s["exp_avg_sq"] for s in states],
+                    moments[0],
+                    moments[1],
                     [],
                     [s["step"] for s in states],
                     fused=True,
@@ -118,19 +127,9 @@ class FusedAdamW(torch.optim.AdamW):
                     eps=group["eps"],
                     maximize=False,
                 )
-
-
-def _by_size(params: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Yield lists of neighbouring parameters that together have at least ``elements`` elements, the last one aside."""
-    group, size = [], 0
-    for p in params:
-        group.append(p)
-        size += p.numel()
-        if size >= elements:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+                for moment, values in zip(sum(kept, []), sum(moments, []), strict=True):
+                    if isinstance(moment, EightBits):
+                        moment.encode(values)
 
 
 class OnePassAdamW:
@@ -205,7 +204,9 @@ class OnePassAdamW:
 
     def _own(self, tensors: Sequence[Any]) -> list[Any]:
         pairs = zip(tensors, self._sizes, strict=True)
-        return [t if t is None or t.numel() == size else t.view(-1)[:size] for t, size in pairs]
+        return [
+            t if t is None or isinstance(t, Tensor) and t.numel() == size else first_of(t, size) for t, size in pairs
+        ]
 
 
 class ShardedOptimizer:

@@ -28,8 +28,9 @@ AHEAD = 2  # blocks that are copied before they are needed
 ALIGNMENT = 256  # bytes
 
 
-def streamed_numbers(depth: int, count: int) -> list[int]:
-    """Return the numbers of ``count`` of ``depth`` blocks, spread evenly, so that others compute between two copies."""
+def spread_numbers(depth: int, count: int) -> list[int]:
+    """Return the numbers of ``count`` of ``depth`` blocks, spread evenly; all of them if ``count`` is more."""
+    count = min(count, depth)
     return [number for number in range(depth) if (number + 1) * count // depth > number * count // depth]
 
 
@@ -56,7 +57,7 @@ class StreamedBlocks:
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
         self._device, self._deferred, self.copied = device, deferred, 0
-        numbers = streamed_numbers(len(model.blocks), min(count, len(model.blocks)))
+        numbers = spread_numbers(len(model.blocks), count)  # so that others compute between two copies
         blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
         self.blocks = len(blocks)
         frozen = [[(n, p) for n, p in block.named_parameters() if not p.requires_grad] for _, block in blocks]
@@ -158,5 +159,5 @@ class StreamedBlocks:
 
 def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
     """Return the bytes that ``count`` streamed blocks of these sizes take in host memory, and those of the ring."""
-    streamed = [sizes[number] for number in streamed_numbers(len(sizes), min(count, len(sizes)))]
+    streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

@@ -119,6 +119,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         stages=spec.stages,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
+        recompute_blocks=flags.recompute_blocks,
         compiled=spec.why_not_compiled is None,
     )
     state, count = parse_offload(flags.offload)
@@ -140,6 +141,7 @@ def build_model_and_engine(spec: RunSpecification) -> Engine:
         streamed=streamed,
         initial=initial,
         muon=muon_settings(spec),
+        eight_bits=flags.optimizer == "adamw8bit",
     )
     recomputed = flags.grad_checkpoint or flags.recompute == BUT_ATTENTION
     if spec.lora is not None and not cut and not recomputed and spec.kernels.ops.float8:

@@ -5,6 +5,7 @@ Candidates are tried from the most exact and fastest to the smallest. The first 
 whose estimate of memory fits. Flags on the command line are kept.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -125,12 +126,16 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             base_precision=settled.base_precision,
             offload=settled.offload,
             grad_checkpoint=settled.grad_checkpoint,
+            recompute_blocks=settled.recompute_blocks,
             micro_batches=settled.grad_accumulation,
             accumulate=settled.grad_accumulation > 1,
         )
         setup = resolve_sharding(config, setup, batch, where.capacity)
+        if (count := _fewest_recomputed(changed, config, setup, batch, where)) < config.depth:
+            changed, settled = (replace(each, recompute_blocks=count) for each in (changed, settled))
+            setup = replace(setup, recompute_blocks=count)
         needs = estimate(config, setup, batch)
-        memory = needs.total if where.has_gpu else needs.total + needs.host_total
+        memory = _memory(needs, where)
         words = _words(settled)
         if memory > where.capacity:
             too_large.append((memory, words))
@@ -142,7 +147,7 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
             f"  {memory / GIB:,.2f} of {where.capacity / GIB:,.2f} GiB ({place}) by the estimate: {parts(needs)}",
             f"  {trained_count(config, setup) / 1e6:,.1f} M trained weights, {layers}",
         ]
-        lines += [f"  gives up: {what}" for what in _given_up(settled, setup, needs)]
+        lines += [f"  gives up: {what}" for what in _given_up(settled, config, setup, needs)]
         if too_large:
             more, before = min(too_large)
             lines.append(f"  faster, if it fitted: {before}, {more / GIB:,.2f} GiB")
@@ -159,6 +164,29 @@ def fit(flags: TrainConfig, dataset: MediaDataset, where: Circumstances) -> tupl
     raise refusal
 
 
+def _memory(needs: Estimate, where: Circumstances) -> float:
+    return needs.total if where.has_gpu else needs.total + needs.host_total
+
+
+def _fewest_recomputed(flags: TrainConfig, config: DiTConfig, setup: Setup, batch: int, where: Circumstances) -> int:
+    """Return the fewest blocks that have to be recomputed for a step to fit; all of them if it does not even so, or if
+    the flags leave no choice: blocks in host memory are all recomputed."""
+    depth = config.depth
+    chosen = (
+        {"recompute", "grad_checkpoint", "recompute_blocks"} & flags.given
+        or parse_offload(flags.offload)[1]
+        or setup.pipeline_parallel > 1
+    )
+    if not setup.recomputes_blocks or chosen:
+        return depth
+
+    def fits(count: int) -> bool:
+        needs = estimate(config, replace(setup, recompute_blocks=count), batch)
+        return _memory(needs, where) <= where.capacity
+
+    return 1 + bisect.bisect_left(range(1, depth), True, key=fits)
+
+
 def _words(flags: TrainConfig) -> str:
     """Return what was chosen, as on a command line."""
     found = [f"--lora {flags.lora}", f"--mixed_precision {flags.mixed_precision}", *(["--fp8"] if flags.fp8 else [])]
@@ -167,6 +195,7 @@ def _words(flags: TrainConfig) -> str:
     if parse_offload(flags.offload)[1]:
         found.append(f"--offload {flags.offload}")
     found += ["--grad_checkpoint"] if flags.grad_checkpoint else [f"--recompute {flags.recompute}"]
+    found += [] if flags.recompute_blocks is None else [f"--recompute_blocks {flags.recompute_blocks}"]
     found += [f"--batch_size {flags.batch_size}", f"--grad_accumulation {flags.grad_accumulation}"]
     return " ".join([*found, f"--plugin {flags.plugin}"])
 
@@ -175,13 +204,14 @@ def _words(flags: TrainConfig) -> str:
 ERRORS = {"fp8": "about 5 %", "int8": "about 1 %", "nf4": "about 17 %"}
 
 
-def _given_up(flags: TrainConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
+def _given_up(flags: TrainConfig, config: DiTConfig, setup: Setup, needs: Estimate) -> Iterator[str]:
     """Yield what a choice gives up for its memory."""
     if flags.base_precision != "bf16":
         kind = flags.base_precision
         yield f"exact frozen weights: stored in {kind}, LoRA's gradients are off by {ERRORS[kind]}"
     if setup.recomputes_blocks:
-        yield "time: blocks are computed again in the backward pass"
+        again = config.depth - setup.kept_blocks(config.depth)
+        yield f"time: {again} of {config.depth} blocks are computed again in the backward pass"
     if blocks := needs.host.get("blocks"):
         yield f"time, if the link is slow: {blocks / GIB:,.1f} GiB of blocks come from host memory, twice a step"
 

@@ -35,6 +35,7 @@ from opendit.training.memory import (
     Setup,
     advice,
     estimate,
+    in_eight_bits,
     largest_batch,
     parts,
     resolve_sharding,
@@ -208,6 +209,9 @@ def _memory(config: DiTConfig, batch_size: int, setup: Setup) -> dict[str, str]:
         needs = estimate(config, replace(setup, reshard=reshard), batch_size)
         how = f", --reshard {reshard}" if sharded else ""
         rows[f"memory{how}"] = f"{needs.total / GIB:,.2f} GiB a GPU estimated: {parts(needs)}"
+    less = estimate(config, setup, batch_size).total - estimate(config, in_eight_bits(setup), batch_size).total
+    if less > 0.005 * GIB:
+        rows["  8-bit moments"] = f"{less / GIB:,.2f} GiB less with --optimizer adamw8bit"
     for rank, stage in enumerate(stage_setups(config, setup) if setup.pipeline_parallel > 1 else ()):
         of_stage = estimate(*stage, batch_size)
         rows[f"  pipeline rank {rank}"] = f"{of_stage.total / GIB:,.2f} GiB: {parts(of_stage)}"

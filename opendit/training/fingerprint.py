@@ -86,6 +86,7 @@ MADE_INTO = {
     "sequence_parallel_type": "sequence",
     "grad_checkpoint": "recomputed",
     "recompute": "recomputed",
+    "recompute_blocks": "recomputed",
 }
 # Of the rest, what changes less than the curve; and entries that are no flags, with their description.
 MEANS = {
@@ -123,6 +124,12 @@ SHOWN_ONLY = frozenset(
 BEFORE = {"precision": "mixed_precision", "seed": "global_seed", "sequence_parallel": "sequence"}
 
 
+def recomputed(flags: TrainConfig) -> str:
+    """Say what is recomputed in the backward pass."""
+    found = "blocks" if flags.grad_checkpoint else flags.recompute
+    return found if flags.recompute_blocks is None else f"{found} in {flags.recompute_blocks} blocks"
+
+
 def fingerprint(spec: RunSpecification) -> dict[str, Any]:
     """Return the fingerprint of a run as JSON values. It reads some of the data's files; call it on one rank."""
     flags, mesh, dataset, ops = spec.flags, spec.mesh, spec.dataset, spec.kernels.ops
@@ -151,7 +158,7 @@ def fingerprint(spec: RunSpecification) -> dict[str, Any]:
         "attention": spec.kernels.attend.backend,
         "fp8": ops.float8,
         # On a CPU it changes no bit.
-        "recomputed": ("blocks" if flags.grad_checkpoint else flags.recompute) if cuda else "none",
+        "recomputed": recomputed(flags) if cuda else "none",
         "sequence": spec.sequence and f"{spec.sequence.plan.kind} over {mesh.sp_size} ranks",
         "processor": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)",
         **code(),

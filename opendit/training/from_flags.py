@@ -480,6 +480,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         compiled=flags.compile,
         recompute=flags.recompute,
         grad_checkpoint=flags.grad_checkpoint,
+        recompute_blocks=flags.recompute_blocks,
         lora=lora_of(flags),
         base_precision=flags.base_precision,
         replicate=flags.data_parallel_replicate,
@@ -488,6 +489,7 @@ def memory_setup(flags: TrainConfig, config: DiTConfig, world: int, dataset: Med
         offload=flags.offload,
         gather_fp8=flags.gather_fp8,
         muon=flags.muon_precision if flags.optimizer == "muon" else None,
+        eight_bits=flags.optimizer == "adamw8bit",
     )
 
 

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from opendit.config.names import BUT_ATTENTION, BYTES
+from opendit.config.names import BLOCKS, BUT_ATTENTION, BYTES
 from opendit.config.parallel_sizes import divide_grid, parse_offload
 from opendit.kernels.base_precision import is_stored, row_bytes
+from opendit.kernels.eight_bit_moments import ELEMENTS as DECODED
+from opendit.kernels.eight_bit_moments import UNIT
 from opendit.models import DiTConfig, plan_of
 from opendit.models.blocks import ATTENTIONS
 from opendit.models.lora import Lora, lora_layers
@@ -52,6 +54,7 @@ class Setup:
         compiled: blocks are compiled.
         averages: number of EMAs.
         accumulate: a step has several micro-batches.
+        recompute_blocks: of blocks that are recomputed, how many are; None: all.
         lora: the LoRA that is trained; None if all of the model is.
         base_precision: as --base_precision.
         replicate: copies of a model that fsdp shards.
@@ -65,6 +68,7 @@ class Setup:
         held_micro_batches: number of micro-batches whose activations a stage holds at once.
         encoders: bytes of frozen encoders that stay beside the model.
         muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
+        eight_bits: AdamW's moments are kept in 8 bits.
 
     Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
     head.
@@ -83,6 +87,7 @@ class Setup:
     compiled: bool = False
     recompute: str = "none"
     grad_checkpoint: bool = False
+    recompute_blocks: int | None = None
     lora: Lora | None = None
     base_precision: str = "bf16"
     replicate: int = 1
@@ -99,6 +104,7 @@ class Setup:
     held_micro_batches: float = 1
     encoders: int = 0
     muon: str | None = None
+    eight_bits: bool = False
 
     @property
     def autocast(self) -> bool:
@@ -120,6 +126,12 @@ class Setup:
     def recomputes_blocks(self) -> bool:
         """True if whole blocks are recomputed, with or without their attention."""
         return self.grad_checkpoint or self.recompute == BUT_ATTENTION
+
+    def kept_blocks(self, depth: int) -> int:
+        """Return how many of ``depth`` blocks are not recomputed as a whole."""
+        if not self.recomputes_blocks:
+            return depth
+        return 0 if self.recompute_blocks is None else max(0, depth - self.recompute_blocks)
 
     @property
     def execution(self) -> Execution:
@@ -184,6 +196,8 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         return replace(needs, states=needs.states | {"encoders": setup.encoders})
     if setup.muon is not None:
         return _with_muon(config, setup, estimate(config, replace(setup, muon=None), batch))
+    if setup.eight_bits:
+        return _in_eight_bits(config, setup, estimate(config, replace(setup, eight_bits=False), batch))
     if setup.plugin == "fsdp":
         return _offloaded(_estimate_fsdp(config, setup, batch), setup.offload)
     size, ranks, (model, _) = BYTES[setup.precision], setup.alike, held_counts(config, setup)
@@ -256,6 +270,27 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
         gradients_at_the_end=needs.gradients_at_the_end + step,
         last_block=max(0, needs.last_block - step),  # whose activations are gone by then
     )
+
+
+def in_eight_bits(setup: Setup) -> Setup:
+    """Return a setup with its moments in 8 bits, if all weights are trained by AdamW and it can keep them so."""
+    possible = setup.plugin != "gemini" and setup.muon is None and setup.offload != "state" and setup.lora is None
+    return replace(setup, eight_bits=True) if possible else setup
+
+
+def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
+    """Shrink the moments of an estimate, and add the fp32 memory through which those of some tensors at a time pass;
+    under ddp it is free again when the step ends."""
+    weights = needs.states["moments"] / 8
+    shapes = model_shapes(config)[0].values() if setup.lora is None else ()
+    copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
+    largest = max(map(math.prod, shapes), default=0) / copies
+    decoded = 8 * min(weights, DECODED + largest)
+    states = needs.states | {"moments": 2 * (1 + 4 / UNIT) * weights}
+    if setup.plugin != "ddp":
+        return replace(needs, states=states | {"decoded moments": decoded})
+    last = max(0, needs.last_block - decoded)
+    return replace(needs, states=states, gradients_at_the_end=needs.gradients_at_the_end + decoded, last_block=last)
 
 
 def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
@@ -366,9 +401,9 @@ def _of_streamed(config: DiTConfig, setup: Setup) -> tuple[int, int]:
     return blocks_of(_block_bytes(config, setup.base_precision, size), count)
 
 
-def host_blocks(config: DiTConfig, setup: Setup) -> int:
-    """Return the bytes of the blocks that --offload keeps in host memory."""
-    return _of_streamed(config, setup)[0]
+def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> int:
+    """Return the bytes of the blocks that --offload keeps in host memory, or of ``count`` blocks."""
+    return _of_streamed(config, setup if count is None else replace(setup, offload=f"{BLOCKS}:{count}"))[0]
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
@@ -425,7 +460,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 
     First what all other blocks keep, then what one block keeps and its backward pass needs.
     """
-    plan, size = plan_of(config), BYTES[setup.precision]
+    plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
     tokens = config.tokens
     if config.axial_attention and setup.sequence_parallel > 1:
@@ -441,20 +476,22 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     if not setup.gathers_float8 and setup.base_precision != "fp8":
         block += kept.weights  # (beside LoRA they are cast once, and take as much)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
-    if setup.recomputes_blocks:  # every block's input and modulation, and all of one block
+    if kept_blocks < config.depth:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
         if setup.recompute == BUT_ATTENTION:  # outputs and log-sum-exps
             attentions = sum(branch.sees in ATTENTIONS for branch in config.block.branches)
             given += attentions * (unit + 4 * tokens * config.num_heads)
-        return (setup.held_micro_batches * config.depth - 1) * given, block + backward_of_one
-    return (setup.held_micro_batches * config.depth - 1) * block, block + backward_of_one
+    else:
+        given = block
+    held = kept_blocks * block + (config.depth - kept_blocks) * given
+    return setup.held_micro_batches * held - given, block + backward_of_one
 
 
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
     """Suggest a change for a step that needs more than ``capacity``; None if it fits.
 
     The first of these that is enough: recompute parts of blocks, recompute blocks, keep averages or moments too in host
-    memory (fsdp), use smaller micro-batches, share samples between ranks, use more ranks."""
+    memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share samples between ranks, use more ranks."""
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -477,6 +514,8 @@ def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str 
     smaller = next((size for size in range(min(smaller, batch - 1), 0, -1) if batch % size == 0), 0)
     if smaller:
         return f"--batch_size {smaller} with {batch // smaller} x the --grad_accumulation"
+    if in_eight_bits(setup) != setup and fits(eight_bits=True):
+        return "--optimizer adamw8bit"
 
     def shared(world: int) -> str | None:
         alike = world // (setup.tensor_parallel * setup.pipeline_parallel)
@@ -528,6 +567,8 @@ def describe(config: DiTConfig, setup: Setup, batch: int, capacity: float | None
         text += f" (--reshard {settled.reshard})"
     if setup.recompute != "none":
         text += f" (--recompute {setup.recompute})"
+    if setup.recompute_blocks is not None:
+        text += f" (--recompute_blocks {setup.recompute_blocks})"
     if capacity is None:
         return f"{text}; on a CPU in {setup.precision}, libraries and loader processes not counted"
     largest = largest_batch(config, setup, USABLE * capacity)
@@ -632,7 +673,13 @@ def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves
     needed, there = ranks * (state + buffers), host_memory()
     if not state or needed <= USABLE_OF_A_HOST * there:
         return
-    fixes = [f"--offload {less}" for less in ("average", "none") if _host_total(config, setup, batch, less) < state]
+    less = ["average", "none"]
+    if parse_offload(setup.offload)[1]:
+        room = USABLE_OF_A_HOST * there / ranks - buffers
+        counts = range(1, config.depth + 1)
+        fewer = [f"{BLOCKS}:{count}" for count in counts if host_blocks(config, setup, count) <= room]
+        less = [*fewer[-1:], "none"]
+    fixes = [f"--offload {other}" for other in less if _host_total(config, setup, batch, other) < state]
     fixes += ["--no_save"] * (saves and ranks * state <= USABLE_OF_A_HOST * there) + ["more machines"]
     raise ValueError(
         f"--offload {setup.offload}: keeps {ranks * state / GIB:,.1f} GiB in host memory"

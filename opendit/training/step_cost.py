@@ -209,7 +209,8 @@ class _Step:
         again, share = AGAIN.get(setup.recompute, (0, 0))
         recomputed = config.depth * (again * self.unit / self.sharing / self.hardware.memory + share * first)
         if setup.recomputes_blocks:
-            recomputed = forward + there * setup.grad_checkpoint + 0.4 * elementwise
+            share = 1 - setup.kept_blocks(config.depth) / config.depth
+            recomputed = share * (forward + there * setup.grad_checkpoint + 0.4 * elementwise)
         if setup.plugin == "fsdp" and setup.alike > 1:  # gathered weights and gradients are copied
             passes = 2 if setup.reshard == "never" else 4
             copied = self.parameters * (passes * self.size + self.size + 2 * BYTES[setup.reduce_dtype])

@@ -169,3 +169,27 @@ def test_muon_resumes_bit_for_bit_and_on_other_ranks_within_rounding(tmp_path, c
     with pytest.raises(SystemExit):  # without second moments AdamW can't go on
         train.main([*ARGV, "--vae", "none", "--outputs", str(alone), "--load", str(source)])
     assert "which Muon has stepped; give --optimizer muon" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("plugin", ["zero2", "fsdp"])
+def test_moments_in_8_bits_resume_bit_for_bit_and_on_other_ranks_within_rounding(plugin, tmp_path):
+    common = [*ARGV, "--warmup_steps", "1", "--vae", "none", "--mixed_precision", "fp32", "--optimizer", "adamw8bit"]
+    two = [*common, "--batch_size", "4", "--checkpoint_format", "sharded", "--plugin", plugin]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_ranks(
+        2,
+        trainings,
+        [
+            [*two, "--max_steps", "4", "--ckpt_every", "2", "--outputs", str(whole)],
+            [*two, "--max_steps", "2", "--outputs", str(parts)],
+            [*two, "--max_steps", "4", "--outputs", str(parts), "--load", "latest"],
+        ],
+    )
+    assert losses(parts) == losses(whole) and list(losses(whole)) == [1, 2, 3, 4]
+    assert_same_bits(run_of(whole) / "checkpoints/latest", run_of(parts) / "checkpoints/latest")
+    source = run_of(whole) / "checkpoints/step_0000002"
+    one = ["--batch_size", "4", "--grad_accumulation", "2", "--checkpoint_format", "whole", "--max_steps", "4"]
+    for name, more in (("alone", ["--plugin", "ddp"]), ("exact", ["--optimizer", "adamw"])):  # which can go on with it
+        shutil.copytree(source, tmp_path / name / "000-DiT-Ti-2/checkpoints" / source.name)
+        train.main([*common, *one, *more, "--outputs", str(tmp_path / name), "--load", "latest"])
+        assert losses(tmp_path / name) == pytest.approx({step: losses(whole)[step] for step in (3, 4)}, rel=1e-3)

@@ -156,6 +156,8 @@ LINES = {
         "--average power:0.5: not power: and different widths between 0.01 and 0.28; give power:0.05,0.10"
     ),
     "train --muon_momentum 0.9": "--muon_momentum: does nothing without --optimizer muon; add that, or leave it out",
+    "train --optimizer adamw8bit --plugin fsdp --offload state": "--optimizer adamw8bit: does not work with --offload "
+    "state, which keeps AdamW's moments in host memory; leave one of them out",
     "train --optimizer muon --plugin gemini --mixed_precision bf16": "--optimizer muon: does not work with --plugin "
     "gemini, which cuts whole layers into chunks for all processes; leave one of them out",
     "train --lora 4": "--lora: adds to trained weights; say which with --pretrained",

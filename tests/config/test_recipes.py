@@ -21,8 +21,8 @@ from opendit.training.memory import GIB, Setup, estimate
 from tests.encoders.published_folders import write_pipeline
 
 NAMED = """
-    digits digits_video dit_xl_imagenet256 pretrain_l pretrain_xl pretrain_7b pretrain_7b_256p_joint pretrain_28b
-    moviegen_5b moviegen_30b st_dit_xl ec_dit_1b
+    digits digits_video dit_xl_imagenet256 speedrun_cifar10 speedrun_imagenet256 pretrain_l pretrain_xl pretrain_7b
+    pretrain_7b_256p_joint pretrain_28b moviegen_5b moviegen_30b st_dit_xl ec_dit_1b
 """.split()
 GPUS = 64
 OF_A_FOLDER = {

@@ -28,6 +28,7 @@ CLIPS = "--model vDiT-Ti/122 --use_video --data_path mock"
         ("--edm_std 1", "--objective edm"),
         ("--full_attention", f"--model ST-DiT-Ti/122 {CLIPS[20:]}"),
         ("--expert_capacity 4", "--model EC-DiT-Ti/2"),
+        ("--recompute_blocks 2", "--grad_checkpoint"),
         ("--keep_gathered", "--dry_run --sequence_parallel_size 2"),
         ("--sequence_parallel_type ring", "--dry_run --sequence_parallel_size 2"),
         ("--max_bad 0.5", "--data_path clips.csv"),

@@ -27,6 +27,7 @@ from opendit.kernels.adamw_ema import FusedStep, constant_decays
 from opendit.kernels.add_table import add_table
 from opendit.kernels.averages import SeparateAverages
 from opendit.kernels.bias_gelu import bias_gelu_backward_float8, bias_gelu_float8
+from opendit.kernels.eight_bit_moments import DecodedMoments, new_moment
 from opendit.kernels.embed_patches import embed_patches
 from opendit.kernels.exchange_heads import exchange_heads, new_heads, send_rows
 from opendit.kernels.filled_heads import resize_heads
@@ -97,6 +98,13 @@ def optimizer_step() -> None:
     step.decide(step.square_sum(gradients), clip=1.0)
     step.momentum(0.95)
     step.update(lr=1e-3)
+
+
+def eight_bit_moments() -> None:
+    moments = [[new_moment(torch.zeros(8192), True), new_moment(torch.zeros(8192), False)]]
+    decoded = DecodedMoments(moments, block=2048, kernels=True)
+    for encode in (decoded.decode, decoded.encode):
+        encode(0, 1, torch.ones(4))
 
 
 def separate_averages() -> None:
@@ -224,6 +232,7 @@ def calls() -> Iterator[tuple[str, Callable[[], None]]]:
         yield f"sampling step {shape}", lambda s=shape: sampling_step(*s)
     yield "adamw_ema", optimizer_step
     yield "averages", separate_averages
+    yield "eight_bit_moments", eight_bit_moments
     for kind in ("int8", "nf4"):
         yield f"stored weights {kind}", lambda k=kind: stored_weights(k)
     for dtype in (BFLOAT16, torch.float16):

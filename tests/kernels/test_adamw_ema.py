@@ -308,7 +308,8 @@ def test_what_does_not_fit_is_refused():
 def test_the_kernels_in_the_interpreter():
     root = Path(__file__).parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    files = ("tests/kernels/test_adamw_ema.py", "tests/kernels/test_averages.py")
+    names = ("adamw_ema", "averages", "eight_bit_moments")
+    files = [f"tests/kernels/test_{name}.py" for name in names]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

@@ -8,7 +8,7 @@ import torch
 from opendit.models.families.network import PublicDiT
 from opendit.models.families.public_config import public_config
 from opendit.models.lora import B, Lora, add_lora
-from opendit.parallel.streamed_blocks import AHEAD, StreamedBlocks, blocks_of, streamed_numbers
+from opendit.parallel.streamed_blocks import AHEAD, StreamedBlocks, blocks_of, spread_numbers
 from opendit.training.memory import Setup, estimate
 from tests.kernels.test_public_fp8 import SIZES, VALUES, given
 
@@ -116,6 +116,6 @@ def test_modulations_and_keys_by_themselves_have_their_blocks():
 
 
 def test_the_blocks_that_stay_are_spread():
-    assert streamed_numbers(7, 3) == [2, 4, 6] and streamed_numbers(5, 5) == [0, 1, 2, 3, 4]
-    assert streamed_numbers(57, 20)[:4] == [2, 5, 8, 11] and len(streamed_numbers(57, 20)) == 20
+    assert spread_numbers(7, 3) == [2, 4, 6] and spread_numbers(5, 5) == [0, 1, 2, 3, 4]
+    assert spread_numbers(57, 20)[:4] == [2, 5, 8, 11] and len(spread_numbers(57, 20)) == 20
     assert blocks_of([5, 7, 9, 3], 2) == (10, 14) and blocks_of([5, 7, 9, 3], 99) == (24, 27)

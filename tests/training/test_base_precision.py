@@ -1,21 +1,27 @@
 """Runs of LoRA whose frozen blocks are stored in fewer bits: of several ranks, resumed, drawn and exported."""
 
 import json
+import os
+import signal
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from opendit.export.__main__ import main as export
+from opendit.parallel import streamed_blocks
+from opendit.parallel.streamed_blocks import StreamedBlocks
 from tests.numbers import off_by
-from tests.ranks import run_ranks, several_programs
+from tests.ranks import context, run_ranks, several_programs
 from tests.training.test_public_lora import LORA
 from tests.training.test_public_training import losses, run, sizes, write_folders  # noqa: F401 (sizes is a fixture)
 
 KINDS = ("fp8", "int8", "nf4")
 # The largest relative difference of a loss from that of a run with all weights as they are.
 OFF = {"fp8": 0.03, "int8": 0.01, "nf4": 0.15}
+COPIES = 17  # before that of the third step's backward pass which a signal interrupts
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +118,36 @@ def test_blocks_in_host_memory_change_no_bit(folders, tmp_path, capsys, offload,
         assert losses(found) == losses(resident)
         for file in ("checkpoints/latest/model.safetensors", "samples/0000004.png"):
             assert (found / file).read_bytes() == (resident / file).read_bytes(), file
+
+
+def train_until(number: int, folders, outputs, more: list[str]) -> None:
+    """Train, and get a signal half way through the copy of a block to the ring, in the third step's backward pass."""
+    copy, copies = vars(StreamedBlocks)["_copy"], iter(range(10**6))
+
+    def interrupted(self, block: int) -> None:
+        if next(copies) == COPIES:
+            self.slots[0][: len(self.slots[0]) // 2].fill_(255)
+            os.kill(os.getpid(), number)
+        copy(self, block)
+
+    # A ring of one slot: of the model's four blocks each is copied again in every pass.
+    with mock.patch.object(StreamedBlocks, "_copy", interrupted), mock.patch.object(streamed_blocks, "AHEAD", 0):
+        run(folders, "flux", outputs, *LORA, *more)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_while_a_block_travels_costs_no_bit(folders, tmp_path, number):
+    more = ["--grad_checkpoint", "--offload", "blocks", "--ckpt_every", "1"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    process = context().Process(target=train_until, args=(number, folders, parts, more))
+    process.start()
+    process.join(120)
+    assert process.exitcode == (-number if number == signal.SIGKILL else 0)
+    (stopped,) = parts.glob("0*")
+    assert len(losses(stopped)) == (2 if number == signal.SIGKILL else 3)
+    run(folders, "flux", parts, *LORA[4:], *more, "--load", str(stopped), load=True)
+    undisturbed = run(folders, "flux", whole, *LORA, *more)
+    assert losses(stopped) == losses(undisturbed)
+    for file in ("model", "ema", "optimizer_000"):
+        name = f"checkpoints/latest/{file}.safetensors"
+        assert (stopped / name).read_bytes() == (undisturbed / name).read_bytes(), file

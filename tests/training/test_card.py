@@ -67,10 +67,11 @@ def public(folder, more: str) -> str:
 @pytest.mark.parametrize(
     ("card", "chosen", "lost"),
     [
-        ("48", "--recompute but_attention", 1),
-        ("24", "--base_precision int8 --recompute but_attention", 2),
+        ("48", r"--recompute but_attention --recompute_blocks \d\d", 1),
+        ("24", r"--base_precision int8 --recompute but_attention --recompute_blocks \d\d", 2),
+        ("24 --recompute_blocks 57", "--base_precision int8 --recompute but_attention --recompute_blocks 57", 2),
         ("12", r"--base_precision int8 --offload blocks:\d+ --recompute but_attention", 3),
-        ("24 --fp8", "--fp8 --base_precision fp8 --recompute but_attention", 2),
+        ("24 --fp8", r"--fp8 --base_precision fp8 --recompute but_attention --recompute_blocks \d\d", 2),
         ("12 --offload none", "--base_precision nf4 --recompute but_attention", 2),
     ],
 )
@@ -79,6 +80,8 @@ def test_small_cards_get_stored_blocks_and_then_blocks_in_host_memory(flux, card
     words, memory, capacity = re.findall(r"--card \S+: (.*)\n  ([\d.]+) of ([\d.]+) GiB", said)[0]
     assert re.search(f" {chosen} --batch_size 1 ", words), words
     assert said.count("gives up: ") == lost and float(memory) <= float(capacity)
+    if fewer := re.search(r"--recompute_blocks (\d+)", words):
+        assert f"{fewer[1]} of 57 blocks are computed again" in said
     plain = shown(public(flux, re.sub("--(lora|mixed_precision|grad_accumulation) \\S+", "", words)), capsys)
     assert re.search(rf"memory +{memory} GiB a GPU estimated", plain)
 

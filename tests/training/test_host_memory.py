@@ -5,6 +5,7 @@ import os
 import pytest
 
 from opendit.models import model_config
+from opendit.models.lora import Lora
 from opendit.training import memory
 from opendit.training.memory import GIB, RING, Setup, describe
 
@@ -56,6 +57,26 @@ def test_offload_that_the_machine_has_no_room_for_is_refused(monkeypatch):
     said = checked("average", 0.9 * one, saves=False)
     assert said.endswith("take --offload none or more machines") and "saves" not in said
     assert "--no_save" not in checked("state", 2.9 * one)
+
+
+def test_blocks_that_the_machine_has_no_room_for_are_refused(monkeypatch):
+    """28 frozen blocks in bf16, in two processes each of which has its own: 43.7 M weights are 84 MiB."""
+    one = 2 * XL.whole_block_parameters() / GIB
+
+    def checked(offload: str, room: float) -> str | None:
+        monkeypatch.setattr(memory, "host_memory", lambda: room * GIB / memory.USABLE_OF_A_HOST)
+        setup = Setup(world=2, lora=Lora(4, 4.0, ""), recompute="but_attention", offload=offload)
+        try:
+            memory.check_offload(XL, setup, 4, 2, saves=False)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    assert checked("blocks", 2 * 28.01 * one) is None and checked("blocks:9", 2 * 9.01 * one) is None
+    said = checked("blocks", 2 * 27.9 * one)
+    assert said.startswith(f"--offload blocks: keeps {2 * 28 * one:.1f} GiB in host memory and of the ")
+    assert said.endswith("can be used; take --offload blocks:27 or --offload none or more machines")
+    assert checked("blocks:9", one).endswith("can be used; take --offload none or more machines")
 
 
 def test_the_line_on_memory_says_what_lies_where():

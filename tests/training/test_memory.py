@@ -2,6 +2,7 @@
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from opendit.config.command_line import parse
 from opendit.config.train import TrainConfig
+from opendit.kernels.eight_bit_moments import EightBits
 from opendit.kernels.recompute import recompute_in
 from opendit.models import DiT, DiTConfig, TextCondition, TextConfig, build_model, model_config
 from opendit.models.lora import Lora, add_lora
+from opendit.parallel.apply import apply_parallel
 from opendit.parallel.collectives import Group
 from opendit.parallel.tensor import divide
 from opendit.training.memory import GIB, Setup, advice, describe, estimate, largest_batch, lora_parameters, parts
@@ -29,7 +32,9 @@ CAPTIONS = DiTConfig((16, 16), 2, 2, 96, 4, 3, text=TextConfig("t5", 8, 16, cros
 # ------------------------------------------------------------------------------------------------------ the formulas
 
 
-def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tuple[dict[str, int], int]:
+def own_bytes(
+    mesh, plugin: str, precision: str, rank: int | None = None, eight_bits=False
+) -> tuple[dict[str, int], int]:
     """Return the bytes of each state on this rank, and of the gradients after a backward pass; ``rank``: LoRA's."""
     from opendit.checkpoint.ema import EMA
     from opendit.parallel.engines import build_engine
@@ -37,7 +42,7 @@ def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tup
     model = randomised(DiT(LABELS))
     if rank is not None:
         add_lora(model, Lora(rank, rank, ""), (), seed=0)
-    engine = build_engine(model, mesh, plugin=plugin, precision=precision)
+    engine = build_engine(model, mesh, plugin=plugin, precision=precision, eight_bits=eight_bits)
     ema = EMA(engine, [0.9, 0.99])
     with engine.micro_batch(last=True):
         engine.backward(engine.forward(*inputs(LABELS)).float().square().mean())
@@ -45,10 +50,11 @@ def own_bytes(mesh, plugin: str, precision: str, rank: int | None = None) -> tup
     held = engine.gradients if plugin == "zero2" else [p.grad for p in params]
     gradients = sum(g.nbytes for g in held if g is not None)
     engine.step()
-    moments = {id(t): t for state in engine.adam.state.values() for key, t in state.items() if key != "step"}
+    moments = [t for state in engine.adam.state.values() for key, t in state.items() if key != "step"]
+    moments = [part for t in moments for part in ((t.codes, t.scales) if isinstance(t, EightBits) else (t,))]
     states = {
         "weights": sum(p.nbytes for p in params),
-        "moments": sum(t.nbytes for t in moments.values()),
+        "moments": sum(t.nbytes for t in moments),
         "averages": ema.bytes_per_rank(),
     }
     if plugin == "zero2":
@@ -79,6 +85,20 @@ def test_states_are_those_of_the_engine(world, plugin, precision, rank):
         expected = needs.states.get("gradients", needs.gradients_at_the_end)
         assert gradients == pytest.approx(expected, rel=5e-3)
         assert set(needs.states) - {"gradients"} == set(states)
+
+
+def test_moments_in_8_bits_are_those_of_the_engine():
+    setup = Setup(precision="fp32", averages=2, eight_bits=True)
+    needs, exact = estimate(LABELS, setup, 2), estimate(LABELS, replace(setup, eight_bits=False), 2)
+    ((states, _),) = run_ranks(1, own_bytes, "zero2", "fp32", None, True)
+    assert states["moments"] == pytest.approx(needs.states["moments"], rel=0.06)  # vectors are kept in fp32
+    assert needs.states["moments"] < 0.26 * exact.states["moments"]
+    assert needs.states["decoded moments"] == exact.states["moments"]  # of so few weights, all pass at once
+    large = estimate(XL, Setup(eight_bits=True), 2)
+    table = 8 * (2**24 + 1152 * 6912)
+    assert large.states["decoded moments"] == table
+    other = estimate(XL, Setup("ddp", precision="bf16", eight_bits=True), 2)
+    assert other.gradients_at_the_end == table and other.states["moments"] == large.states["moments"]
 
 
 @pytest.mark.parametrize("name", ("DiT-Ti/2", "vDiT-Ti/222", "ST-DiT-Ti/222", "MovieGen-Ti/122", "EC-DiT-Ti/2"))
@@ -171,6 +191,27 @@ def test_checkpointed_blocks_keep_their_input_and_modulation_and_may_keep_attent
     assert kept == pytest.approx(4 * unit, rel=0.02)
 
 
+@pytest.mark.parametrize("attention", (False, True))
+def test_blocks_that_are_not_recomputed_keep_all(attention):
+    how = {"recompute": "but_attention"} if attention else {"grad_checkpoint": True}
+
+    def kept(**changes) -> int:
+        model = apply_parallel(randomised(DiT(LABELS)), **changes)
+        return kept_bytes(lambda: model(*inputs(LABELS)))
+
+    none, one, few, every = kept(), kept(**how, recompute_blocks=1), kept(**how, recompute_blocks=3), kept(**how)
+    assert every == kept(**how, recompute_blocks=4) == kept(**how, recompute_blocks=9)
+    setup = Setup(precision="fp32", fused=False)
+
+    def estimated(**changes) -> float:
+        return estimate(LABELS, replace(setup, **changes), 2).activations
+
+    for found, count in ((one, 1), (few, 3), (every, 4)):  # the last block is there as a whole when its pass begins
+        less = estimated() - estimated(**how, recompute_blocks=count)
+        assert less == pytest.approx((none - found) * (count - 1) / count, rel=2e-3)
+    assert estimated(**how) == estimated(**how, recompute_blocks=4)
+
+
 def test_measured_peaks():
     """Every peak in results.csv that is a training run of the engine, from the day its variants no longer left memory
     to each other (the first rows are 7.6 GiB too high throughout, the plain model's included)."""
@@ -208,7 +249,9 @@ def test_advice_is_the_cheapest_that_is_enough():
     assert advice(XL, Setup(recompute="cheap"), 400, card) == "--recompute mlp"
     assert advice(XL, Setup(plugin="gemini"), 256, card) == "--grad_checkpoint"
     assert advice(XL, Setup(), 4096, card) == "--batch_size 128 with 32 x the --grad_accumulation"
-    assert advice(XL, Setup(), 1, 10 * GIB) == "2 ranks, which share the states"
+    assert advice(XL, Setup(), 1, 10 * GIB) == "--optimizer adamw8bit"
+    assert advice(XL, Setup(), 1, 6 * GIB) == "4 ranks, which share the states"
+    assert advice(XL, Setup(muon="bf16"), 1, 9 * GIB) == "2 ranks, which share the states"
     assert "smaller model" in advice(XL, Setup("ddp"), 1, 4 * GIB)
     clip = model_config("vDiT-XL/222", input_size=(64, 64), in_channels=4, frames=2400, num_classes=3)
     assert advice(clip, Setup(world=8), 1, card) == "--sequence_parallel_size 2 --grad_checkpoint"

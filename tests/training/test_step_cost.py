@@ -67,6 +67,7 @@ def test_what_is_made_again_costs_more_the_more_it_is():
     assert again == sorted(set(again)) and again[0] == 0
     but_attention = cost(recompute="but_attention").work["recomputed"]
     assert cost(grad_checkpoint=True).work["recomputed"] > but_attention > again[-1]
+    assert cost(recompute="but_attention", recompute_blocks=CONFIG.depth // 2).work["recomputed"] == but_attention / 2
     assert cost(fp8=True).total < cost().total
 
 

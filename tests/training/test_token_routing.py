@@ -37,6 +37,10 @@ def test_two_ranks_draw_what_one_draws_and_a_share_of_0_changes_no_bit(tmp_path,
     two = [line["loss"] for line in log_of(tmp_path / "two" / "000-DiT-Ti-2")]
     one = losses(tmp_path / "one", [*ROUTE, "--batch_size", "16", "--recompute", "norms"])
     torch.testing.assert_close(one, two, rtol=1e-5, atol=0)
+    shared = ["--batch_size", "16", "--sequence_parallel_size", "2", "--outputs", str(tmp_path / "shared")]
+    run_ranks(2, start, [*ROUTED, *ROUTE, *shared])
+    shared = [line["loss"] for line in log_of(tmp_path / "shared" / "000-DiT-Ti-2")]
+    torch.testing.assert_close(one, shared, rtol=1e-5, atol=0)
     plain = losses(tmp_path / "plain", ["--batch_size", "16"])
     assert parse(TrainConfig, ["--route", "1:3:0"]).token_route is None  # so it is that run, to the bit
     assert abs(one[-1] - plain[-1]) > 1e-4 * plain[-1], (one, plain)
@@ -51,7 +55,6 @@ def test_two_ranks_draw_what_one_draws_and_a_share_of_0_changes_no_bit(tmp_path,
         ("--model DiT-Ti/2 --route 1:3:0.5 --pack_tokens 64", "--pack_tokens"),
         ("--model DiT-Ti/2 --route 1:3:0.5 --tensor_parallel_size 2", "--tensor_parallel_size"),
         ("--model DiT-Ti/2 --route 1:3:0.5 --pipeline_parallel_size 2", "--pipeline_parallel_size"),
-        ("--model DiT-Ti/2 --route 1:3:0.5 --sequence_parallel_size 2", "--sequence_parallel_size"),
     ],
 )
 def test_what_it_does_not_work_with_is_named(flags, said):

@@ -35,20 +35,27 @@ __all__ = ["FSDPPlugin", "boost", "boost_with", "build_optimizer", "register"]
 
 
 def build_optimizer(
-    module: nn.Module, plugin: str, *, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.999)
+    module: nn.Module,
+    plugin: str,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eight_bits: bool = False,
 ) -> tuple[torch.optim.Optimizer, str]:
     """Return the optimizer for ``plugin`` and one line that names it and the reason.
 
     zero2 and fsdp use only its settings and state (OnePassAdamW does the step).
     """
-    optimizer = FusedAdamW(
-        [p for p in module.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8
-    )
+    trained = [p for p in module.parameters() if p.requires_grad]
+    settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
+    optimizer = FusedAdamW(trained, eight_bits, **settings)
+    moments = ", moments in 8 bits between steps" if eight_bits else ""
     if plugin not in ("zero2", "fsdp"):
-        return optimizer, "torch's fused AdamW"
+        return optimizer, f"torch's fused AdamW{moments}"
     available, why = kernels_available("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
     kind = "AdamW, averages and working weights in one kernel" if available else "AdamW by torch"
-    return optimizer, f"{kind} ({why})"
+    return optimizer, f"{kind}{moments} ({why})"
 
 
 def register() -> None:

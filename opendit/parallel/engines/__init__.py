@@ -46,6 +46,7 @@ def build_engine(
     streamed: StreamedBlocks | None = None,
     initial: Values | None = None,
     muon: MuonSettings | None = None,
+    eight_bits: bool = False,
 ) -> Engine:
     """Wrap a module, the same on every rank, for training.
 
@@ -63,6 +64,7 @@ def build_engine(
             of the module, of which every rank then keeps a copy in host memory for a while.
         muon: of the parameters that Muon steps in place of AdamW (zero2, ddp, fsdp, without tensor or expert
             parallelism and offload of the state).
+        eight_bits: AdamW's moments are kept in 8 bits (zero2, ddp, fsdp, without offload of the state).
 
     Raises:
         ValueError: unknown plugin, precision or offload, or one that the plugin does not work in.
@@ -73,5 +75,5 @@ def build_engine(
     if offload not in OFFLOAD or (offload != "none" and plugin != "fsdp"):
         raise ValueError(f"offload {offload} with plugin {plugin}: with fsdp it is one of {', '.join(OFFLOAD)}")
     settings = Settings(lr, weight_decay, betas, grad_clip, grad_accumulation, sharding or Sharding(), offload, muon)
-    settings = replace(settings, streamed=streamed)
+    settings = replace(settings, streamed=streamed, eight_bits=eight_bits)
     return engine_of(plugin)(module, mesh, precision, settings, initial)

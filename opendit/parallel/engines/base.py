@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 
 from opendit.kernels.base_precision import base_layers
+from opendit.kernels.eight_bit_moments import EightBits, first_of, set_values, to_values
 from opendit.parallel.apply import Sharding
 from opendit.parallel.colossal import load
 from opendit.parallel.layout import Cut, Layout, Shard, flat_cut
@@ -65,6 +66,7 @@ class Settings:
         sharding, offload: only for fsdp; offload names the state that lies in host memory.
         muon: of the parameters that Muon steps; None if AdamW steps all.
         streamed: blocks whose frozen weights lie in host memory; not with fsdp.
+        eight_bits: AdamW's moments are kept in 8 bits.
     """
 
     lr: float
@@ -76,6 +78,7 @@ class Settings:
     offload: str = "none"
     muon: MuonSettings | None = None
     streamed: StreamedBlocks | None = None
+    eight_bits: bool = False
 
 
 class Engine(ABC):
@@ -286,17 +289,23 @@ class Engine(ABC):
         return MOMENTS[:1] if self.muon is not None and name in self.muon.names else MOMENTS
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Return this rank's shards of the optimizer's moments of one parameter (zeros before the first step)."""
-        key, shard, names = self._optimizer_keys[name], self.layout.local(name), self.moments_of(name)
+        """Return this rank's shards of the optimizer's moments of one parameter (zeros before the first step), for
+        reading: of those in 8 bits, fp32 values that become the same bits again."""
+        shard = self.layout.local(name)
+        return {moment: to_values(kept).view(shard.shape) for moment, kept in self._moments(name).items()}
+
+    def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
+        """Return this rank's shards of the moments of one parameter, flat, as the optimizer has them."""
+        key, numel, names = self._optimizer_keys[name], self.layout.local(name).numel, self.moments_of(name)
         if key is None:
             return {moment: torch.empty(0, device=self.mesh.device) for moment in names}
         state = self.adam.init_state(key)
-        return {moment: state[moment].view(-1)[: shard.numel].view(shard.shape) for moment in names}
+        return {moment: first_of(state[moment], numel) for moment in names}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
         """Set this rank's part (:meth:`held`) of the moments of one parameter, and its step count."""
-        for moment, shard in self.moments(name).items():
-            shard.copy_(parts[moment])
+        for moment, kept in self._moments(name).items():
+            set_values(kept, parts[moment])
         self._set_step(name, step)
 
     def load_moments(self, name: str, full: dict[str, Tensor], step: int) -> None:
@@ -382,7 +391,12 @@ class BoosterEngine(Engine):
     def _wrap(self, module, settings):
         colossal = load()
         adam, name = colossal.build_optimizer(
-            module, self.plugin, lr=settings.lr, weight_decay=settings.weight_decay, betas=settings.betas
+            module,
+            self.plugin,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            betas=settings.betas,
+            eight_bits=settings.eight_bits,
         )
         model, optimizer = colossal.boost(
             self.plugin,

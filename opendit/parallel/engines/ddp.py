@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from opendit.kernels.eight_bit_moments import set_values, to_values
 from opendit.parallel.engines.base import BoosterEngine, StepResult
 from opendit.parallel.layout import Layout, Shard, flat_cut
 from opendit.parallel.muon import Muon
@@ -119,12 +120,14 @@ class DDPEngine(BoosterEngine):
 
     def moments(self, name: str) -> dict[str, Tensor]:
         state = self.adam.init_state(self._params[name])
-        return {moment: self._shares.take(name, state[moment]) for moment in self.moments_of(name)}
+        like = self._params[name]
+        whole = {moment: to_values(state[moment]).view(like.shape) for moment in self.moments_of(name)}
+        return {moment: self._shares.take(name, values) for moment, values in whole.items()}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
         state = self.adam.init_state(self._params[name])
         for moment in self.moments_of(name):
-            state[moment].copy_(parts[moment].view(self._params[name].shape))
+            set_values(state[moment], parts[moment])
         self._set_step(name, step)
 
     def scaler_state(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from opendit.kernels.eight_bit_moments import EightBits
 from opendit.parallel.colossal import load
 from opendit.parallel.engines.base import OnePassEngine, StepResult
 from opendit.parallel.layout import Layout, dim_cut, flat_cut
@@ -34,7 +35,12 @@ class FSDPEngine(OnePassEngine):
         self._frozen_group = mesh.group("fsdp")
         self._accumulates = settings.grad_accumulation > 1 and not self.whole
         adam, name = colossal.build_optimizer(
-            module, self.plugin, lr=settings.lr, weight_decay=settings.weight_decay, betas=settings.betas
+            module,
+            self.plugin,
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            betas=settings.betas,
+            eight_bits=settings.eight_bits,
         )
         plugin = colossal.FSDPPlugin(
             mesh,
@@ -76,9 +82,9 @@ class FSDPEngine(OnePassEngine):
         self.optimizer.wait()  # the averages still need the master as it was
         super().set_master(name, part)
 
-    def moments(self, name: str) -> dict[str, Tensor]:
+    def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
         self.optimizer.wait()
-        return super().moments(name)
+        return super()._moments(name)
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
         return [dict(zip(self.shapes, shards, strict=True)) for shards in self.optimizer.new_averages(count)]

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from opendit.kernels.eight_bit_moments import EightBits
 from opendit.parallel.engines.base import BoosterEngine, StepResult
 from opendit.parallel.layout import Cut, Layout
 
@@ -63,12 +64,12 @@ class GeminiEngine(BoosterEngine):
         chunk, where = self._slices[name]
         return chunk.paired_chunk.payload[where].view(self.layout.local(name).shape)
 
-    def moments(self, name: str) -> dict[str, Tensor]:
+    def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
         key = self._optimizer_keys[name]
         if key is not None and key not in self.adam.state:
             key.data = self.master(name)  # the optimizer leaves it empty between steps
             self.adam.init_state(key)
-        return super().moments(name)
+        return super()._moments(name)
 
     @torch.no_grad()
     def finish_loading(self) -> None:

@@ -12,7 +12,7 @@ from opendit.models import DiTConfig
 from opendit.models.attention import AnyProjection, GridAttention, SequenceShards
 from opendit.models.experts import ExpertMlp, Routing
 from opendit.models.layers import Attend
-from opendit.parallel.collectives import Group, gather_tokens, take_tokens
+from opendit.parallel.collectives import Group, gather_tokens, join, take_tokens
 from opendit.parallel.hardware import H200
 from opendit.parallel.mesh import Mesh
 from opendit.parallel.sequence.axial import AllToAll, DirectExchange, shared_grid
@@ -112,6 +112,14 @@ class SharedSequence:
     def gather(self, x: Tensor) -> Tensor:
         """Return all tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
         return gather_tokens(x, self.length, self.group)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return all tokens (B, length, F) of this rank's (B, rows, F); see :func:`join`."""
+        return join(x, 1, self.group)[:, : self.length]
+
+    def of_length(self, length: int) -> "SharedSequence":
+        """Return the shares of a sequence of another length by the same ranks."""
+        return SharedSequence(self.sequence, length)
 
     @property
     def group(self) -> Group:

@@ -35,12 +35,12 @@ MODELS = {
 }
 
 
-def gradients(family: str, level: str) -> dict[str, torch.Tensor]:
+def gradients(family: str, level: str, **how) -> dict[str, torch.Tensor]:
     values, size = MODELS[family]
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, values, size))
     randomise(model)
-    apply_parallel(model, recompute=level)
+    apply_parallel(model, recompute=level, **how)
     torch.manual_seed(1)
     y = captions(family, values, [5, 7, 2], torch.float32)
     model(
@@ -72,6 +72,8 @@ def test_attention_among_all_tokens_is_kept_and_every_gradient_has_the_same_bits
     forward = {(q, k): count for (backward, q, k), count in attentions.found.items() if not backward}
     for (q, k), count in forward.items():
         assert count == attentions.found[True, q, k] * (1 if k >= q else 2)
+    some = gradients(family, "but_attention", recompute_blocks=1)
+    assert all(torch.equal(gradient, some[name]) for name, gradient in kept.items())
     assert any(k >= q for q, k in forward) and any(k < q for q, k in forward) == (family in ("wan", "cosmos2"))
 
 

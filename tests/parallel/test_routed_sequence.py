@@ -1,0 +1,60 @@
+"""Token routing where ranks share every sample's tokens, by each strategy, against one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from opendit.config.token_routing import TokenRoute
+from opendit.diffusion.token_routing import draw_kept_tokens
+from opendit.models import DiT, DiTConfig, MovieGenConfig, TextConfig
+from opendit.parallel.mesh import init_mesh
+from tests.parallel.test_sequence import fresh, inputs, strategy, summed
+from tests.ranks import run_ranks
+
+ROUTE = TokenRoute(1, 3, 0.4)
+IMAGE = DiTConfig((6, 10), 2, 3, 48, 4, 12, num_classes=5)  # 15 tokens, of which 9 are kept
+CONFIGS = {
+    "plain": IMAGE,
+    "modern": replace(IMAGE, norm="rms", mlp="swiglu", positions="rope", qk_norm=True),
+    "clips": MovieGenConfig((2, 6, 6), (1, 2, 2), 2, 48, 4, 2, text=TextConfig("bytes", 32, 7, True)),  # 18, and 11
+}
+KINDS = ("fastseq", "fastseq, kept", "ulysses", "ring", "direct fastseq", "direct ulysses")
+CASES = {
+    2: [(name, kind) for name in CONFIGS for kind in (KINDS if name == "modern" else ("fastseq", "ring"))],
+    4: [("modern", "fastseq"), ("modern", "usp"), ("plain", "usp")],
+}
+
+
+def run(model: DiT, samples: int = 3) -> tuple[Tensor, dict[str, Tensor]]:
+    index, config = torch.arange(samples), model.config
+    model.route = ROUTE
+    *arguments, weights = inputs(config, index, config.input_size)
+    output = model(*arguments, kept=draw_kept_tokens(ROUTE, config.tokens, 0, 1, index))
+    (output * weights).sum().backward()
+    return output.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def differences(mesh) -> dict[tuple[str, str, bool], tuple[float, float]]:
+    """Relative errors of the output, and of the worst gradient."""
+    mesh, found = init_mesh(sequence_parallel=mesh.world_size), {}
+    for name, kind in CASES[mesh.world_size]:
+        whole, wanted = run(fresh(CONFIGS[name]))
+        for checkpointed in (False, True) if kind == "fastseq" else (False,):
+            model = fresh(CONFIGS[name])
+            model.grad_checkpoint = checkpointed
+            output, gradients = run(model.use(sequence=strategy(mesh, kind, CONFIGS[name])))
+            off = [
+                (gradient / mesh.world_size - wanted[key]).norm() / wanted[key].norm()
+                for key, gradient in summed(gradients).items()
+            ]
+            found[name, kind, checkpointed] = ((output - whole).norm() / whole.norm()).item(), max(off).item()
+    return found
+
+
+@pytest.mark.parametrize("ranks", sorted(CASES))
+def test_output_and_every_gradient_are_those_of_one_process(ranks):
+    found = run_ranks(ranks, differences)[0]
+    assert len(found) == len(CASES[ranks]) + [kind for _, kind in CASES[ranks]].count("fastseq")
+    assert max(output for output, _ in found.values()) < 1e-5 and max(off for _, off in found.values()) < 1e-4, found
