@@ -184,12 +184,19 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 }
 
 
+def class_of(name: str) -> str | None:
+    """Return diffusers' class of ``--vae name``; None if that is no folder.
+
+    Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
+    """
+    return None if name == "none" or name in HUB else read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)[0]
+
+
 def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
     """Return (class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture's codec."""
-    if name == "none" or name in HUB:
+    if (found := class_of(name)) not in VIDEO_CLASSES:
         return None
-    found, config = read_vae_config(name, IMAGE_CLASSES | VIDEO_CLASSES)
-    return (found, config) if found in VIDEO_CLASSES else None
+    return found, read_vae_config(name, VIDEO_CLASSES)[1]
 
 
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:

@@ -29,7 +29,7 @@ from opendit.encoders.published_text import text_encoder_bytes
 from opendit.encoders.text import TextEncoder, check_tokens, fitting_tokens, text_geometry
 from opendit.encoders.vae import STEM as VAE_STEM
 from opendit.encoders.vae import codec_geometry
-from opendit.encoders.video_vae import latent_frames, video_geometry
+from opendit.encoders.video_vae import class_of, latent_frames, video_geometry
 from opendit.encoders.vision import vision_config
 from opendit.models import DiTConfig, TextConfig, model_config
 from opendit.models.adapt import check_same_blocks
@@ -355,6 +355,9 @@ def _public_model(
             f"--vae {flags.vae}: has {channels} channels, {flags.model} takes {found.in_channels}; name the VAE of its "
             "pipeline"
         )
+    wanted = family_of(found.family).latents.vae
+    if flags.vae is not None and (stored := class_of(flags.vae)) not in (None, wanted):
+        raise ValueError(f"--vae {flags.vae}: is a {stored}, not an {wanted}; name the VAE of its pipeline")
     if flags.given_frames not in (None, found.given_frames):
         asked = f"--given_frames {flags.given_frames}: {flags.model}"
         if found.given_frames is None:
