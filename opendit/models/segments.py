@@ -1,11 +1,11 @@
 """Packs: samples of unequal size, one after the other in a single sequence of tokens.
 
-A *segment* is one sample in it, which has its own grid of tokens, timestep, condition and modulation. Tokens attend
-only to tokens of their segment. The end of the sequence that no segment fills is padding: its values go through the
-layers, but no token attends to them, and their gradient is exactly zero.
+A *segment* is one sample of a pack. It has its own grid of tokens, timestep, condition and modulation. Tokens attend
+only to tokens of their segment. Padding fills the end of the sequence. Its values go through the layers, but no token
+attends to them, and their gradient is exactly zero.
 
-Segments may come in any order; where those of equal length are neighbours they are a *run*, whose tokens are a view
-(count, length, ...) of the sequence, and dense kernels take them together.
+Segments may come in any order. Neighbouring segments of equal length form a *run*. The tokens of a run are a view
+(count, length, ...) of the sequence, so that dense kernels can process the run in one call.
 """
 
 import math
@@ -23,7 +23,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, H, N, d) to (
 
 
 class SegmentRun(NamedTuple):
-    """Neighbours of equal length: ``count`` segments from number ``segment`` on, of ``length`` tokens each."""
+    """``count`` neighbouring segments of ``length`` tokens each, starting with number ``segment``."""
 
     segment: int
     count: int
@@ -34,11 +34,11 @@ class SegmentRun(NamedTuple):
 class Segments:
     """The samples that lie one after the other in a pack of tokens.
 
-    grids: (frames, rows, columns) of each segment, in tokens, in the order in which they lie; a picture's frames are 1.
-    tokens: length N of the pack; what the segments leave is padding at the end.
-    repeated: whether a segment is a single frame that is repeated to fill a patch of several; empty: none is.
+    grids: (frames, rows, columns) of each segment, in tokens and in the order of the pack. A picture has 1 frame.
+    tokens: length N of the pack. Tokens after the last segment are padding.
+    repeated: True for each segment whose single frame is repeated to fill a patch of several frames. Empty if none is.
 
-    Raises ValueError for no segments, a grid that is none, or more tokens than the pack has.
+    Raises ValueError if there are no segments, if a grid is invalid, or if the segments have more tokens than the pack.
     """
 
     grids: tuple[Grid, ...]
@@ -90,8 +90,8 @@ class Segments:
         return self.within(0, self.tokens)
 
     def within(self, first: int, stop: int) -> tuple[SegmentRun, ...]:
-        """The runs of the tokens from ``first`` to before ``stop``, one rank's: segments that lie on an end are cut.
-        Padding is in none, and the runs lie next to each other from ``first`` (or the padding before it) on."""
+        """Return the runs of one rank's tokens, from ``first`` to before ``stop``. Segments that cross an end are cut.
+        No run contains padding. The runs are contiguous from ``first`` (or the padding before it) on."""
         ends = zip(range(len(self.grids)), self.offsets, self.offsets[1:], strict=False)
         cut = ((number, min(end, stop) - max(begin, first)) for number, begin, end in ends)
         groups = groupby((part for part in cut if part[1] > 0), key=lambda part: part[1])
@@ -113,8 +113,8 @@ class Segments:
 class PlacedSegments:
     """A pack as layers see it: all of it, or one rank's part.
 
-    sample_of_row: (n,) int32, non-decreasing, the segment that each token belongs to; padding counts with the last.
-    offsets: (S + 1,) int32, as of :class:`Segments`. first: the place in the pack of the first of the n tokens.
+    sample_of_row: (n,) int32, non-decreasing, the segment of each token. Padding belongs to the last segment.
+    offsets: (S + 1,) int32, as of :class:`Segments`. first: position in the pack of the first token.
     """
 
     segments: Segments
@@ -132,16 +132,16 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return where ``count`` segments from number ``segment`` on begin, and where the last one ends, counted from
-        the first of them: (count + 1,) int32."""
-        made = self.__dict__.setdefault("_offsets", {})  # every layer asks for the same ones
+        """Return the first token of each of ``count`` segments, starting with number ``segment``, and the end of the last
+        segment: (count + 1,) int32, relative to the first of these segments."""
+        made = self.__dict__.setdefault("_offsets", {})  # every layer asks for the same offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
             made[segment, count] = own - own[0]
         return made[segment, count]
 
     def coordinates(self) -> Tensor:
-        """(n, 3) int64: frame, row and column of each token in its segment's grid; of padding, the last one's."""
+        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding has the last token's."""
         device, rows = self.sample_of_row.device, self.sample_of_row
         sides = torch.tensor([(height, width) for _, height, width in self.segments.grids])
         if device.type == "cuda":
@@ -153,7 +153,7 @@ class PlacedSegments:
 
 
 def _fill_patch(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...]:
-    """A latent's size with its single frame repeated to fill a patch."""
+    """Return a latent's size after its single frame is repeated to fill a patch."""
     full = (patch[0], *size[1:]) if len(patch) == 3 and size[0] == 1 else tuple(size)
     if len(full) != len(patch) or any(side < 1 or side % p for side, p in zip(full, patch, strict=False)):
         raise ValueError(
@@ -166,7 +166,7 @@ def _fill_patch(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...
 
 
 def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """Latents (B, C, ...) as patches (B, n, C, *patch), in the order of tokens; one frame fills a patch of several."""
+    """Return latents (B, C, ...) as patches (B, n, C, *patch), in token order. A single frame is repeated to fill a patch."""
     sizes = _fill_patch(tuple(x.shape[2:]), patch)
     x = x.expand(*x.shape[:2], *sizes)
     x = x.reshape(*x.shape[:2], *(part for side, p in zip(sizes, patch, strict=True) for part in (side // p, p)))
@@ -176,7 +176,7 @@ def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
 
 
 def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """The inverse of :func:`to_patches`: (B, n, C, *patch) to (B, C, ...). grid: tokens along each axis."""
+    """Invert :func:`to_patches`: (B, n, C, *patch) to (B, C, ...). grid: tokens along each axis."""
     patch = x.shape[3:]
     axes, x = len(patch), x.unflatten(1, tuple(grid))
     order = (0, 1 + axes, *(place for axis in range(axes) for place in (1 + axis, 2 + axes + axis)))
@@ -185,9 +185,9 @@ def from_patches(x: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int) -> Tensor:
-    """The patches of latents (C, ...), one after the other and then zeros: (tokens, C, *patch).
+    """Concatenate the patches of latents (C, ...) and pad them with zeros: (tokens, C, *patch).
 
-    Raises ValueError for latents that the patch does not divide or that have more tokens than there are.
+    Raises ValueError if the patch does not divide a latent, or if the latents have more than ``tokens`` tokens.
     """
     parts = [to_patches(x.unsqueeze(0), patch).squeeze(0) for x in latents]
     filled = sum(map(len, parts))
@@ -197,7 +197,7 @@ def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int)
 
 
 def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
-    """The latents (C, ...) of each segment, of patches (tokens, C, *patch); of a repeated frame, the first."""
+    """Turn patches (tokens, C, *patch) into the latents (C, ...) of each segment. Only one copy of a repeated frame is kept."""
     axes, found = x.dim() - 2, []
     repeated = segments.repeated or (False,) * len(segments.grids)
     for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
@@ -207,7 +207,7 @@ def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
 
 
 def segment_means(x: Tensor, segments: Segments) -> Tensor:
-    """The mean over each segment's tokens, (S,), of x (tokens,). Padding is in none."""
+    """Return the mean of x (tokens,) over each segment's tokens, (S,). Padding is left out."""
     parts = x[: segments.filled].split([run.count * run.length for run in segments.runs])
     return torch.cat([part.view(run.count, run.length).mean(1) for part, run in zip(parts, segments.runs, strict=True)])
 
@@ -226,8 +226,10 @@ class Varlen(Protocol):
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        """The attention output (N, H, d) of q, k, v (N, H, d); offsets: (S + 1,) int32, where each of S segments begins
-        and the last one ends; longest: tokens of the longest."""
+        """Return the attention output (N, H, d) of q, k, v (N, H, d).
+
+        offsets: (S + 1,) int32, the first token of each segment and the end of the last. longest: most tokens of a
+        segment."""
         ...
 
 
@@ -243,7 +245,7 @@ class AttentionCall(NamedTuple):
 
 
 def calls_of(runs: tuple[SegmentRun, ...], varlen: Varlen | None) -> list[AttentionCall]:
-    """The calls for these runs: dense for each, or one for neighbours that ``varlen`` takes."""
+    """Return the calls for these runs: a dense call for each, or one call for neighbours that ``varlen`` takes."""
     parts = []
     for together, group in groupby(runs, key=lambda run: varlen is not None and varlen.takes(run)):
         found = tuple(group)
@@ -254,10 +256,10 @@ def calls_of(runs: tuple[SegmentRun, ...], varlen: Varlen | None) -> list[Attent
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: PlacedSegments, attend: Attend, varlen: Varlen | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the tokens of each token's segment; zeros for padding.
+    """Return softmax(q k^T / sqrt(d)) v over the tokens of each token's segment, and zeros for padding.
 
-    q, k, v: (1, H, N, d) of the whole pack, at their best as views of (1, N, ..., H, d), as projections leave them; so
-    the result lies in memory, too.
+    q, k, v: (1, H, N, d) of the whole pack. Views of (1, N, ..., H, d), the layout of projections, are fastest. The
+    result is in this memory layout, too.
     """
     parts = calls_of(packed.segments.runs, varlen)
     padding = q.shape[2] - sum(part.tokens for part in parts)
@@ -276,7 +278,7 @@ def segment_attention(
 def _attend_to(
     part: AttentionCall, own: tuple[Tensor, ...], packed: PlacedSegments, attend: Attend, varlen: Varlen | None
 ) -> Tensor:
-    """(n, H, d) of a part's ``own`` q, k, v (n, H, d)."""
+    """Return the attention output (n, H, d) of a part's ``own`` q, k, v (n, H, d)."""
     first, (q, k, v) = part.runs[0], own
     if part.varlen:
         assert varlen is not None, "calls_of asks it"
@@ -286,17 +288,17 @@ def _attend_to(
 
 
 def by_segment(x: Tensor, run: SegmentRun) -> Tensor:
-    """A run's tokens (count * L, H, d) as (count, H, L, d)."""
+    """View a run's tokens (count * L, H, d) as (count, H, L, d)."""
     return x.unflatten(0, (run.count, run.length)).transpose(1, 2)
 
 
 def segment_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, packed: PlacedSegments, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Attention of every token to its segment's caption; zeros for padding.
+    """Attend from every token to its segment's caption. The result is zero for padding.
 
     q: (1, H, n, d) of the pack's tokens, or one rank's; k, v: (S, H, M, d) and mask: (S, M) bool of the captions of
-    all segments. attend: ``masked_attention``. Returns (1, H, n, d), in memory (1, n, H, d).
+    all segments. attend: ``masked_attention``. Returns (1, H, n, d), laid out in memory as (1, n, H, d).
     """
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
