@@ -1,9 +1,9 @@
 """Estimate the memory of a training step by formula, before anything is allocated.
 
-The peak of a step is the larger of two moments. When the backward pass begins, the activations of all blocks are held
-and no gradients of this micro-batch; when it reaches the first block, that block's activations and the gradients of all
-others. Activations are counted in units of tokens x D in the precision of the activations, where the tokens are those
-of one rank's micro-batch.
+The peak of a step comes at one of two moments. When the backward pass begins, memory holds the activations of all
+blocks and no gradients of this micro-batch. When the pass reaches the first block, memory holds that block's activations
+and the gradients of all other blocks. Activations are counted in units of tokens x D in their own precision, for the
+tokens of one rank's micro-batch.
 
 The estimates lie within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), gemini in fp16
 within 5 %. They leave out the VAE and text encoder, the activations of a trained bytes encoder, a CUDA context, NCCL's
@@ -42,7 +42,7 @@ GIB = 2**30
 # Share of a card's memory to plan with; the rest is for a CUDA context, NCCL and fragmentation. A rule of thumb.
 USABLE = 0.94
 WEIGHTS_SHARDED = ("gemini", "fsdp")
-LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS and cuDNN and the like: what is left of measured peaks at batch 0
+LIBRARIES = 0.18 * GIB  # workspaces of cuBLAS, cuDNN and other libraries: the rest of measured peaks at batch 0
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Setup:
     """Settings of a run that decide its memory, besides model and batch.
 
     Attributes:
-        fused: LayerNorm and modulation are one kernel.
+        fused: one kernel computes LayerNorm and modulation.
         compiled: blocks are compiled.
         averages: number of EMAs.
         accumulate: a step has several micro-batches.
-        recompute_blocks: of blocks that are recomputed, how many are; None: all.
-        lora: the LoRA that is trained; None if all of the model is.
+        recompute_blocks: number of blocks that are recomputed. None for all.
+        lora: the trained LoRA. None if all weights are trained.
         base_precision: as --base_precision.
         replicate: copies of a model that fsdp shards.
         reduce_dtype: precision in which fsdp sums gradients over ranks.
         reshard: as --reshard. "auto" counts as the choice that needs less memory; :func:`resolve_sharding` decides it.
-        keep_gradients: fsdp adds up whole gradients over the micro-batches and reduces them once; None as above.
+        keep_gradients: fsdp adds up whole gradients over the micro-batches and reduces them once. None: as "auto".
         offload: as --offload.
         pipeline_parallel, schedule, micro_batches: ranks of a pipeline, --pipeline_schedule, micro-batches of a step.
         absent: parameters outside of the blocks that a pipeline's stage does not have.
@@ -70,7 +70,7 @@ class Setup:
         muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
         eight_bits: AdamW's moments are kept in 8 bits.
 
-    Attention needs no entry: all of torch's kernels but ``math`` keep q, k, v, their output and a number a row and
+    Attention needs no entry. All of torch's kernels but ``math`` keep q, k, v, the output and one number for each row and
     head.
     """
 
@@ -113,13 +113,13 @@ class Setup:
 
     @property
     def gathers_float8(self) -> bool:
-        """True if weights that are read in float8 are also kept and gathered in it."""
+        """True if weights that products read in float8 are also stored and gathered in float8."""
         asked = self.plugin == "fsdp" and self.fp8 and self.gather_fp8 and self.base_precision == "bf16"
         return asked and self.world > 1 and not self.compiled
 
     @property
     def alike(self) -> int:
-        """Number of ranks that have the same part of every layer, and so share its state."""
+        """Number of ranks that hold the same part of every layer and share the state of that part."""
         return self.world // (self.tensor_parallel * self.pipeline_parallel)
 
     @property
@@ -145,8 +145,8 @@ class Estimate:
     """Bytes of one rank.
 
     Attributes:
-        states: bytes by name of what is always there.
-        activations: held when the backward pass begins.
+        states: bytes that are always allocated, by name.
+        activations: bytes held when the backward pass begins.
         gradients: held then and when the pass has ended, unless they are among the states; and gathered weights.
         last_block: bytes that its first block, the last to run backward, needs beside the gradients at the end.
         host: states by name that lie in host memory instead. ``total`` is the device's peak, ``host_total`` the host's.
@@ -182,11 +182,11 @@ class Estimate:
 
 
 def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate the peak of one rank for micro-batches of ``batch`` samples on a GPU; of a pipeline, the highest of its
-    ranks.
+    """Estimate the peak of one rank for micro-batches of ``batch`` samples on a GPU. For a pipeline, return the highest
+    peak of its ranks.
 
-    LoRA's trained weights are counted beside the model's; embedders that it trains as a whole are not. Activations are
-    those of training all weights: where no embedder is trained, LoRA keeps up to a fifth less.
+    LoRA's trained weights are added to the model's. Embedders that LoRA trains in full are not counted. Activations are
+    estimated as if all weights were trained. LoRA keeps up to a fifth less if no embedder is trained.
     """
     if setup.pipeline_parallel > 1:
         stages = (estimate(*stage, batch) for stage in stage_setups(config, setup))
@@ -214,7 +214,7 @@ def estimate(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     weights = (size * parameters - saved(config, setup)) / (ranks if setup.plugin == "gemini" else 1)
     states = {"weights": weights, "masters": share, "moments": 2 * share, "averages": averages}
     gradients = size * trained / ranks
-    if setup.plugin == "gemini":  # gradients take the place of the weights in their chunks, unless they add up
+    if setup.plugin == "gemini":  # gradients overwrite the weights in their chunks, unless they are accumulated
         gradients = gradients if setup.accumulate else 0
     others, block = _activations(config, setup, batch)
     own = gradients * held_counts(config, setup)[1] / model  # of the block, which its backward pass makes
@@ -256,8 +256,8 @@ def muon_flops(config: DiTConfig) -> int:
 
 
 def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Take the second moments of matrices out of an estimate, and add what Muon's step needs: what ranks exchange, and
-    the matrices between two products."""
+    """Remove the second moments of matrices from an estimate, and add the buffers of Muon's step: those that ranks
+    exchange, and those between two products."""
     ranks, size = setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1), BYTES[cast(str, setup.muon)]
     matrices = matrix_count(config)
     copies = 1 if setup.plugin == "ddp" else ranks
@@ -268,7 +268,7 @@ def _with_muon(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
         needs,
         states=needs.states | {"moments": moments},
         gradients_at_the_end=needs.gradients_at_the_end + step,
-        last_block=max(0, needs.last_block - step),  # whose activations are gone by then
+        last_block=max(0, needs.last_block - step),  # its activations are freed by then
     )
 
 
@@ -279,8 +279,8 @@ def in_eight_bits(setup: Setup) -> Setup:
 
 
 def _in_eight_bits(config: DiTConfig, setup: Setup, needs: Estimate) -> Estimate:
-    """Shrink the moments of an estimate, and add the fp32 memory through which those of some tensors at a time pass;
-    under ddp it is free again when the step ends."""
+    """Shrink the moments of an estimate, and add a fp32 buffer that holds the moments of a few tensors at a time. ddp
+    frees this buffer when the step ends."""
     weights = needs.states["moments"] / 8
     shapes = model_shapes(config)[0].values() if setup.lora is None else ()
     copies = 1 if setup.plugin == "ddp" else setup.alike // (setup.replicate if setup.plugin == "fsdp" else 1)
@@ -303,8 +303,9 @@ def held_counts(config: DiTConfig, setup: Setup) -> tuple[int, int]:
 
 @functools.cache
 def lora_parameters(config: DiTConfig, lora: Lora, ranks: int = 1, blocks: tuple[range, ...] | None = None) -> int:
-    """Count the weights of a LoRA that each of ``ranks`` tensor parallel ranks has: where they divide a layer's inputs,
-    its part of A, and all of B; where they divide its outputs, the other way round. blocks: only of these."""
+    """Count the LoRA weights that each of ``ranks`` tensor parallel ranks holds. If the ranks divide a layer's inputs,
+    each holds a part of A and all of B. If they divide its outputs, each holds all of A and a part of B. blocks: count
+    only these blocks."""
     rules, total = plan_of(config).rules(config), 0
     for name, (rank, inputs, outputs) in lora_layers(config, lora).items():
         if blocks is not None and not any(int(name.split(".")[1]) in own for own in blocks):
@@ -334,9 +335,11 @@ GATHERED = 3
 
 
 def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
-    """Estimate FSDP2: fp32 shards of weights, gradients, moments and averages; whole weights of the gathered units;
-    whole gradients of the block that has computed, beside the buffer in which those of the previous one are reduced.
-    What is gathered in float8 takes a byte a weight, and as much on its shard."""
+    """Estimate FSDP2.
+
+    A rank holds fp32 shards of weights, gradients, moments and averages, the whole weights of gathered units, the whole
+    gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that is gathered
+    in float8 takes one byte in the gathered unit and one more in its shard."""
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
@@ -347,7 +350,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     if setup.alike == 1:  # nothing is cut: weights in the precision of the forward pass beside fp32 masters
         states["weights"] = size * (trained + frozen) - saved(config, setup)
         states["masters"] = 0 if setup.precision == "fp32" else share
-        last_block = max(0, last_block - size * trained * block / model)  # whose gradients are not there yet
+        last_block = max(0, last_block - size * trained * block / model)  # its gradients do not exist yet
         return Estimate(states, activations, size * trained * setup.accumulate, size * trained, last_block=last_block)
     states["weights"] = share + (size * frozen - saved(config, setup)) / ranks
     float8 = block_float8(config, setup) if setup.gathers_float8 else 0
@@ -370,7 +373,7 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
         left = size * outside + whole
     else:
         gathered = left = size * outside + min(GATHERED, config.depth) * whole
-    # Gradients of the first block and the embedders are not there yet, and no next block is gathered.
+    # Gradients of the first block and the embedders do not exist yet, and no next block is gathered.
     ahead = 0 if setup.reshard == "never" else (min(GATHERED, config.depth) - 1) * whole
     last_block = max(0, last_block - size * trained_block - size * outside - ahead)
     return Estimate(states, activations, before, after, gathered + kept, left + size * own, last_block)
@@ -407,7 +410,7 @@ def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> in
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
-    """Move the blocks that --offload keeps in host memory there."""
+    """Count the blocks that --offload moves as host memory."""
     host, ring = _of_streamed(config, setup)
     if not host:
         return needs
@@ -416,7 +419,7 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    """Move the states that --offload keeps in host memory there."""
+    """Count the states that --offload moves as host memory."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
@@ -424,8 +427,9 @@ def _offloaded(needs: Estimate, offload: str) -> Estimate:
 
 
 def resolve_sharding(config: DiTConfig, setup: Setup, batch: int, capacity: float | None) -> Setup:
-    """Choose what ``setup`` leaves open for fsdp: the setting with the least traffic whose step needs at most
-    ``capacity`` bytes; None for no bound. Keeping weights gathered comes before keeping whole gradients."""
+    """Resolve the "auto" settings of fsdp to those with the least traffic that fit ``capacity`` bytes (None: no bound).
+
+    Keeping weights gathered is preferred to keeping whole gradients."""
 
     def fits(**changes) -> bool:
         return capacity is None or estimate(config, replace(setup, **changes), batch).total <= capacity
@@ -446,7 +450,7 @@ def largest_batch(config: DiTConfig, setup: Setup, capacity: float) -> int:
     fixed, one = (estimate(config, setup, batch) for batch in (0, 1))
     room = capacity - LIBRARIES - sum(fixed.states.values()) - fixed.gradients - fixed.gathered - fixed.activations
     largest = max(0, int(room // (one.activations - fixed.activations)))
-    # As many fit when the backward pass begins; its end may need more.
+    # This many samples fit when the backward pass begins. The end of the pass may need more memory.
     return bisect.bisect_right(range(1, largest + 1), capacity, key=lambda size: estimate(config, setup, size).total)
 
 
@@ -458,7 +462,7 @@ def block_float8(config: DiTConfig, setup: Setup) -> float:
 def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, float]:
     """Return the bytes of activations when the backward pass begins, by the terms of the architecture's plan.
 
-    First what all other blocks keep, then what one block keeps and its backward pass needs.
+    The first number is for all blocks but one. The second is for that block, including its backward pass.
     """
     plan, size, kept_blocks = plan_of(config), BYTES[setup.precision], setup.kept_blocks(config.depth)
     kept, backward = plan.kept(config, setup.execution), plan.backward(config, setup.execution)
@@ -474,7 +478,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
     unit = tokens * config.hidden_size * size
     block = kept.units * unit + 4 * tokens * kept.statistics + size * batch * kept.numbers
     if not setup.gathers_float8 and setup.base_precision != "fp8":
-        block += kept.weights  # (beside LoRA they are cast once, and take as much)
+        block += kept.weights  # (under LoRA they are cast once, and take as many bytes)
     backward_of_one = backward * unit + size * stored_weights(config, setup)[2]
     if kept_blocks < config.depth:  # every block's input and modulation, and all of one block
         given = unit + size * batch * config.modulation_width
@@ -490,7 +494,7 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
     """Suggest a change for a step that needs more than ``capacity``; None if it fits.
 
-    The first of these that is enough: recompute parts of blocks, recompute blocks, keep averages or moments too in host
+    Suggest the first of these changes that suffices: recompute parts of blocks, recompute blocks, keep averages or moments too in host
     memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share samples between ranks, use more ranks."""
 
     def fits(**changes) -> bool:
@@ -581,8 +585,8 @@ if TYPE_CHECKING:
 
 
 def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Setup"]]:
-    """Return the model and the training setup of every rank of a pipeline: the blocks of its stages, without the layers
-    of other stages, with the activations of all micro-batches that it holds at once."""
+    """Return the model and the training setup of every rank of a pipeline. A rank has the layers of its own stages, and
+    the activations of all micro-batches that it holds at once."""
     ranks, found = setup.pipeline_parallel, []
     for rank in range(ranks):
         stages = stages_of(config, setup.schedule, rank, ranks)
@@ -602,7 +606,7 @@ def stage_setups(config: DiTConfig, setup: "Setup") -> list[tuple[DiTConfig, "Se
 
 @functools.cache
 def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel: int) -> int:
-    """Return the number of parameters outside of the blocks that a rank of a pipeline does not have."""
+    """Count the parameters, outside of the blocks, that a rank of a pipeline does not have."""
     (shapes, _), plan = model_shapes(config), plan_of(config)
     rules, absent = plan.rules(config), 0
     for name, shape in shapes.items():
@@ -612,7 +616,7 @@ def absent_parameters(config: DiTConfig, stages: PipelineStages, tensor_parallel
     return absent
 
 
-# Share of it for page-locked state and the buffers of saves; loaders, libraries and the page cache need the rest.
+# Share of host memory for page-locked state and save buffers. Loaders, libraries and the page cache need the rest.
 USABLE_OF_A_HOST = 0.8
 
 
@@ -620,7 +624,7 @@ def host_memory(root: Path = Path("/")) -> int:
     """Return the memory of this machine in bytes, or that of this process's container (control group) if that is less.
     root: of the file system."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # no such file, or not as Linux writes it
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or not in Linux's format
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
@@ -659,7 +663,7 @@ def save_buffers(config: DiTConfig, setup: Setup) -> float:
 
 
 def check_offload(config: DiTConfig, setup: Setup, batch: int, ranks: int, saves: bool) -> None:
-    """Check that what --offload keeps in host memory, and the buffers for saves, fit this machine.
+    """Check that this machine's memory can hold the state that --offload moves and the buffers for saves.
 
     Args:
         ranks: processes on this machine.
