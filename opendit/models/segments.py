@@ -132,8 +132,9 @@ class PlacedSegments:
         return self.segments.within(self.first, self.first + len(self.sample_of_row))
 
     def offsets_of(self, segment: int, count: int) -> Tensor:
-        """Return the first token of each of ``count`` segments, starting with number ``segment``, and the end of the last
-        segment: (count + 1,) int32, relative to the first of these segments."""
+        """Return the first token of ``count`` segments, starting with number ``segment``, and the end of the last one.
+
+        Returns (count + 1,) int32, relative to the start of these segments."""
         made = self.__dict__.setdefault("_offsets", {})  # every layer asks for the same offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
@@ -141,7 +142,7 @@ class PlacedSegments:
         return made[segment, count]
 
     def coordinates(self) -> Tensor:
-        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding has the last token's."""
+        """Return (n, 3) int64: frame, row and column of each token in its segment's grid. Padding repeats the last."""
         device, rows = self.sample_of_row.device, self.sample_of_row
         sides = torch.tensor([(height, width) for _, height, width in self.segments.grids])
         if device.type == "cuda":
@@ -166,7 +167,7 @@ def _fill_patch(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...
 
 
 def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """Return latents (B, C, ...) as patches (B, n, C, *patch), in token order. A single frame is repeated to fill a patch."""
+    """Cut latents (B, C, ...) into patches (B, n, C, *patch), in token order. A single frame is repeated to fill one."""
     sizes = _fill_patch(tuple(x.shape[2:]), patch)
     x = x.expand(*x.shape[:2], *sizes)
     x = x.reshape(*x.shape[:2], *(part for side, p in zip(sizes, patch, strict=True) for part in (side // p, p)))
@@ -197,7 +198,7 @@ def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int)
 
 
 def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Turn patches (tokens, C, *patch) into the latents (C, ...) of each segment. Only one copy of a repeated frame is kept."""
+    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Of a repeated frame, keep the first copy."""
     axes, found = x.dim() - 2, []
     repeated = segments.repeated or (False,) * len(segments.grids)
     for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
