@@ -1,9 +1,9 @@
 """Estimate the memory of a training step by formula, before anything is allocated.
 
 The peak of a step comes at one of two moments. When the backward pass begins, memory holds the activations of all
-blocks and no gradients of this micro-batch. When the pass reaches the first block, memory holds that block's activations
-and the gradients of all other blocks. Activations are counted in units of tokens x D in their own precision, for the
-tokens of one rank's micro-batch.
+blocks and no gradients of this micro-batch. When the pass reaches the first block, memory holds the activations of that
+block and the gradients of all other blocks. Activations are counted in units of tokens x D in their own precision, for
+the tokens of one rank's micro-batch.
 
 The estimates lie within 1 % of the measured peaks in benchmarks/results.csv (DiT-XL/2 on an H200), gemini in fp16
 within 5 %. They leave out the VAE and text encoder, the activations of a trained bytes encoder, a CUDA context, NCCL's
@@ -70,8 +70,8 @@ class Setup:
         muon: precision in which Muon orthogonalises the matrices of blocks, which have one moment; None: AdamW.
         eight_bits: AdamW's moments are kept in 8 bits.
 
-    Attention needs no entry. All of torch's kernels but ``math`` keep q, k, v, the output and one number for each row and
-    head.
+    Attention needs no entry. All of torch's kernels but ``math`` keep q, k, v, the output and one number for each row
+    and head.
     """
 
     plugin: str = "zero2"
@@ -338,8 +338,8 @@ def _estimate_fsdp(config: DiTConfig, setup: Setup, batch: int) -> Estimate:
     """Estimate FSDP2.
 
     A rank holds fp32 shards of weights, gradients, moments and averages, the whole weights of gathered units, the whole
-    gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that is gathered
-    in float8 takes one byte in the gathered unit and one more in its shard."""
+    gradients of the current block, and the buffer that reduces the previous block's gradients. A weight that is
+    gathered in float8 takes one byte in the gathered unit and one more in its shard."""
     size, reduced, ranks = BYTES[setup.precision], BYTES[setup.reduce_dtype], setup.alike // setup.replicate
     model, block = held_counts(config, setup)
     trained = trained_count(config, setup)
@@ -494,8 +494,9 @@ def _activations(config: DiTConfig, setup: Setup, batch: int) -> tuple[float, fl
 def advice(config: DiTConfig, setup: Setup, batch: int, capacity: float) -> str | None:
     """Suggest a change for a step that needs more than ``capacity``; None if it fits.
 
-    Suggest the first of these changes that suffices: recompute parts of blocks, recompute blocks, keep averages or moments too in host
-    memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share samples between ranks, use more ranks."""
+    The suggestion is the first of these changes that suffices: recompute parts of blocks, recompute blocks, keep
+    averages (or also moments) in host memory (fsdp), use smaller micro-batches, keep moments in 8 bits, share samples
+    between ranks, use more ranks."""
 
     def fits(**changes) -> bool:
         return estimate(config, replace(setup, **changes), batch).total <= capacity
