@@ -1,23 +1,22 @@
-"""Memory of each rank of a group that the others read and write over NVLink (torch's symmetric memory), without
-collectives.
+"""Buffers of a group of ranks in torch's symmetric memory: every rank reads and writes those of the others over NVLink.
 
-Every rank has these buffers, with a barrier for each use of one, or for each part that arrives in it:
+Every rank has these buffers. A barrier follows each use of a buffer, or each part that arrives in it:
 
     output    all ranks write to it, barrier, its owner reads it
     input     as output; or a rank fills its own, barrier, all ranks read what they need of it
     everyone  as output, but without a barrier: it is filled after input's and read after gradient's
     gradient  a rank fills its own, barrier, all ranks read what they need of it
 
-None is used twice in a row. So a buffer is reused only after the barrier of another one, which every rank reaches, in
-the order of its stream, when it is done with the first: no second barrier or second set of buffers is needed. A layer's
-forward pass is input, output; its backward pass is the same, or input, gradient (FastSeq). A recorded graph begins with
-input and ends with another one however often it is replayed.
+No buffer is used twice in a row, so that one barrier and one set of buffers suffice. A buffer is reused only after the
+barrier of another buffer, and a rank reaches that barrier only after it has finished with the first buffer. A layer's
+forward pass uses input, then output. Its backward pass does the same, or uses input, then gradient (FastSeq). A
+recorded graph begins with input and ends with another buffer, so that it can be replayed any number of times.
 
-A barrier may be on the stream of the copies, beside the caller's kernels, as long as these don't need it yet.
+A barrier may be enqueued on the copy stream, beside the caller's kernels, until those kernels need its data.
 
-Either a kernel carries the data, on the caller's stream at the links' full rate, or the copy engines do, beside the
-caller's kernels: they are slower, and take no multiprocessor from them. Measured on H200s: half of a layer's attention,
-107 us, takes 111 beside such copies, 129 beside the kernel.
+Data is moved either by a kernel on the caller's stream, at the links' full rate, or by the copy engines, beside the
+caller's kernels. Copy engines are slower but occupy no multiprocessor. Measured on H200s: half of a layer's attention
+takes 107 us alone, 111 us beside copies and 129 us beside the kernel.
 """
 
 import functools
@@ -51,7 +50,7 @@ class PeerRows:
     """Views of all ranks' buffers.
 
     Attributes:
-        of: ``of[p]`` is rank p's.
+        of: ``of[p]`` is rank p's view.
         addresses: (P,) int64, for kernels.
         offset: in bytes from there.
     """
@@ -62,8 +61,8 @@ class PeerRows:
 
 
 def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor]:
-    """Allocate ``size`` bytes on every rank of the group. Return torch's handle of them all, and this rank's memory,
-    (size,) uint8, which is freed with that tensor."""
+    """Allocate ``size`` bytes on every rank of the group. Return torch's handle for all ranks' memory, and this
+    rank's memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here; switches have few of them
@@ -82,17 +81,17 @@ class PeerMemory:
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # recorded graphs know the old ones too
+        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # recorded graphs still use the old buffers
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
-        self._stream = torch.cuda.Stream(device, priority=-1)  # of the copy engines; barriers on it before products
+        self._stream = torch.cuda.Stream(device, priority=-1)  # for the copy engines, and for barriers before products
         self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
         """Return views of every rank's buffer, from its beginning; (B, n, S, H, d) for an exchange of heads."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
-    @torch.inference_mode(False)  # of a view made in inference mode, training could not make use later
+    @torch.inference_mode(False)  # training could not later use a view that was made in inference mode
     def slots(self, buffer: Buffer, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[PeerRows]:
         """Return views of ``number`` consecutive parts of every rank's buffer."""
         key = (buffer, number, shape, dtype)
@@ -113,8 +112,8 @@ class PeerMemory:
         return made[-1][:2]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``, or with ``again`` one more of the same; the device waits, not
-        the host."""
+        """Enqueue the barrier of one use of ``buffer``. ``again``: one more barrier of the same use. The device waits,
+        the host does not."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
@@ -125,7 +124,7 @@ class PeerMemory:
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._barrier(buffer, False, channel=1)  # a channel's signals are those of one stream
+            self._barrier(buffer, False, channel=1)  # each stream needs its own channel of signals
         return self._stream.record_event()
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
@@ -146,13 +145,14 @@ class PeerMemory:
         send_rows(rows, heads.addresses, self.group.rank, length)
 
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
-        """Exchange heads by the copy engines, group after group, after everything given to the current stream so far,
-        and beside what it is given next. :meth:`wait` for a group's event before using it; the caller keeps its heads
-        until then.
+        """Exchange heads by the copy engines, one group after another.
 
-        Within one card a copy would take its multiprocessors, so kernels carry the own shares, before any copy: one
-        that waits for a copy would delay the caller's kernels (as long as the copy takes, by two traces of CUDA
-        graphs).
+        The copies start after the work that the current stream has so far, and run beside its later work. Call
+        :meth:`wait` with a group's event before using the group, and keep its heads alive until then.
+
+        A copy within one card would occupy its multiprocessors, so kernels move this rank's own shares. They run before
+        any copy, because a kernel that waits for a copy would delay the caller's kernels by the time of the copy (seen
+        in two traces of CUDA graphs).
         """
         shape, rank = tuple(rows.of[0].shape), self.group.rank
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -162,8 +162,8 @@ class PeerMemory:
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
     def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
-        """Copy rows between this rank's memory and others', as :meth:`exchange_beside` does with heads. ``own`` are
-        within this card, and are copied before the first group."""
+        """Copy rows between this rank's memory and others', as :meth:`exchange_beside` does with heads. ``own``:
+        pairs within this card, which are copied before the first group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in own:
@@ -191,7 +191,7 @@ class PeerMemory:
         return found
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
-        """Make the current stream wait for an exchange beside it, or for all of them."""
+        """Make the current stream wait for an exchange's event, or for all exchanges."""
         event = event or self._copies
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -200,7 +200,7 @@ class PeerMemory:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) by a copy engine; both dense within a row. Tensor.copy_ would use a kernel."""
+    """Copy (rows, h, d) by a copy engine, since Tensor.copy_ would use a kernel. Both tensors are dense within a row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
@@ -219,7 +219,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return (the group's memory, or None if it can't be had; the reason). Collective over the group, the first
+    """Return (the group's memory or None, the reason for None). Collective over the group, the first
     time."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
