@@ -24,21 +24,21 @@ from opendit.parallel.host_memory import HostMemory, SideStream, padded
 from opendit.parallel.muon import Muon
 from opendit.parallel.tensor import ReplicatedGradients
 
-# As Colossal-AI's scaler has them under zero2 and gemini, so that a run in fp16 skips the same steps there and here.
+# Same values as Colossal-AI's scaler under zero2 and gemini, so that a run in fp16 skips the same steps.
 INITIAL, GROWTH, BACKOFF, INTERVAL, HYSTERESIS = 2.0**16, 2.0, 0.5, 1000, 2
 LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """Factor of a loss that keeps its gradients from vanishing in fp16, as numbers on the device: the host neither
-    reads nor computes it.
+    """Factor of the loss that keeps gradients from vanishing in fp16. It is stored and updated on the device, without the
+    host.
 
     It is doubled after INTERVAL steps in a row whose gradients were finite (Micikevicius et al., "Mixed Precision
     Training", ICLR 2018, sec. 3.2). It is halved after a step whose gradients were not, except for the first HYSTERESIS
     - 1 such steps since it was last doubled.
 
     Attributes:
-        scale: 0-dim fp32; its memory never changes, as a CUDA graph reads it.
+        scale: 0-dim fp32. Its address never changes, because CUDA graphs read it.
         growth: 0-dim int64, finite steps in a row.
         hysteresis: 0-dim int64, steps that were not finite since the scale was doubled.
     """
@@ -61,7 +61,7 @@ class LossScale:
         self.hysteresis.copy_(not_finite)
 
     def state(self) -> dict[str, float]:
-        """Return its numbers, on the host."""
+        """Return the scale and both counters as host numbers."""
         return dict(scale=self.scale.item(), growth=self.growth.item(), hysteresis=self.hysteresis.item())
 
     def load(self, state: dict[str, float]) -> None:
@@ -86,7 +86,7 @@ class FusedAdamW(torch.optim.AdamW):
         self._eight_bits = eight_bits  # moments are kept in 8 bits; for a rank's whole parameters a few at a time
         if eight_bits:
             self.elements = ELEMENTS
-        self.of_muon: set[Tensor] = set()  # keys of the state that has no second moments
+        self.of_muon: set[Tensor] = set()  # keys of the parameters without second moments
 
     def init_state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]
@@ -133,13 +133,13 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class OnePassAdamW:
-    """The step of a :class:`FusedAdamW` by :class:`FusedStep`: norm, moments, masters, averages and working weights in
-    two passes over memory, for which the host does not wait.
+    """Runs the step of a :class:`FusedAdamW` by :class:`FusedStep`, in two passes over memory. The step computes the
+    gradients' norm and updates moments, masters, averages and working weights. The host does not wait for it.
 
     Args:
-        adam: its only group of parameters has the settings; its state, keyed by ``keys``, is what the step works on.
+        adam: has the settings in its only parameter group, and the moments in its state, keyed by ``keys``.
         keys: the masters, in the order of the gradients, fp32 and 1-d or contiguous.
-        sizes: number of elements of each to step, from its first; None for all. The rest is padding.
+        sizes: number of leading elements of each master to step. The rest is padding. None for all elements.
         working: the masters' copies in the precision of the forward pass; None if there are none.
 
     Attributes:
@@ -172,8 +172,8 @@ class OnePassAdamW:
             self._fused.attach(*self._averages)
 
     def fused(self) -> FusedStep:
-        """Return the fused step, made at the first call, after the moments have been loaded. All parameters share one
-        count of steps."""
+        """Return the fused step. The first call builds it, after the moments have been loaded. All parameters share one step
+        count."""
         (settings,) = self.adam.param_groups
         states = [self.adam.init_state(key) for key in self._keys]
         if self._fused is None:
@@ -210,32 +210,32 @@ class OnePassAdamW:
 
 
 class ShardedOptimizer:
-    """Steps the shards that this rank holds; ranks wait for each other only for the norm of all gradients.
+    """Steps the shards that this rank holds. Ranks wait for each other only for the norm of all gradients.
 
-    With ``offload`` the averages, or averages and moments, lie in host memory, page-locked if there is a GPU. The step
-    itself needs the moments, which are copied through a ring buffer of device memory: on an H200 the step of 300 M
-    weights takes 49 ms so, and 57 by the kernel's own loads and stores (benchmarks/bench_offload.py). It leaves the
-    averages to a side stream, on which a kernel moves them in place during the next step's forward and backward passes,
-    and which the next step waits for before it changes the masters. The resulting bits are the same. Call :meth:`wait`
-    before such state is read or set on the host.
+    ``offload`` keeps the averages, or averages and moments, in host memory, page-locked if there is a GPU. The step
+    copies moments through a ring buffer of device memory. On an H200 the step of 300 M weights takes 49 ms with the
+    buffer, and 57 ms if kernels access host memory (benchmarks/bench_offload.py). A kernel on a side stream updates the
+    averages in place during the next forward and backward passes, and the next step waits for that kernel before it
+    changes the masters. Results are bitwise the same as without offload. Call :meth:`wait` before reading or setting
+    such state on the host.
 
     Args:
         adam: has the settings; its parameters become the masters.
-        parameters: those that are trained, by name: fp32 DTensors, or plain tensors of any precision.
+        parameters: the trained parameters by name: fp32 DTensors, or plain tensors of any precision.
         group: ranks that hold the shards of one copy of the model; None if this rank alone does.
         grad_clip: bound of the norm of all gradients, 0 for none.
         loss_scale: of fp16.
-        float8: the parameters that are gathered in float8, computed again when they change; None if none are.
+        float8: parameters that are gathered in float8, and requantized when they change. None without such parameters.
         offload: one of ``opendit.config.names.OFFLOAD``.
-        replicated: which gradients are parts of a sum over ranks that divide the layers; None if none are.
+        replicated: gradients that must be summed over the ranks that divide the layers. None if there are none.
 
     Raises:
         ValueError: ``offload`` on a GPU that can't run the kernels.
 
     Attributes:
-        masters: the fp32 shards by name; the parameters' own memory if those are fp32.
+        masters: the fp32 shards by name. They share the parameters' memory if those are fp32.
         grad_norm, finite: of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
-        muon: what makes the directions of matrices; None if AdamW steps all parameters.
+        muon: computes the update directions of matrices. None if AdamW steps all parameters.
     """
 
     grad_norm: Tensor
@@ -280,8 +280,8 @@ class ShardedOptimizer:
                 adam.state[key] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def _in_host_memory(self, count: int) -> tuple[Tensor, list[list[Tensor]]]:
-        """Allocate ``count`` tensors of zeros for each master. Return (count, size) rows, in which every tensor begins
-        where a block of the kernels does, and for each row its tensors, which are views of it."""
+        """Allocate ``count`` tensors of zeros for each master. Return the rows (count, size), and for each row
+        its tensors as views. Every tensor is aligned to a block of the kernels."""
         masters = list(self.masters.values())
         size = sum(padded(master.numel(), BLOCK) for master in masters)
         memory = HostMemory(count * size, self._device)
@@ -290,7 +290,7 @@ class ShardedOptimizer:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This rank's gradients of the backward passes since the last step, in the order of the parameters."""
+        """Gradients that this rank has accumulated since the last step, in the order of the parameters."""
         return [None if p.grad is None else local_part(p.grad) for p in self._parameters]
 
     @gradients.setter
@@ -316,7 +316,7 @@ class ShardedOptimizer:
         self._adamw.attach_averages(averages, decays, updates)
 
     def wait(self) -> None:
-        """Make the host wait until state in host memory is that of the last step."""
+        """Make the host wait until the last step's updates of host memory are complete."""
         if self._side is not None:
             self._side.finish()
         if self._updated is not None:
@@ -339,7 +339,7 @@ class ShardedOptimizer:
         If a gradient of any rank is not finite, nothing is changed.
         """
         if self._side is not None:
-            self._side.join()  # what it still does is the last step's, and needs that step's masters and scalars
+            self._side.join()  # the side stream still needs the last step's masters and scalars
         fused, adam = self._adamw.fused(), self._adamw.adam.param_groups[0]
         gradients = self.gradients
         if self._replicated is not None:
@@ -377,7 +377,7 @@ class ShardedOptimizer:
             self._float8.refresh()
 
 
-@torch.no_grad()  # so that it is no operation of autograd's, of which every step would have one a parameter
+@torch.no_grad()  # avoids one autograd operation per parameter and step
 def local_part(tensor: Tensor) -> Tensor:
-    """Return a DTensor's shard on this rank; any other tensor itself."""
+    """Return a DTensor's shard on this rank. Other tensors are returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
