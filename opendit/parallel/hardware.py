@@ -33,13 +33,13 @@ class HardwareModel:
     # ------------------------------------------------------------------------------------------------- computation
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
-    launch: float = 4e-6  # s, what a product takes beyond that
+    launch: float = 4e-6  # s, fixed cost of a matrix product
     # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72, and ``small`` of
     # that up to 64. The backward pass is 2.5 times the work.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69
-    attention_half: int = 115  # keys with which attention reaches half of these rates
+    attention_half: int = 115  # number of keys at which attention reaches half of these rates
     attention_half_backward: int = 256
     partial: float = 2.9e12  # of the kernel that attends to a part of the keys and returns their log-sum-exp
     partial_backward: float = 2.45e12
@@ -47,27 +47,26 @@ class HardwareModel:
     sustained: float = 0.96
     host: float = 2.2e-3  # s, that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
     multiprocessors: int = 132
-    tile: int = 128  # queries that one multiprocessor attends from at a time
+    tile: int = 128  # queries that one multiprocessor processes at a time
     # ------------------------------------------------------------------------------------------- links of a machine
     link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or a hop of a ring
     # (ranks of a machine, bytes/s that each receives in an all-gather among them)
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
-    copies: float = 270 * GIB  # bytes/s that copy engines bring beside matrix products
-    latency: float = 20e-6  # s, of a collective or a hop
-    barrier: float = 5e-6  # s, of an exchange through symmetric memory
-    part: float = 10e-6  # s, of another rank's tokens in FastSeq, each way: a copy's start, and smaller products
-    group: float = 40e-6  # s, of each further group of heads: more and smaller kernels, in both directions
+    copies: float = 270 * GIB  # bytes/s that copy engines transfer beside matrix products
+    latency: float = 20e-6  # s, latency of a collective or of one hop of a ring
+    barrier: float = 5e-6  # s, latency of an exchange through symmetric memory
+    part: float = 10e-6  # s, cost for each other rank in FastSeq, each way: a copy's start, and smaller products
+    group: float = 40e-6  # s, cost of each further group of heads: more and smaller kernels, forward and backward
     tail: float = 0.03  # of an SM wave of attention, that some wait at the end of each further group of heads
     overlap: float = 0.3  # of a collective, what computation of its length beside it hides: they share multiprocessors
     host_link: float = 100e9  # bytes/s between a card and its host, both directions together
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
-    node_latency: float = 10e-6  # s, of a hop between machines, assumed
+    node_latency: float = 10e-6  # s, latency of a hop between machines, assumed
     node_overlap: float = 0.8  # as overlap, of transfers that the network and not the cards bound, assumed
 
     def gather_rate(self, ranks: int) -> float:
-        """Return the bytes/s that each of this number of ranks of a machine receives in an all-gather or
-        reduce-scatter."""
+        """Return the bytes/s that each of ``ranks`` ranks of a machine receives in an all-gather or reduce-scatter."""
         below = [rate for size, rate in self.gather if size <= ranks]
         return below[-1] if below else self.gather[0][1]
 
@@ -134,7 +133,7 @@ def default_path() -> Path:
 
 
 def save(model: HardwareModel, path: Path) -> None:
-    """Write a file, and make its folder. Raises OSError if it can't."""
+    """Write the model to a file, creating its folder. Raises OSError on failure."""
     text = json.dumps({"format": FORMAT, **asdict(model)}, indent=1) + "\n"
     write_whole(path, text.encode(), make=True)
 
@@ -175,7 +174,7 @@ def _positive(*values) -> bool:
 
 
 def find_hardware(asked: str | None, card: str | None) -> tuple[HardwareModel, str]:
-    """Return (the model to count with, the origin of its figures in words).
+    """Return the hardware model to use, and a description of its origin.
 
     Args:
         asked: value of --hardware: a card of :data:`CARDS`, a file, or None.
