@@ -60,13 +60,13 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 
     Args:
         step: (B,) int64.
-        rows: (halves, B) int64, contiguous: the samples' rows of a table at step 0, ``stride`` rows from each step to
-            the next.
-        numbers: (steps, K) fp32.
+        rows: (halves, B) int64, contiguous: the samples' rows of a table at step 0. Each step adds ``stride``.
+        numbers: (steps, K) fp32, the values of each step.
 
     Returns:
-        (halves * B,) int64, the rows of that table; (B, K), the numbers; (B,) int64, step * B + b, the row of sample b
-        in a table of all steps and samples.
+        (halves * B,) int64: the samples' rows of the table at their steps.
+        (B, K) fp32: the samples' rows of ``numbers``.
+        (B,) int64: step * B + b, the row of sample b in a table of all steps and samples.
     """
     B, count = len(step), numbers.shape[1]
     rows_out, cells = torch.empty(rows.numel(), dtype=rows.dtype, device=rows.device), torch.empty_like(step)
