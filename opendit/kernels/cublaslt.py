@@ -179,7 +179,7 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
     for proposal in product.proposals:
         try:
             got = product(proposal, x, weights[0], bias)
-        except RuntimeError:  # some are rejected only when they are launched
+        except RuntimeError:  # cuBLASLt rejects some proposals only at launch
             continue
         proposals.append(proposal)
         equal.append(torch.equal(got, want))
