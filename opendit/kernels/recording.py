@@ -89,8 +89,8 @@ def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
 
     Otherwise freed memory that another stream has used would never be reused, and no random numbers could be drawn.
     """
-    _FAILED.append(graph)  # the allocator of pinned memory still asks it which streams belong to it
-    with contextlib.suppress(RuntimeError):  # raised if its end did not fail
+    _FAILED.append(graph)  # the pinned-memory allocator still queries the graph's streams
+    with contextlib.suppress(RuntimeError):  # raised if the capture ended without failure
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())
