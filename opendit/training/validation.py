@@ -88,7 +88,7 @@ class FixedSamples:
         return [SampleKey(int(self.rows[i]), 0, i) for i in self.micro_batches[number]]
 
 
-MOST = 20  # % above a level's lowest loss that the heat map tells apart: losses of the first steps are many times it
+MOST = 20  # upper end of the heat map, in % above a level's lowest loss; early losses are far higher
 
 
 @dataclass
