@@ -1,4 +1,4 @@
-"""The network that is trained, as an objective asks it for the target of its loss: without gradients."""
+"""Evaluation of the trained network without gradients, for objectives that compute their targets with it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
