@@ -78,7 +78,7 @@ class LearningRate:
 
 
 class TrainingFlops:
-    """FLOPs of a model's training passes over latents of any size. lora: all that is trained; None if all is."""
+    """FLOPs of a model's training passes over latents of any size. lora: the trained LoRA; None for full training."""
 
     def __init__(self, config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None):
         self._patch = config.patch
@@ -204,7 +204,7 @@ def open_checkpoints(
     supervisor: Supervisor,
     evaluated: str | None = None,
 ) -> Checkpoints:
-    """Open the run's checkpoints. evaluated: identifies what decides --evaluate_every's figures besides the weights."""
+    """Open the run's checkpoints. evaluated: identifies the settings of --evaluate_every's figures."""
     checkpoints = Checkpoints(
         spec.folder / "checkpoints",
         engine,
