@@ -333,8 +333,9 @@ def agree_on_attention(
 def _codec(
     flags: TrainConfig, dataset: MediaDataset, vae: str, mesh: Mesh, notes: list[str]
 ) -> ImageCodec | VideoCodec | None:
-    """Return the VAE. None if nothing needs it, or if only grids would need it and it can't be loaded, which a note
-    says."""
+    """Return the VAE, or None if nothing needs it.
+
+    If only sample grids need it and it can't be loaded, add the reason to ``notes`` and return None."""
     if only_cached := _named_by_the_cache_alone(flags, dataset, vae):
         notes.append(
             f"no sample grids: only the index of --data_path {flags.data_path} names what they are drawn with, and "
