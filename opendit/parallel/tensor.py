@@ -83,7 +83,7 @@ class TensorParallel:
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
         shared = None if self.sequence is None else self.sequence(length, sizes)
         found = SharedTokens(self.group, length if shared is None else shared.rows, shared)
-        return cast(SequenceShards, found)  # with what the models that are given them ask for
+        return cast(SequenceShards, found)  # has all attributes that models read
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
         """Return the shares of a sequence of several streams of tokens. Raises ValueError if ranks of another group
@@ -398,7 +398,7 @@ def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
 
 
 def divided_parameters(model: nn.Module) -> dict[str, Divided]:
-    """Return the model's parameters that are parts, by name."""
+    """Return the parameters that are divided among ranks, by name."""
     found = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
