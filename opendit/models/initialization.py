@@ -86,7 +86,7 @@ class XavierUniform(Uniform):
 
 @dataclass(frozen=True)
 class FanInUniform(Uniform):
-    """b = 1 / sqrt(fan in), which ``nn.Linear`` has by default, and LoRA's A (He et al. 2015, with a = sqrt(5))."""
+    """Uniform with b = 1 / sqrt(fan in), the default of ``nn.Linear`` and of LoRA's A (He et al. 2015, a = sqrt(5))."""
 
     def bound(self, shape: Sequence[int]) -> float:
         return 1 / math.sqrt(math.prod(shape[1:]))
