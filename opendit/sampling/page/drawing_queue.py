@@ -124,7 +124,7 @@ class DrawingQueue:
     ):
         self._load, self._batch_size, self._most = load, batch_size, most_waiting
         self._pipe: Pipeline | None = None
-        self._choice: WeightsChoice | None = None  # the pipeline's; None if it must not be used again
+        self._choice: WeightsChoice | None = None  # weights of ``_pipe``; None if the pipeline must not be reused
         self._waiting: deque[PendingDrawing] = deque()
         self._drawn: PendingDrawing | None = None
         self._changed, self._closed = threading.Condition(), False
