@@ -167,7 +167,7 @@ def _fill_patch(size: tuple[int, ...], patch: tuple[int, ...]) -> tuple[int, ...
 
 
 def to_patches(x: Tensor, patch: tuple[int, ...]) -> Tensor:
-    """Cut latents (B, C, ...) into patches (B, n, C, *patch), in token order. A single frame is repeated to fill one."""
+    """Cut latents (B, C, ...) into patches (B, n, C, *patch), in token order. A single frame is repeated."""
     sizes = _fill_patch(tuple(x.shape[2:]), patch)
     x = x.expand(*x.shape[:2], *sizes)
     x = x.reshape(*x.shape[:2], *(part for side, p in zip(sizes, patch, strict=True) for part in (side // p, p)))
@@ -198,7 +198,7 @@ def pack_patches(latents: Sequence[Tensor], patch: tuple[int, ...], tokens: int)
 
 
 def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
-    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Of a repeated frame, keep the first copy."""
+    """Turn patches (tokens, C, *patch) into each segment's latents (C, ...). Keep one copy of a repeated frame."""
     axes, found = x.dim() - 2, []
     repeated = segments.repeated or (False,) * len(segments.grids)
     for part, grid, single in zip(x[: segments.filled].split(segments.lengths), segments.grids, repeated, strict=True):
