@@ -81,7 +81,7 @@ class PeerMemory:
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # recorded graphs still use the old buffers
+        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # graphs still use old buffers
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
         self._stream = torch.cuda.Stream(device, priority=-1)  # for the copy engines, and for barriers before products
@@ -200,7 +200,7 @@ class PeerMemory:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) by a copy engine, since Tensor.copy_ would use a kernel. Both tensors are dense within a row."""
+    """Copy (rows, h, d) by a copy engine, as Tensor.copy_ would use a kernel. Both are dense within a row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
