@@ -30,8 +30,8 @@ LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """Factor of the loss that keeps gradients from vanishing in fp16. It is stored and updated on the device, without the
-    host.
+    """Factor of the loss that keeps gradients from vanishing in fp16. The host does not read or
+    compute it.
 
     It is doubled after INTERVAL steps in a row whose gradients were finite (Micikevicius et al., "Mixed Precision
     Training", ICLR 2018, sec. 3.2). It is halved after a step whose gradients were not, except for the first HYSTERESIS
@@ -172,8 +172,8 @@ class OnePassAdamW:
             self._fused.attach(*self._averages)
 
     def fused(self) -> FusedStep:
-        """Return the fused step. The first call builds it, after the moments have been loaded. All parameters share one step
-        count."""
+        """Return the fused step. The first call builds it, after the moments have been loaded. All parameters share one
+        step count."""
         (settings,) = self.adam.param_groups
         states = [self.adam.init_state(key) for key in self._keys]
         if self._fused is None:
