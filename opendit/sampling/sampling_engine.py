@@ -50,8 +50,8 @@ class SamplingEngine:
     """Draws latents with one model and one set of settings, as long as the model's weights don't change or move.
 
     The first batch of a batch size records its steps as CUDA graphs, later batches replay them. The recordings of the
-    most recently used batch sizes are kept. With float8 operations, weights are cast once. Where recording is not
-    possible, the same code runs kernel by kernel; ``note`` says which of the two it is, and why.
+    most recently used batch sizes are kept. With float8 operations, weights are cast once. If recording is not
+    possible, the same code runs kernel by kernel. ``note`` names the mode and the reason.
 
     Args:
         model: on its device, in its precision and in eval mode.
@@ -122,7 +122,7 @@ class SamplingEngine:
         channels = model.config.in_channels, model.config.out_channels
         times = evaluation_times(objective, name, steps, channels, model.device)
         most = max(map(len, times))
-        # Steps with fewer evaluations than others are padded with the time of their first one, which nothing reads.
+        # Steps with fewer evaluations are padded with the time of their first evaluation. Nothing reads the padding.
         self._times = torch.stack([torch.cat([t, t[:1].repeat_interleave(most - len(t), dim=0)]) for t in times])
         self.evaluated = 0  # blocks x rows that all batches so far evaluated
         self._full_work = 0  # the same without approximations
@@ -191,8 +191,8 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Share of the blocks' work, both halves of guidance included, that all batches so far evaluated. On ranks that
-        share batches: this rank's share of the work of all of them."""
+        """Share of the blocks' work that was evaluated in all batches so far, including both halves of guidance. If ranks
+        share batches, this is this rank's share of their total work."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
@@ -222,7 +222,7 @@ class SamplingEngine:
         return loop.advance(i)
 
     def _fall_back(self, error: "NotRecordedError") -> None:
-        """Run kernel by kernel from now on: the memory pool that the graphs share can't be used again."""
+        """Run kernel by kernel from now on, because the graphs' shared memory pool can't be reused."""
         self.note = f"kernel by kernel: recording failed: {str(error).splitlines()[0]}"
         self._recorder = None
         for loop in self.loops.values():
@@ -247,8 +247,8 @@ def evaluation_times(
     """Return the times t at which sampler ``name`` evaluates the network: (evaluations,) for every step, or
     (evaluations, K).
 
-    They are found by running the sampler with a network that predicts zeros. channels: of the network's input and
-    output.
+    The times are found by running the sampler with a network that predicts zeros. channels: numbers of the network's
+    input and output channels.
     """
     seen: list[list[Tensor]] = []
 
@@ -294,11 +294,11 @@ class NotRecordedError(RuntimeError):
 class SamplingLoop:
     """Draws batches of ``samples`` samples: ``begin``, then ``advance`` for every step, then ``latents``.
 
-    A step is the network on both halves of guidance, guidance, and the sampler's ``advance``. Everything it reads and
-    writes lies in static memory, including the step's number, which the step itself increments. So a recorded step is
-    replayed with one call and nothing to copy. One recording serves all steps that call the same model, have the same
-    inputs and leave out the same parts of the network. The first step of a kind runs kernel by kernel, which compiles
-    kernels and initialises libraries; the second one is recorded.
+    A step is the network on both halves of guidance, guidance, and the sampler's ``advance``. All its inputs and
+    outputs are in static memory, including the step's number, which the step itself increments. So a recorded step is
+    replayed with one call and without copies. One recording serves all steps that call the same model, have the same
+    inputs and leave out the same parts of the network. The first step of a kind runs kernel by kernel, to compile
+    kernels and initialise libraries. The second one is recorded.
 
     Args:
         times: (steps, evaluations), see :class:`PreparedModel`.
@@ -337,13 +337,13 @@ class SamplingLoop:
             for each in ([model] if second is None else [model, second])
         ]
         self._active = ActiveNetwork(self._networks[0])
-        # Which of them has each step: of two, the first from a time on.
+        # Index of each step's network. Of two networks, the first handles times from a threshold on.
         boundary = 1000 * (model.config.boundary or 0.0)
         self._which = [int(second is not None and t < boundary) for t in times[:, 0].tolist()]
         forward = self._active if settings.around is None else settings.around(self._active)
         self._guidance = ReusedGuidance(forward, samples)
         trajectory = objective.trajectory(settings.steps, SAMPLERS[settings.sampler].even_in_noise)
-        # The kinds of steps can be told without drawing noise: x stands in for it.
+        # x replaces the noise here, because the kinds of steps don't depend on noise.
         self.sampler = SAMPLERS[settings.sampler](objective.network(self._guided()), trajectory, like, lambda k: like)
         self._inputs: StepInputs | None = None
         self._like, self._trajectory = like, trajectory
@@ -369,7 +369,7 @@ class SamplingLoop:
 
     @property
     def network(self) -> PreparedModel:
-        """The network of the current step."""
+        """Return the network of the current step."""
         return self._active.network
 
     def _guided(self):
@@ -430,7 +430,7 @@ class SamplingLoop:
         if self._addresses != addresses:  # recordings read memory that has been freed
             self._addresses = addresses
             self.recordings.clear()
-            self._work.clear()  # of other shapes, perhaps, such as longer captions: their kernels are not compiled yet
+            self._work.clear()  # new shapes, such as longer captions, may need kernels that are not compiled yet
             self.stack.clear()
         self.sampler.noise_fn = keyed_noise(seed, index, self.shape)
         start = self.sampler.init(self._trajectory.start(initial_noise(seed, index, self.shape)))
@@ -516,8 +516,8 @@ class SamplingLoop:
 class ActiveNetwork:
     """Call the network of the current step, which a loop of two networks replaces.
 
-    Guidance holds this and not the loop. A loop that refers to itself would be freed by the garbage collector alone,
-    with the memory of its recordings.
+    Guidance refers to this object and not to the loop. Otherwise the loop would refer to itself, and only the garbage
+    collector would free the loop and its recordings.
     """
 
     network: PreparedModel
@@ -545,10 +545,10 @@ class StepInputs:
         self.sampler, self.samples, self.capacity, self._rank = sampler, len(like), capacity, like.dim()
         inputs = [sampler.inputs(i) for i in range(sampler.steps)]
         self.type: Any = type(inputs[0])
-        # Which inputs each step has: steps that differ there have recordings of their own.
+        # The inputs that each step has. Steps with different inputs are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
         self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)
-        self._place: dict[int, tuple[torch.dtype, int, bool]] = {}  # -> its table, its line there, whether it is ()
+        self._place: dict[int, tuple[torch.dtype, int, bool]] = {}  # -> its table, its row in the table, whether it is ()
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
             example = next((value for value in values if value is not None), None)
