@@ -38,7 +38,7 @@ from opendit.training.step_cost import StepCost, step_cost, tokens_per_second
 
 PLUGINS = ("zero2", "fsdp")  # to choose from; others only if they are asked for
 SHOWN = 5
-BATCHES = 3  # number of micro-batch sizes that get a price, the largest that fit
+BATCHES = 3  # number of micro-batch sizes to estimate, the largest that fit
 # Least gain of each dimension above 1: the cost model does not know that ranks wait for slower ones.
 MARGIN = 0.01
 
@@ -99,7 +99,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate, what it needs, and how long its step takes. samples: of a step. memory: bytes of a rank."""
+    """A candidate with its estimates. samples: samples in a step. memory: bytes of a rank."""
 
     candidate: Candidate
     setup: Setup
@@ -128,7 +128,7 @@ class Priced:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """The machines to choose for.
+    """Machines that the choice is made for.
 
     Attributes:
         node: ranks of one machine.
@@ -159,11 +159,11 @@ class Search:
         self.least: tuple[float, Candidate] | None = None
 
     def options(self, name: str, others: Sequence[Any]) -> Sequence[Any]:
-        """Return the values of a flag to try: its own if it was given, else ``others``."""
+        """Return the values of a flag to try: the given value if there is one, else ``others``."""
         return (getattr(self.flags, name),) if name in self.flags.given else others
 
     def forms(self, offload: str, pipelines: bool = False) -> Iterator[Candidate]:
-        """Yield candidates without micro-batches. pipelines: with stages on different machines."""
+        """Yield candidates without micro-batches. pipelines: include pipelines with stages on different machines."""
         world, node = self.where.world, self.where.node
         here = [size for size in range(1, min(world, node) + 1) if min(world, node) % size == 0 and world % size == 0]
         groups = itertools.product(
@@ -229,7 +229,7 @@ class Search:
                 yield replace(form, batch_size=size, grad_accumulation=share // size)
 
     def samples(self) -> int:
-        """Return the samples of a step by the flags, if all ranks that they don't use are data parallel."""
+        """Return the samples of a step, if all ranks that the flags leave unused are data parallel."""
         flags = self.flags
         if flags.global_batch_size is not None and "grad_accumulation" not in flags.given:
             return flags.global_batch_size
@@ -296,7 +296,7 @@ class Search:
     def best(self, offload: str, pipelines: bool = False) -> list[Priced]:
         """Return the best candidate of each product, the fastest first."""
         found: dict[tuple[Any, ...], Priced] = {}
-        enough: dict[tuple[Any, ...], int] = {}  # the largest micro-batch that fits a product with less recomputing
+        enough: dict[tuple[Any, ...], int] = {}  # largest micro-batch that fits a product with less recomputation
         for form in self.forms(offload, pipelines):
             if not self.takes(form):
                 continue
@@ -380,7 +380,7 @@ def circumstances(flags: TrainConfig, mesh: Mesh) -> tuple[Circumstances, str]:
 
 
 def data_of(flags: TrainConfig, where: Circumstances) -> MediaDataset:
-    """Open the data set of the flags, resolved: --pretrained may say the size of samples. Raises as ``open_data``."""
+    """Open the data set of the resolved flags. --pretrained may set the size of samples. Raises as ``open_data``."""
     return open_data(flags.resolve(where.world, where.has_gpu)[0])
 
 
