@@ -1,5 +1,7 @@
-"""Estimate the time of a training step by formula, before anything is built: computation by the terms of the model's
-plan, communication by what each strategy sends over which links, and the part of it that computation hides.
+"""Estimate the time of a training step by formula, before anything is built.
+
+Computation follows from the terms of the model's plan. Communication follows from the data that each strategy sends, the
+links that it uses, and the share that computation hides.
 
 Not counted: reading data, the VAE and the text encoder (latents and embeddings are assumed to be cached), saving, and
 ranks that wait for slower ones.
@@ -46,8 +48,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """The data that a rank receives by one kind of communication in a step: bytes, seconds if it ran alone, and seconds
-    that computation does not hide."""
+    """Data that a rank receives by one kind of communication in a step: the bytes, the seconds of the transfer alone, and
+    the seconds that computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -65,9 +67,9 @@ class StepCost:
     """Seconds of a rank's step.
 
     Attributes:
-        work: by kind of computation, in all micro-batches.
-        traffic: by kind of communication.
-        waiting: for the host, where it launches kernels more slowly than they run.
+        work: seconds by kind of computation, in all micro-batches.
+        traffic: traffic by kind of communication.
+        waiting: seconds that the device waits for the host to launch kernels.
     """
 
     work: dict[str, float]
@@ -87,7 +89,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Span:
-    """The places of a group's ranks: ``ranks`` in all, ``here`` of them on one machine."""
+    """Placement of a group: ``ranks`` ranks in all, ``here`` of them on each machine."""
 
     ranks: int
     here: int
@@ -103,11 +105,12 @@ def span(ranks: int, stride: int, node: int) -> Span:
 
 
 def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, float]:
-    """(an all-gather to, or a reduce-scatter of, ``size`` bytes in all, nothing hidden; the share of it that
-    computation of its length would hide).
+    """Return the cost of an all-gather to, or a reduce-scatter of, ``size`` bytes in all.
 
-    Every machine takes in what the others have once, over the links of all its members at the same time, and hands it
-    on; the slower of the two decides.
+    Returns the traffic with nothing hidden, and the share of it that computation of the same length would hide.
+
+    Every machine receives the other machines' data once, over the links of all its members at the same time, and
+    distributes it to its ranks. The slower of these two transfers decides.
     """
     if over.ranks == 1:
         return Traffic(), 0
@@ -119,7 +122,7 @@ def gather(size: float, over: Span, hardware: HardwareModel) -> tuple[Traffic, f
 
 
 def beside(transfer: tuple[Traffic, float], work: float) -> Traffic:
-    """A transfer with so many seconds of computation at the same time."""
+    """Return the traffic of a transfer that runs beside ``work`` seconds of computation."""
     traffic, hidden = transfer
     return replace(traffic, exposed=traffic.seconds - hidden * min(traffic.seconds, work))
 
@@ -136,7 +139,7 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
-    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients; its
+    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients. LoRA's
     own products are counted as if all layers but modulations saw the media's tokens. route: of ``--route``."""
     whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
     if lora is None:
@@ -225,7 +228,7 @@ class _Step:
             numbers, stored, _ = stored_weights(config, setup)  # read, and written dense, in every pass
             passes = 3 if setup.recomputes_blocks else 2
             found["weights made dense"] = passes * (stored + self.size * numbers) / self.hardware.memory
-        # Blocks come in both passes, in one of the link's two directions.
+        # Blocks are copied in both passes, in one of the link's two directions.
         travel = 2 * host_blocks(config, setup) / (self.hardware.host_link / 2)
         return found | {"waiting for blocks": max(0.0, travel - sum(found.values()))}
 
@@ -253,7 +256,7 @@ class _Step:
         alike = span(setup.alike, stride, self.node)
         trained = trained_count(self.config, setup)
         share, depth = trained / self.parameters, self.config.depth
-        forward, backward = work / 3, work * 2 / 3  # roughly; half and half if whole blocks are recomputed
+        forward, backward = work / 3, work * 2 / 3  # rough shares; equal if whole blocks are recomputed
         if setup.plugin == "ddp":
             reduced = beside(gather(4 * trained, alike, self.hardware), backward)
             yield "gradients", reduced * 2  # there and back
@@ -262,7 +265,7 @@ class _Step:
             reduced = beside(gather(self.size * trained, alike, self.hardware), backward)
             yield "gradients", reduced * micro_batches
             weights = gather(self.size * trained, alike, self.hardware)[0]
-            if setup.plugin == "gemini":  # in both passes, with nothing beside it
+            if setup.plugin == "gemini":  # in both passes, not overlapped
                 weights = gather(self.size * self.parameters, alike, self.hardware)[0] * (2 * micro_batches)
             yield "weights", weights
             return
@@ -276,7 +279,7 @@ class _Step:
         block = gather(bytes_of_block, shards, self.hardware)
         passes = [forward] if setup.reshard == "never" else [forward, backward]
         gathered = Traffic()
-        for seconds in passes:  # the first block's has nothing beside it
+        for seconds in passes:  # the first block's is not overlapped
             gathered += beside(block, seconds / depth) * (depth - 1) + block[0]
         yield "weights", gathered * micro_batches
         reduced = beside(
@@ -285,7 +288,7 @@ class _Step:
         yield "gradients", reduced * depth * (1 if setup.keep_gradients else micro_batches)
         if divided:
             same = span(shards.ranks // setup.expert_parallel, setup.expert_parallel, self.node)
-            sizes = self.size, BYTES[setup.reduce_dtype]  # gathered, nothing beside it, and reduced, in every pass
+            sizes = self.size, BYTES[setup.reduce_dtype]  # gathered and reduced in every pass, not overlapped
             stacks = experts / setup.expert_parallel
             own = sum((gather(size * stacks, same, self.hardware)[0] for size in sizes), Traffic())
             yield "experts", own * (depth * micro_batches)
@@ -315,7 +318,7 @@ class _Step:
             hardware = replace(hardware, link=hardware.node_link, latency=hardware.node_latency)
         plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
         received, seconds = received_by_attention(plan, ranks) * self.unit / tensor, plan.seconds
-        if config.axial_attention:  # one all-to-all there and one back, forward and backward
+        if config.axial_attention:  # one all-to-all to the heads and one back, forward and backward
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # forward once more
@@ -381,8 +384,9 @@ def step_cost(
     with the ranks of its sequence and tensor groups.
 
     Args:
-        setup: with --reshard and what becomes of gradients settled (``resolve_sharding``).
-        node: ranks of a machine. sequence_types: that the model and --attention allow; None: the model's.
+        setup: a setup that ``resolve_sharding`` has resolved.
+        node: ranks of a machine.
+        sequence_types: strategies that the model and --attention allow. None for all of the model's.
         graph: whether forward and backward are replayed as a CUDA graph.
 
     Raises:
@@ -412,8 +416,8 @@ def step_cost(
 def _pipelined(
     slowest: StepCost, config: DiTConfig, setup: Setup, batch: int, hardware: HardwareModel, node: int
 ) -> StepCost:
-    """Compute the cost of a pipeline from that of its slowest rank alone: add the time it waits for the first and the
-    last micro-batches (Narayanan et al. 2021), and the tokens that go from stage to stage."""
+    """Compute the cost of a pipeline from the cost of its slowest rank: add the rank's idle time at the first and last
+    micro-batches (Narayanan et al. 2021), and the transfer of tokens from stage to stage."""
     ranks, chunks = setup.pipeline_parallel, chunks_of(setup.schedule)
     computing = slowest.total - slowest.work["update"]
     bubble = (ranks - 1) / chunks * computing / setup.micro_batches
