@@ -1,4 +1,4 @@
-"""The loss of the EMA weights on samples that are not trained on, by noise level."""
+"""Loss of the EMA weights on held-out samples, by noise level."""
 
 import io
 import itertools
@@ -37,19 +37,19 @@ logger = logging.getLogger(__name__)
 
 LEVELS = 10  # noise levels, each an equal share of training's times
 MOST_SAMPLES = 1000
-RISING = 3  # held-out losses in a row that are higher than the one before, after which a run warns once
+RISING = 3  # number of consecutive rises of the held-out loss after which a run warns once
 SHARE_OF_SAMPLES = 0.015  # of the samples trained on in between; their forward passes are 0.5 % of the run's work
 
 
 def steps_between(spec: RunSpecification) -> int:
-    """Return the steps from one validation to the next; those of the run if only its end is validated."""
+    """Return the steps from one validation to the next, or all steps of the run if only its end is validated."""
     flags = spec.flags
     return (flags.ckpt_every if flags.validate_every is None else flags.validate_every) or spec.last_step
 
 
 def number_of_losses(spec: RunSpecification) -> int:
-    """Return the number of losses to average: --validate_samples, or as many as cost little beside the steps between.
-    All ranks of a pipeline but one are idle meanwhile."""
+    """Return the number of losses to average: --validate_samples, or a number that costs little beside the training steps.
+    All ranks of a pipeline but one are idle during validation."""
     if spec.flags.validate_samples is not None:
         return spec.flags.validate_samples
     trained_on = steps_between(spec) * spec.schedule.global_batch
@@ -65,8 +65,8 @@ class FixedSamples:
     Attributes:
         quantiles: (count,) float64 in (0, 1), by the number of the loss.
         micro_batches: the numbers of the losses in each micro-batch, ``size`` of one shape.
-        new: number of losses, the first ones, of each micro-batch that are in no earlier one. The last micro-batch of a
-            shape is filled up with losses that were there before, so that all have one size.
+        new: number of leading losses of each micro-batch that no earlier micro-batch has. The last micro-batch of a
+            shape is filled up with repeated losses, so that all micro-batches have one size.
     """
 
     def __init__(self, dataset: MediaDataset, count: int, size: int):
@@ -93,7 +93,7 @@ MOST = 20  # upper end of the heat map, in % above a level's lowest loss; early 
 
 @dataclass
 class LossHistory:
-    """The validations of a run, oldest first; None stands for what was not finite.
+    """Validations of a run, oldest first. None replaces losses that were not finite.
 
     Attributes:
         steps, losses: step and mean loss of each validation.
@@ -126,8 +126,8 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the step of the lowest loss if ``RISING`` losses came after it, of which the last ``RISING`` are each
-        above the one before; else None."""
+        """Return the step of the lowest loss if the last ``RISING`` losses came after it and each is above the one before it.
+        Return None otherwise."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
         recent = losses[-RISING:]
