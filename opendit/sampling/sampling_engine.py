@@ -191,8 +191,9 @@ class SamplingEngine:
 
     @property
     def share_evaluated(self) -> float:
-        """Share of the blocks' work that was evaluated in all batches so far, including both halves of guidance. If ranks
-        share batches, this is this rank's share of their total work."""
+        """Share of the blocks' work that was evaluated in all batches so far, including both halves of guidance.
+
+        If ranks share batches, this is this rank's share of their total work."""
         return self.evaluated / max(1, self._full_work)
 
     def batches(
@@ -548,7 +549,9 @@ class StepInputs:
         # The inputs that each step has. Steps with different inputs are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
         self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)
-        self._place: dict[int, tuple[torch.dtype, int, bool]] = {}  # -> its table, its row in the table, whether it is ()
+        self._place: dict[
+            int, tuple[torch.dtype, int, bool]
+        ] = {}  # -> its table, its row in the table, whether it is ()
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
             example = next((value for value in values if value is not None), None)
