@@ -1,7 +1,7 @@
 """Estimate the time of a training step by formula, before anything is built.
 
-Computation follows from the terms of the model's plan. Communication follows from the data that each strategy sends, the
-links that it uses, and the share that computation hides.
+Computation follows from the terms of the model's plan. Communication follows from what each strategy sends, from the
+links that it uses, and from the share that computation hides.
 
 Not counted: reading data, the VAE and the text encoder (latents and embeddings are assumed to be cached), saving, and
 ranks that wait for slower ones.
@@ -48,8 +48,8 @@ GATHERS_OF_A_PAIR = 5
 
 @dataclass(frozen=True)
 class Traffic:
-    """Data that a rank receives by one kind of communication in a step: the bytes, the seconds of the transfer alone, and
-    the seconds that computation does not hide."""
+    """Data that a rank receives by one kind of communication in a step: bytes, seconds of the transfer alone, and
+    seconds that computation does not hide."""
 
     bytes: float = 0
     seconds: float = 0
@@ -139,7 +139,7 @@ def _terms(config: DiTConfig) -> tuple[tuple[int, int, int | None], ...]:
 
 
 def training_flops(config: DiTConfig, lora: Lora | None = None, route: TokenRoute | None = None) -> int:
-    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients. LoRA's
+    """Return the FLOPs of one sample's passes, forward and backward. With LoRA, frozen weights have no gradients. Its
     own products are counted as if all layers but modulations saw the media's tokens. route: of ``--route``."""
     whole = 3 * (config.forward_flops() - (0 if route is None else saved_flops(config, route)))
     if lora is None:
