@@ -48,7 +48,7 @@ def steps_between(spec: RunSpecification) -> int:
 
 
 def number_of_losses(spec: RunSpecification) -> int:
-    """Return the number of losses to average: --validate_samples, or a number that costs little beside the training steps.
+    """Return the number of losses to average: --validate_samples, or a number that costs little beside training.
     All ranks of a pipeline but one are idle during validation."""
     if spec.flags.validate_samples is not None:
         return spec.flags.validate_samples
@@ -126,7 +126,7 @@ class LossHistory:
             self.by_noise.append(by_noise)
 
     def rises_since(self) -> int | None:
-        """Return the step of the lowest loss if the last ``RISING`` losses came after it and each is above the one before it.
+        """Return the step of the lowest loss if the last ``RISING`` losses came after it, each above the one before.
         Return None otherwise."""
         losses = [math.inf if loss is None else loss for loss in self.losses]
         lowest = losses.index(min(losses)) if losses else 0
