@@ -1,4 +1,4 @@
-"""The grammar of blocks: a block is built from its specification, and every architecture is a row of it.
+"""Blocks of all architectures, built from specifications.
 
 A block is a sequence of branches, each added to the residual stream x (B, N, D):
 
@@ -86,7 +86,7 @@ class Branch:
 
     @property
     def norm(self) -> str:
-        """Name of the norm before it, if norms have weights."""
+        """Name of the norm before the branch, if norms have weights."""
         return f"{self.name.removesuffix('_attn')}_norm"
 
 
@@ -151,7 +151,7 @@ class BlockSpec:
         return own * max(1, len(self.streams) - len(self.read)) + len(READ_VALUES) * len(self.read)
 
     def modulation(self) -> nn.Module:
-        """Make what computes the modulation of the condition."""
+        """Make the module that computes the modulation from the condition."""
         if self.source == "none":
             return NoModulation()
         if self.source == "table":
@@ -171,7 +171,7 @@ class BlockSpec:
             return CrossAttention(self.width, self.heads, self.options, self.context)
         if branch.sees is not None:
             attention = ATTENTIONS[branch.sees](self.width, self.heads, self.options, self.kv_heads)
-            if self.parallel:  # the MLP's bias is that of both
+            if self.parallel:  # the MLP's bias serves both branches
                 attention.proj = Projection(self.width, self.width, bias=False)
             return attention
         if self.experts is not None:
@@ -183,14 +183,14 @@ class BlockSpec:
 
 
 class ResidualStream:
-    """The residual stream of one block, or of a stack of blocks that nothing cuts: x (B, N, D), and its last branch,
-    which is added when x is asked for.
+    """Residual stream x (B, N, D) of a block, or of a stack of blocks that nothing cuts. The last branch is kept
+    separately and is added when x is read.
 
-    So the sum can be made in one pass with the norm that follows, where there is an operation for both. At each border
-    of two blocks x is not read back from memory then, nor in the backward pass its gradient (DiT-XL/2 on an H200: 65 us
-    each). Nothing else holds these tensors while a branch runs: their memory is free as soon as they are added.
+    A fused operation can then compute the sum and the next norm in one pass. This saves reading x between two blocks, and
+    its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). Nothing else refers to these tensors while a
+    branch runs, so their memory is freed as soon as they are added.
 
-    rows: the last arguments of operations on packs, see :func:`of_rows`. stack: whether it is that of several blocks.
+    rows: the last arguments of operations on packs, see :func:`of_rows`. stack: whether several blocks share the stream.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
@@ -227,7 +227,7 @@ class ResidualStream:
         return y
 
     def add(self, gate: Tensor, z: Tensor, last: Projection, routing: Routing | None = None) -> None:
-        """x + gate * (last(z) + routing.result()), the last layer and, if there are experts, what they add.
+        """Add gate * (last(z) + routing.result()): the output of the last layer, and of the experts if there are any.
 
         At the end of a block that is cut from the next one tokens may be on their way back from other ranks' experts
         while the last layer computes."""
@@ -239,7 +239,7 @@ class ResidualStream:
         self._parts = x, gate, z, last
 
     def put(self, x: Tensor) -> None:
-        """Set x, which was made of what :meth:`take` returned."""
+        """Set x to a tensor that was computed from the result of :meth:`take`."""
         self._parts = (x,)
 
     def take(self, ops: BlockOps) -> Tensor:
@@ -330,12 +330,12 @@ class Block(nn.Module):
                     shift, scale, gate = next(vectors)
                     y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
                 else:
-                    x.put(x.take(self.ops))  # with attention's part, before the MLP's
+                    x.put(x.take(self.ops))  # add attention's output before the MLP's
                 x.add(gate, *self._but_last(branch, y, context, grid))
                 y = y if spec.parallel else None  # its memory is free, then
 
     def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """Yield shift, scale and gate (B, D) of each modulated branch, of the result of :meth:`modulate`."""
+        """Split the result of :meth:`modulate`: yield shift, scale and gate (B, D) of each modulated branch."""
         spec = self.spec
         chunks = m.chunk(spec.chunks, dim=1) if spec.chunks else ()
         for first in range(0, len(chunks), len(spec.values)):
@@ -347,8 +347,9 @@ class Block(nn.Module):
     def _but_last(
         self, branch: Branch, y: Tensor, context: Context | None, grid: TokenGrid | None
     ) -> tuple[Tensor, Projection, Routing | None]:
-        """All of a branch of y but its last layer: that layer's input and the layer; and, of an MLP with experts, what
-        they add to its output."""
+        """Run a branch on y up to its last layer.
+
+        Return the last layer's input, the layer, and the routing of an MLP with experts (None without experts)."""
         layer: Any = getattr(self, branch.name)
         if branch.sees == "caption":
             assert context is not None, "cross-attention is of models with a text"
@@ -375,8 +376,9 @@ class Block(nn.Module):
         return x + self.cross_attn(norm(x), *context, grid=grid, ops=self.ops)
 
     def keys_values(self, context: Context | None) -> Context | None:
-        """Return the context with this block's keys and values instead of the tokens, for a caption that several calls
-        attend to; as it is, in a block that has no cross-attention."""
+        """Return the context with this block's keys and values instead of the tokens, to reuse them in several calls.
+
+        A block without cross-attention returns the context unchanged."""
         attention = getattr(self, "cross_attn", None)
         if attention is None or context is None:
             return context
@@ -421,14 +423,14 @@ class NormalisedProjection:
 
 
 class NoModulation(nn.Module):
-    """The modulation of blocks that have none."""
+    """Modulation module of blocks without modulation."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         return c.new_zeros(len(c), 0)
 
 
 class SharedModulation(nn.Module):
-    """Some of the vectors (B, n) that all blocks share: ``count`` numbers from number ``first`` on."""
+    """Selects ``count`` values, starting with number ``first``, from the vectors (B, n) that all blocks share."""
 
     def __init__(self, first: int, count: int):
         super().__init__()
@@ -602,7 +604,7 @@ ATTENTION_OPERATORS = {
 
 def _keeping_attention() -> tuple[Any, Any]:
     """Return the contexts of a block's forward pass and of its recomputation in which self-attention is not repeated.
-    Attention to the fewer tokens of a caption costs less than its memory, and is."""
+    Attention to a caption is repeated, because its few tokens cost less time than memory."""
 
     def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
         if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
