@@ -25,16 +25,16 @@ class Experts:
 
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
-    """Tokens that each expert takes of a sample's, ceil(capacity * tokens / experts): its even share times the
-    capacity, at least one, at most all.
+    """Return the number of a sample's tokens that each expert takes: ceil(capacity * tokens / experts), at least one and
+    at most all.
 
-    Exact for the capacity as it is written: 1.1 * 100 / 10 is 11, of which floats make 12.
+    The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, where floats would give 12.
     """
     return _places(tokens, experts, *_ratio(capacity))
 
 
 def _ratio(capacity: float) -> tuple[int, int]:
-    """Numerator and denominator of the shortest decimal that means this number."""
+    """Return numerator and denominator of the shortest decimal that reads as this number."""
     return Fraction(repr(float(capacity))).as_integer_ratio()
 
 
@@ -43,7 +43,7 @@ def _places(tokens: int, experts: int, numerator: int, denominator: int) -> int:
 
 
 class ExpertMlp(Mlp):
-    """A shared MLP plus, for each token, those of the experts that have chosen it, weighted by its affinity to them.
+    """Adds to a shared MLP, for each token, the outputs of the experts that chose it, weighted by its affinity to them.
 
     A token's affinities are a softmax over the experts; each expert takes the tokens of a sample with the highest
     affinity to it. So every expert has the same work, and a sample's result does not depend on the others of its batch.
@@ -88,7 +88,7 @@ class ExpertMlp(Mlp):
         return add_rows(out.flatten(0, 1), weight.transpose(0, 1).flatten(), row.flatten(), y)
 
     def start(self, y: Tensor, shards: SequenceShards | None = None) -> "Routing":
-        """Begin what the experts add to y's tokens, (B, n, D). shards: the ranks that share the sequence."""
+        """Start the experts' work on y's tokens (B, n, D). shards: the ranks that share the sequence."""
         return _RoutedHere(self, y) if shards is None else cast(SharedExperts, shards).start_experts(self, y)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,20 +96,22 @@ class ExpertMlp(Mlp):
 
 
 class Routing(Protocol):
-    """The experts' work on tokens in three steps, so that tokens travel to their experts' ranks beside other work:
-    ``ExpertMlp.start`` makes it and sends them off; then comes :meth:`compute`; then :meth:`result`.
+    """The experts' work on tokens, in three steps that let transfers overlap with other work.
 
-    travels: whether the result is on its way when :meth:`compute` returns.
+    ``ExpertMlp.start`` creates the object and sends the tokens to their experts' ranks. :meth:`compute` runs the
+    experts, and :meth:`result` returns the sum.
+
+    travels: whether the result is still in transit when :meth:`compute` returns.
     """
 
     travels: bool
 
     def compute(self) -> None:
-        """Takes what has arrived through this rank's experts, and sends it back."""
+        """Apply this rank's experts to the tokens that have arrived, and send the results back."""
         ...
 
     def result(self) -> Tensor:
-        """Return what is added to the tokens (B, n, D). Call it once."""
+        """Return the experts' weighted outputs for the tokens, (B, n, D). Call it once."""
         ...
 
 
@@ -117,12 +119,12 @@ class SharedExperts(SequenceShards, Protocol):
     """The tokens of a sequence that several ranks share, for experts that choose among all of them."""
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """``mlp.start`` for this rank's tokens y (B, n, D)."""
+        """Start the experts of ``mlp`` on this rank's tokens y (B, n, D)."""
         ...
 
 
 class _RoutedHere:
-    """Routing where this rank has all experts."""
+    """Routing for a rank that has all experts."""
 
     travels = False
 
@@ -144,14 +146,15 @@ def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
 
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """The sums of weight * out (M, D) in the rows (M,) of the flattened tokens of ``like`` (B, N, D), in its dtype;
-    added up in fp32 or wider."""
+    """Add weight * out (M, D) to rows ``row`` (M,) of zeros in the flattened shape of ``like`` (B, N, D).
+
+    The sums are accumulated in fp32 or wider and returned in the dtype of ``like``."""
     B, N, _ = like.shape
     return _AddRows.apply(out * weight.unsqueeze(-1), row, B * N).view(like.shape).to(like.dtype)
 
 
 class _AddRows(torch.autograd.Function):
-    """``zeros(rows, D).index_add(0, index, x)``, which would keep x for the backward pass to know its shape."""
+    """``zeros(rows, D).index_add(0, index, x)``, without keeping x for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, rows: int):
