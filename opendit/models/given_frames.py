@@ -16,12 +16,12 @@ from torch.nn.functional import pad
 
 
 def given_channels(in_channels: int) -> int:
-    """Channels that come behind the C noisy ones: the mask, and the given latents."""
+    """Return the number of channels after the C noisy ones: the mask, and the given latents."""
     return 1 + in_channels
 
 
 def give(latents: Tensor, lengths: Tensor) -> Tensor:
-    """mask ++ given (B, 1 + C, T, H, W) of clips (B, C, T, H, W) whose first ``lengths`` (B,) frames are given."""
+    """Return mask ++ given (B, 1 + C, T, H, W) for clips (B, C, T, H, W) whose first ``lengths`` (B,) frames are given."""
     frames = torch.arange(latents.shape[2], device=latents.device)
     mask = (frames < lengths.to(latents.device).unsqueeze(1)).to(latents.dtype)[:, None, :, None, None]
     return torch.cat([mask.expand(-1, 1, -1, *latents.shape[3:]), latents * mask], dim=1)
@@ -61,5 +61,5 @@ def times_of_frames(t: Tensor, given: Tensor) -> Tensor:
 
 
 def without_any(x: Tensor, given: int) -> Tensor:
-    """x (B, C, ...) with ``given`` channels of zeros behind it: what a network gets where no frames are given."""
+    """Append ``given`` channels of zeros to x (B, C, ...), for a network that gets no given frames."""
     return pad(x, (0, 0) * (x.dim() - 2) + (0, given))
