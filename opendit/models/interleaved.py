@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class _Reordered(torch.autograd.Function):
-    """x with its rows along a dimension in another order. Each row is read once, so that the gradient is a copy, too,
-    where that of ``index_select`` is a sum."""
+    """Reorders the rows of x along a dimension. Each row is read once, so the gradient is a copy. ``index_select`` would
+    compute it as a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
