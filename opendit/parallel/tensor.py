@@ -324,7 +324,7 @@ class RowParallel(Part):
 
 
 class ColumnOfContext(Part):
-    """Computes this rank's output features of an input that all ranks have; the input's gradient is one term of a
+    """Computes this rank's output features from an input that all ranks have. The input's gradient is one term of a
     sum."""
 
 
