@@ -9,8 +9,8 @@ Of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
     O = newton_schulz((1 - b) * G + b * M)             # its singular values become about 1
     W = (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(n, m)) * O
 
-Parameters are sharded as for AdamW, and so is M. Each parameter has an owner among the ranks that share it: the shards
-go to it by one all-to-all, it orthogonalises, and a second all-to-all returns the result's shards.
+Parameters and M are sharded as for AdamW. Each parameter has an owner among the ranks that share it. One all-to-all
+sends the shards to the owner, which orthogonalises the matrix. A second all-to-all returns the shards of the result.
 """
 
 import math
@@ -36,8 +36,8 @@ class MuonSettings:
     """Settings of Muon, and the parameters that it steps.
 
     Attributes:
-        rows: by parameter, the numbers of rows of the matrices that lie in it one below the other: those of q, k and v.
-        momentum: b above.
+        rows: for each parameter, the numbers of rows of the matrices that it stacks (q, k and v).
+        momentum: b in the equations above.
         dtype: precision of the iteration.
     """
 
