@@ -348,8 +348,8 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
-CLOSING = 8.0  # seconds for what must be put away when the run fails: a checkpoint that is being written
-CLOSING_LOST = 2.0  # the same when a rank is gone, without which none gets complete
+CLOSING = 8.0  # seconds to finish writing a checkpoint when the run fails
+CLOSING_LOST = 2.0  # the same if a rank is gone: no checkpoint can be completed
 # Seconds after which a failed rank of several ends, whatever its main thread still waits for; when a rank is gone.
 LAST, LAST_LOST = 12.0, 4.0
 ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # need no traceback anywhere
