@@ -123,7 +123,7 @@ class StepLog:
         self._skipped_before = self.skipped = skipped_before
         self.figures: dict[str, Any] = {}
         self.logged = first_step
-        self._bytes_read = 0  # by all ranks, up to the last line
+        self._bytes_read = 0  # sum over ranks, at the last line
 
     def write(self, done: int, lr: float, result: StepResult, measured: dict[str, Any]) -> None:
         """Write a line after ``done`` steps, with the figures ``measured`` on held-out samples and on drawn ones. The
