@@ -351,7 +351,7 @@ def _warmed_up(stored: dict[str, Any], now: dict[str, Any], step: int) -> bool:
 # Differences that repeat others, or change nothing.
 NO_MATTER: dict[str, Callable[[dict[str, Any], dict[str, Any], int], bool]] = {
     "warmup_steps": _warmed_up,
-    # Matters only with a cosine; if only one of the runs has one, the line on the schedule reports it.
+    # Matters only if both runs have a cosine schedule. If one has, the line on the schedule reports it.
     "last_step": lambda stored, now, _: None in (stored["last_step"], now["last_step"]),
     "split": lambda stored, now, _: stored.get("global_batch") != now["global_batch"],
     "world_size": lambda stored, now, _: "split" in stored,
