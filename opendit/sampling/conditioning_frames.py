@@ -94,7 +94,7 @@ def encode_frames(
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
         raise ValueError(f"{flag}: {path} {what}; {advice}")
-    assert isinstance(codec, VideoCodec)  # as for every model of clips
+    assert isinstance(codec, VideoCodec)  # every model of clips has one
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
     height, width = (side * codec.downscale for side in size[1:])
