@@ -165,7 +165,7 @@ def distribution_of(model: nn.Module, name: str) -> Distribution:
 
 def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
     """Return the initial distributions of a self-attention (qkv) or cross-attention (q, kv) called ``name``. output:
-    that of its projection (None: Xavier's)."""
+    distribution of the output projection's weight (None: Xavier's)."""
     inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
     norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
     return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}
