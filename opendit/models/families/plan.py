@@ -192,7 +192,7 @@ def _captions(config: PublicConfig) -> int:
 
 
 def _every(config: PublicConfig) -> int:
-    """The condition: time, guidance and pooled vector; and what blocks share of their modulation."""
+    """Count the FLOPs of the condition (time, guidance, pooled vector) and of the modulation that blocks share."""
     spec = config.spec
     width = spec.time_width or spec.block.width
     hidden = spec.time_hidden or width
