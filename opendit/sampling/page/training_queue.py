@@ -135,7 +135,7 @@ class TrainingQueue:
         return "it saves and ends"
 
     def go_on(self, name: str) -> None:
-        """Put a run that has ended into the queue again, to go on from its newest checkpoint, or from the start if it
+        """Queue an ended run again. It resumes from its newest checkpoint, or starts over if it
         has none. Raises ValueError if it runs or waits, and OSError."""
         with self._lock:
             job = self._job(name)
