@@ -1,9 +1,8 @@
 """Choose the product of parallelisms, shards, rematerialization and micro-batch that trains a step fastest (--parallel
 auto).
 
-Every combination that the flags leave open gets a price: its memory by opendit/training/memory.py, its time by
-opendit/training/step_cost.py. Each combination goes through the checks of a run, so none is proposed that the run would
-refuse. Flags on the command line are kept.
+opendit/training/memory.py estimates the memory, and opendit/training/step_cost.py the time, of every combination that
+the flags leave open. Each combination passes the checks of a run first, so that the run accepts every proposal. Flags on the command line are kept.
 """
 
 import itertools
