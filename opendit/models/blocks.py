@@ -186,11 +186,11 @@ class ResidualStream:
     """Residual stream x (B, N, D) of a block, or of a stack of blocks that nothing cuts. The last branch is kept
     separately and is added when x is read.
 
-    A fused operation can then compute the sum and the next norm in one pass. This saves reading x between two blocks, and
-    its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). Nothing else refers to these tensors while a
-    branch runs, so their memory is freed as soon as they are added.
+    A fused operation can then compute the sum and the next norm in one pass. This saves reading x between two blocks,
+    and its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). Nothing else refers to these tensors while
+    a branch runs, so their memory is freed as soon as they are added.
 
-    rows: the last arguments of operations on packs, see :func:`of_rows`. stack: whether several blocks share the stream.
+    rows: the last arguments of operations on packs, see :func:`of_rows`. stack: True for a stack of blocks.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
