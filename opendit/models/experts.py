@@ -25,8 +25,8 @@ class Experts:
 
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
-    """Return the number of a sample's tokens that each expert takes: ceil(capacity * tokens / experts), at least one and
-    at most all.
+    """Return the number of a sample's tokens that each expert takes: ceil(capacity * tokens / experts), at least one
+    and at most all.
 
     The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, where floats would give 12.
     """
