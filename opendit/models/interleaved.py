@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 class _Reordered(torch.autograd.Function):
-    """Reorders the rows of x along a dimension. Each row is read once, so the gradient is a copy. ``index_select`` would
-    compute it as a sum."""
+    """Reorders the rows of x along a dimension. Each row is read once, so the gradient is a copy, too.
+    ``index_select`` would compute it as a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
