@@ -2,8 +2,8 @@
 auto).
 
 opendit/training/memory.py estimates the memory, and opendit/training/step_cost.py the time, of every combination that
-the flags leave open. Each combination passes the checks of a run first, so that the run accepts every proposal. Flags on the
-command line are kept.
+the flags leave open. Each combination passes the checks of a run first, so that the run accepts every proposal. Flags
+on the command line are kept.
 """
 
 import itertools
