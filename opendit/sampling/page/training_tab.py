@@ -224,7 +224,7 @@ def _jpeg(path: Path) -> bytes:
 
 
 def last_line(text: str) -> str:
-    """Return the last line that begins with "error: ", without this prefix, or else the last line."""
+    """Return the message of the last error that a program has printed, or else its last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [rest for head, _, rest in (line.partition(": ") for line in lines) if head == "error"]
     return (errors or lines or ["it printed nothing"])[-1]
