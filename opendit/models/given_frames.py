@@ -21,7 +21,7 @@ def given_channels(in_channels: int) -> int:
 
 
 def give(latents: Tensor, lengths: Tensor) -> Tensor:
-    """Return mask ++ given (B, 1 + C, T, H, W) of clips (B, C, T, H, W), of which ``lengths`` (B,) frames are given."""
+    """Return mask ++ given (B, 1 + C, T, H, W) that give the first ``lengths`` (B,) frames of clips (B, C, T, H, W)."""
     frames = torch.arange(latents.shape[2], device=latents.device)
     mask = (frames < lengths.to(latents.device).unsqueeze(1)).to(latents.dtype)[:, None, :, None, None]
     return torch.cat([mask.expand(-1, 1, -1, *latents.shape[3:]), latents * mask], dim=1)
