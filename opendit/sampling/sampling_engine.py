@@ -549,9 +549,8 @@ class StepInputs:
         # The inputs that each step has. Steps with different inputs are recorded separately.
         self.present = [tuple(value is not None for value in step) for step in inputs]
         self._large: dict[int, Tensor] = {}  # input's number -> (capacity * B, C, ...)
-        self._place: dict[
-            int, tuple[torch.dtype, int, bool]
-        ] = {}  # -> its table, its row in the table, whether it is ()
+        # input's number -> its table, its row in the table, whether it is ()
+        self._place: dict[int, tuple[torch.dtype, int, bool]] = {}
         lines: dict[torch.dtype, list[Tensor]] = {}
         for number, values in enumerate(zip(*inputs, strict=True)):
             example = next((value for value in values if value is not None), None)
