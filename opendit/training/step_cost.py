@@ -318,7 +318,7 @@ class _Step:
             hardware = replace(hardware, link=hardware.node_link, latency=hardware.node_latency)
         plan = make_plan(kind, ranks, shape, hardware=replace(hardware, direct=inside and ranks <= 8))
         received, seconds = received_by_attention(plan, ranks) * self.unit / tensor, plan.seconds
-        if config.axial_attention:  # one all-to-all to the heads and one back, forward and backward
+        if config.axial_attention:  # one all-to-all to the other axis and one back, forward and backward
             exchanged = 4 * (ranks - 1) / ranks**2 * self.unit / tensor
             received, seconds = received + exchanged, seconds + exchanged / hardware.link + 4 * hardware.latency
         times = config.depth * (4 / 3 if setup.recomputes_blocks else 1)  # forward once more
