@@ -30,8 +30,8 @@ LEAST, MOST = 1.0, 2.0**32
 
 
 class LossScale:
-    """Factor of the loss that keeps gradients from vanishing in fp16. The host does not read or
-    compute it.
+    """Factor of the loss that keeps gradients from vanishing in fp16. It is stored on the device, and the host neither
+    reads nor computes it.
 
     It is doubled after INTERVAL steps in a row whose gradients were finite (Micikevicius et al., "Mixed Precision
     Training", ICLR 2018, sec. 3.2). It is halved after a step whose gradients were not, except for the first HYSTERESIS
