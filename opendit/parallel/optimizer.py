@@ -227,7 +227,7 @@ class ShardedOptimizer:
         loss_scale: of fp16.
         float8: parameters that are gathered in float8, and requantized when they change. None without such parameters.
         offload: one of ``opendit.config.names.OFFLOAD``.
-        replicated: gradients that must be summed over the ranks that divide the layers. None if there are none.
+        replicated: sums the gradients of parameters that several ranks have. None if there are none.
 
     Raises:
         ValueError: ``offload`` on a GPU that can't run the kernels.
