@@ -410,7 +410,7 @@ def host_blocks(config: DiTConfig, setup: Setup, count: int | None = None) -> in
 
 
 def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
-    """Count the blocks that --offload moves as host memory."""
+    """Count the blocks that --offload keeps in host memory there, and not on the device."""
     host, ring = _of_streamed(config, setup)
     if not host:
         return needs
@@ -419,7 +419,7 @@ def _streamed(needs: Estimate, config: DiTConfig, setup: Setup) -> Estimate:
 
 
 def _offloaded(needs: Estimate, offload: str) -> Estimate:
-    """Count the states that --offload moves as host memory."""
+    """Count the states that --offload keeps in host memory there, and not on the device."""
     host = {name: size for name, size in needs.states.items() if name in OFFLOADED[offload]}
     states = {name: size for name, size in needs.states.items() if name not in host}
     states |= {"ring buffer": RING} if "moments" in host else {}
