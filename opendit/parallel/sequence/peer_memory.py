@@ -1,6 +1,6 @@
 """Buffers of a group of ranks in torch's symmetric memory: every rank reads and writes those of the others over NVLink.
 
-Every rank has these buffers. A barrier follows each use of a buffer, or each part that arrives in it:
+Every rank has these buffers. Each use of a buffer, or each part that arrives in it, has one barrier:
 
     output    all ranks write to it, barrier, its owner reads it
     input     as output; or a rank fills its own, barrier, all ranks read what they need of it
@@ -219,8 +219,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return (the group's memory or None, the reason for None). Collective over the group, the first
-    time."""
+    """Return (the group's memory or None, the reason for None). The first call is collective over the group."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)
