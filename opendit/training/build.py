@@ -447,7 +447,7 @@ def build(
 
     Args:
         make_inputs, make_passes: ``Inputs`` and ``EagerPasses`` of train.py.
-        evaluation: of --evaluate_every.
+        evaluation: the evaluation of --evaluate_every; None without it.
     """
     flags, mesh, failures = spec.flags, spec.mesh, WriteFailures()
     with spec.lock:
