@@ -73,7 +73,7 @@ class MicroBatch(NamedTuple):
         return times_of_frames(timestep, self.given) if self.in_place and self.given is not None else timestep
 
     def losses(self, objective: Objective, output: Any, prepared: Prepared) -> Tensor:
-        """Return the losses of the samples, (B,), of the network's output; frames given in place count for nothing."""
+        """Return the loss of each sample, (B,), from the network's output. Frames given in place have no loss."""
         if self.alignment is not None:
             output, projected = output
             return objective.loss(output, prepared) + self.alignment.losses(projected)
