@@ -263,7 +263,7 @@ def _block_modulation(config: DiTConfig) -> dict[str, Rule]:
 
 
 def _branch_rules(config: DiTConfig, branch: Branch) -> dict[str, Rule]:
-    """The layers of a branch, and the norm before it."""
+    """Return the rules of a branch's layers and of the norm before it."""
     spec, name = config.block, f"blocks.*.{branch.name}"
     heads, shared = spec.heads, spec.kv_heads or spec.heads
     found: dict[str, Rule] = {f"blocks.*.{branch.norm}.weight": Replicated()} if spec.norm == "rms" else {}
