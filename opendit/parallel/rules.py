@@ -40,7 +40,8 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
     Returns:
         Slices of the canonical tensor, in the order in which they are concatenated along the rule's dimension in the
-            local one: three for [q; k; v], one for a tensor that is not divided. The slices of all ranks tile the tensor exactly.
+            local one: three for [q; k; v], one for a tensor that is not divided. The slices of all ranks tile the
+            tensor exactly.
 
     Raises:
         ValueError: the dimension does not divide evenly, or the rank is not one of the group's.
