@@ -189,7 +189,7 @@ def test_sample_py_on_two_ranks_draws_what_one_draws(folders, tmp_path, no_ranks
         (lambda f: (f / "transformer" / "config.json").write_text("{}"), "_class_name is missing"),
         (
             lambda f: (f / "transformer" / "config.json").write_text('{"_class_name": "SanaTransformer2DModel"}'),
-            "'SanaTransformer2DModel' is a network that is not known; known are Flux2Transformer2DModel, ",
+            "'SanaTransformer2DModel' is a network that is not known; known are CosmosTransformer3DModel, ",
         ),
         (
             lambda f: write_index(f, "z_image", _class_name="ZImageControlNetPipeline"),
