@@ -114,7 +114,7 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
     if isinstance(moment, EightBits):
         moment.encode(values)
     else:
-        moment.copy_(values.view(moment.shape))
+        moment.copy_(values.reshape(moment.shape))  # a checkpoint read for other ranks may be no dense tensor
 
 
 def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:

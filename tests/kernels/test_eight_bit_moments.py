@@ -57,6 +57,17 @@ def test_a_checkpoints_values_become_the_same_bits(signed, numel):
         assert not torch.equal(moment_of(moment.decode(), signed).scales, moment.scales)
 
 
+@pytest.mark.parametrize("numel", (12, 2 * eight_bit_moments.LEAST))
+def test_values_may_be_no_dense_tensor(numel):
+    """As those of a checkpoint are that is read for another number of ranks."""
+    values = torch.randn(numel // 2, 2).square().t()
+    moments = [new_moment(torch.empty(2, numel // 2), False) for _ in range(2)]
+    for moment, given in zip(moments, (values, values.contiguous()), strict=True):
+        set_values(moment, given)
+    assert torch.equal(*map(eight_bit_moments.to_values, moments))
+    assert numel > eight_bit_moments.LEAST or torch.equal(moments[0], values)
+
+
 def test_zeros_are_zeros_and_stay_them():
     for signed in (True, False):
         moment = new_moment(torch.zeros(64, 64), signed)
