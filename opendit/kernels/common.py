@@ -8,8 +8,8 @@ the (B, N, D) form, all rows of a chunk belong to one sample. In the packed form
 How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in row
 order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
 gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
-bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample) pair to
-the next, p or sample grows. So no two pairs share a slot, and rows / chunk + B slots are enough.
+bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample) pair
+to the next, p or sample grows. So no two pairs share a slot, and rows / chunk + B slots are enough.
 """
 
 import contextlib
@@ -263,7 +263,10 @@ class Rows:
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for a sum over all samples. The packed form leaves some slots unused, which must be zero."""
+        """Allocate fp32 slots for a sum over all samples.
+
+        The packed form doesn't use all slots, so they are initialised with zeros.
+        """
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -273,9 +276,9 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Sum fp32 slots into ``outputs``; ``sample_of_row`` (rows,) means packed slots."""
+    """Sum fp32 slots into ``outputs``; with ``sample_of_row`` (rows,), the slots are those of the packed form."""
     (slots, width), count = partial.shape, len(outputs)
-    # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
+    # Tiles of 4,096 numbers. For many slots, the tiles are tall and narrow, so that few samples make enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
     block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
     out = [outputs[min(i, count - 1)] for i in range(3)]
@@ -294,7 +297,7 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Allocate a bias's gradient; of size 0 where there is no bias (an operator always returns a tensor)."""
+    """Allocate the gradient of ``bias``; of size 0 without a bias, because an operator must return a tensor."""
     return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
