@@ -54,7 +54,10 @@ def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl
 
 @triton.jit
 def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Return 32-bit offsets from the first element of ``row``, and the mask, of a (ROWS, WIDTH) tile from column START."""
+    """Return the offsets, relative to ``row``, and the mask of a (ROWS, WIDTH) tile that begins at column START.
+
+    The offsets are 32-bit; only ``row`` is 64-bit.
+    """
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None]
     if START + WIDTH > D:
@@ -295,7 +298,7 @@ def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
     return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
 
-# -------------------------------------------------------------------------------------------- rows and samples of programs
+# -------------------------------------------------------------------------------------- rows and samples of programs
 
 
 @triton.jit
