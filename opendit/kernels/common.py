@@ -8,8 +8,8 @@ the (B, N, D) form, all rows of a chunk belong to one sample. In the packed form
 How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in row
 order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
 gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
-bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample) pair
-to the next, p or sample grows. So no two pairs share a slot, and rows / chunk + B slots are enough.
+bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample)
+pair to the next, p or sample grows. So no two pairs share a slot, and rows / chunk + B slots are enough.
 """
 
 import contextlib
