@@ -40,7 +40,7 @@ def rotate_heads_reference(
     eps: float = 1e-6,
     across: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k normalised and rotated, computed in torch in the inputs' precision."""
+    """Compute q and k normalised and rotated in torch, in the inputs' precision."""
     found = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if weight is not None:
@@ -203,7 +203,7 @@ def _rotate_heads_forward_kernel(
     K_UNIT: tl.constexpr, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs do q, the others k."""
+    """Process q in the first programs, and k in the remaining programs."""
     q_rows = tokens if ACROSS else tokens * H
     k_rows = tokens if ACROSS else tokens * K
     q_programs = (q_rows + CHUNK - 1) // CHUNK
@@ -303,7 +303,7 @@ def _rotate_heads_backward_kernel(
     CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs do q, the others k."""
+    """Process q in the first programs, and k in the remaining programs."""
     q_rows = tokens if ACROSS else tokens * H
     k_rows = tokens if ACROSS else tokens * K
     q_programs = (q_rows + CHUNK - 1) // CHUNK
