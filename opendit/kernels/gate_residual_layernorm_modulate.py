@@ -71,7 +71,7 @@ def gate_residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int, element_size: int, row_scales: bool = False) -> Launch:
-    """Return the launch shape: two warps for 1024 + 128 columns, which hold gate, shift, scale and two rows in registers.
+    """Return the launch shape: two warps for 1024 + 128 columns; gate, shift, scale and two rows stay in registers.
 
     row_scales: y is float8 with one scale per row, so that a program must read all of shift and scale before its first
     row. A program therefore processes more rows, with one warp. One warp sums a row without a barrier, and its
