@@ -1,8 +1,9 @@
 """adaLN: y = LN(x) * (1 + scale) + shift, LN over D without weights; and the modulation alone, without LN.
 
 x is (B, N, D), and shift and scale (B, D). In the packed form, x is (rows, D) with sample_of_row (rows,), see
-kernels/common.py. Statistics and sums are fp32; inputs and outputs are bf16, fp16 or fp32, and y has x's dtype. Forward reads x once and writes y once, and
-saves mean and rstd (fp32, one per row). Backward reads x and dy once, writes dx once and recomputes the normalised x:
+kernels/common.py. Statistics and sums are fp32; inputs and outputs are bf16, fp16 or fp32, and y has x's dtype. Forward
+reads x once, writes y once, and saves mean and rstd (fp32, one per row). Backward reads x and dy once, writes dx once
+and recomputes the normalised x:
 
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
