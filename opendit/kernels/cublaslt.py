@@ -30,7 +30,7 @@ EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias,
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it
 PROPOSALS = 16
-# Bytes of weights that timing cycles through, so that weights are not cached, as in a model; and most copies of a weight.
+# Bytes of weights that timing cycles through, so that weights are not cached, as in a model; maximum of copies.
 COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
 GAIN = 0.98  # a proposal is used only if its time is less than this fraction of torch's
@@ -273,5 +273,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """Return ``torchs(x, weight, bias)``, which must be GELU(x W^T + bias), tanh form, as cuBLAS's epilogue gives it."""
+    """Return the bits of ``torchs(x, weight, bias)``, GELU(x W^T + bias) in tanh form by cuBLAS's epilogue."""
     return _products(x, weight, bias, torchs, gelu=True)
