@@ -77,7 +77,8 @@ def quantise(weight: Tensor, kind: str) -> Tensor:
     weight, inputs = weight.float(), weight.shape[1]
     if kind == "int8":
         largest = weight.abs().amax(1, keepdim=True)
-        scales = largest / torch.full_like(largest, 127)  # a tensor, because a GPU would replace the division by a plain number with a multiplication by its reciprocal
+        # Divide by a tensor, because a GPU would multiply by the reciprocal of a plain number.
+        scales = largest / torch.full_like(largest, 127)
         return _joined((weight / _not_zero(scales)).round().to(torch.int8), scales)
     rows = nn.functional.pad(weight, (0, -inputs % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
     scales, levels = rows.abs().amax(2), _levels(weight.device)
