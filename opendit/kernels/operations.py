@@ -3,8 +3,8 @@
 Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A kernel is a row of
 :data:`KERNELS`. :func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. A row also states the
 kernel's properties: whether it computes in float8, whether it replaces the projection, and which activations it saves
-for the backward pass. ``BlockOps.kernel`` looks these up. To add a kernel, write its file, test and benchmark, and add a
-row here.
+for the backward pass. ``BlockOps.kernel`` looks these up. To add a kernel, write its file, test and benchmark, and add
+a row here.
 
 :func:`opendit.kernels.common.kernels_available` checks whether device and dtype suit the kernels, and
 :func:`opendit.kernels.fp8_linear.float8_available` whether they suit float8.
@@ -106,7 +106,7 @@ def _linear_gate_residual_rmsnorm_modulate(
     return gate_residual_rmsnorm_modulate(x, gate, branch, *vectors, linear.bias, norm.eps, sample_of_row)
 
 
-# ----------------------------------------------------------------------------------------------------------- other operations
+# --------------------------------------------------------------------------------------------------- other operations
 
 
 def _residual_rmsnorm_modulate(
