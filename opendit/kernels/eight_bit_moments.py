@@ -1,4 +1,4 @@
-"""AdamW's moments in 8 bits: a code for each number and a scale for each unit of 256 numbers, as in torchao's AdamW8bit.
+"""AdamW's moments in 8 bits: a code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
 
 The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A code stands for
 one of 256 levels of magnitude at most 1. The levels cover seven decades, and half of them lie in the highest decade. A
@@ -136,7 +136,8 @@ def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------ kernels
 
 _constant = tl.constexpr if TRITON else int
-SIZE, CODES, SCALES, VALUES = map(_constant, (0, 1, 3, 5))  # rows of the address table; CODES, SCALES and VALUES have two rows each, one per moment
+# Rows of the address table. Codes, scales and values have two rows each, one per moment.
+SIZE, CODES, SCALES, VALUES = map(_constant, (0, 1, 3, 5))
 
 
 @triton.jit
