@@ -42,7 +42,10 @@ LINES = 16  # runs of values per tile of the amax kernel
 
 @dataclass(frozen=True)
 class Float8:
-    """A tensor ``data * descale``: data (..., D) in float8, contiguous; descale fp32, (1,) or one per row, (rows, 1)."""
+    """A tensor in float8, ``data * descale``.
+
+    data: (..., D), contiguous. descale: fp32, (1,), or (rows, 1) with one scale per row.
+    """
 
     data: Tensor
     descale: Tensor
@@ -103,7 +106,10 @@ def _amax_kernel(
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial maxima of every ``step``-th run of BLOCK columns in up to three matrices; runs count row by row."""
+    """Compute partial maxima over every ``step``-th run of BLOCK columns of up to three matrices.
+
+    Runs are numbered row by row.
+    """
     largest = tl.zeros((LINES, BLOCK), dtype=tl.float32)
     for line in range(tl.program_id(0) * LINES, lines, PARTIALS * LINES):
         run = (line + tl.arange(0, LINES)) * step
