@@ -16,8 +16,9 @@ from opendit.models.layers import Projection, StoredWeight, dense
 class Float8Weight(Tensor):
     """A weight (out, in) that is in memory only as ``float8``.
 
-    To autograd, and to code that reads shape, device or dtype, it is a tensor of ``dtype``. Its gradient has this dtype,
-    too. Operations that support it (:func:`weight_in_float8`) read ``float8``; other uses raise RuntimeError.
+    To autograd, and to code that reads shape, device or dtype, this is a tensor of ``dtype``, whose gradient also has
+    this dtype. Operations that support the class (:func:`weight_in_float8`) read ``float8``; other uses raise
+    RuntimeError.
     """
 
     float8: Float8
@@ -71,7 +72,7 @@ def keep_weights(model: nn.Module) -> int:
         weight: Any = layer.matrix if isinstance(layer, Projection) else None
         if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
-            _ = cast.descale_of_columns  # compute this now: in a CUDA graph capture, it would get its values only in replays
+            _ = cast.descale_of_columns  # cached now: a CUDA graph capture would fill it only in replays
             owner: Any = weight
             owner.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
