@@ -64,7 +64,8 @@ def _gate_residual_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    column = (tl.program_id(0) % BLOCKS) * BLOCK  # neighbouring programs share rows, so that DRAM is read in complete lines
+    # Neighbouring programs share rows, so that DRAM is read in complete lines.
+    column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
@@ -87,7 +88,7 @@ def _backward_rows(
 ):  # fmt: skip
     """Write dbranch of rows first .. stop, all of one sample; write the sums for dgate and dbias to one slot each."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
-    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over its rows after the loop, because warps hold different rows
+    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # rows are summed after the loop, because warps hold different rows
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
