@@ -5,8 +5,8 @@ The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
 torch differentiates this formula, whose tensors have few rows, so the weight's gradient follows from the kernel's
-gradient of scale'. Shapes and dtypes are those of layernorm_modulate.py and gate_residual_layernorm_modulate.py, and eps
-is the eps of RMSNorm in opendit/models/layers.py.
+gradient of scale'. Shapes and dtypes are those of layernorm_modulate.py and gate_residual_layernorm_modulate.py. eps is
+the eps of RMSNorm in opendit/models/layers.py.
 """
 
 import torch
@@ -46,7 +46,10 @@ def gate_residual_rmsnorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute h = x + gate * (branch + bias) and RMSNorm(h) * (1 + scale) + shift in torch, in the inputs' precision."""
+    """Compute h = x + gate * (branch + bias) and RMSNorm(h) * (1 + scale) + shift in torch.
+
+    The precision is that of the inputs.
+    """
     h = gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, rmsnorm_modulate_reference(h, weight, shift, scale, eps, sample_of_row)
 
