@@ -107,7 +107,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
 
 
 def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
-    """Return the switches of the kernel table, kernels that are not in the table (apex's), and a description of both."""
+    """Return the switches that are on, kernels outside the kernel table (apex's), and a description of both."""
     if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
         return set(), (), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
     norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"
