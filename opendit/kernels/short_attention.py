@@ -1,8 +1,9 @@
 """Attention for short sequences, without gradients, for heads whose size is not a power of two.
 
 Training kernels pad a head of size 72 to 128, and also multiply the padding. This kernel divides the head into two
-blocks, 64 + 16, and adds their products, so that a head of size 72 costs as much as one of size 80. Scores, sums and the softmax are fp32; probabilities are rounded
-to the inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
+blocks, 64 + 16, and adds their products, so that a head of size 72 costs as much as one of size 80. Scores, sums and
+the softmax are fp32; probabilities are rounded to the inputs' dtype, as in every tiled kernel (Dao 2023,
+"FlashAttention-2", algorithm 1).
 """
 
 import math
@@ -33,9 +34,9 @@ class AttentionTiles:
 # kernel causes an illegal memory access on the GPU (Triton 3.6).
 FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
 # Largest number of heads, over all samples, for FEW, and for this kernel; cuDNN is faster for more. Measured on an H200
-# with DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py). 32 heads, one guided picture: FEW 6.1 us, MANY 7.9, cuDNN
-# 9.1. 256 heads, eight pictures: MANY 24.4 us, FEW 26.1, cuDNN 25.2 plus separate kernels that clear memory. 2,048
-# heads, 64 pictures: 177 us, cuDNN 148.
+# with DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py). 32 heads, one guided picture: FEW 6.1 us, MANY 7.9,
+# cuDNN 9.1. 256 heads, eight pictures: MANY 24.4 us, FEW 26.1, cuDNN 25.2 plus separate kernels that clear memory.
+# 2,048 heads, 64 pictures: 177 us, cuDNN 148.
 HEADS_OF_FEW, HEADS = 96, 320
 
 
