@@ -40,7 +40,7 @@ def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 BACKWARD = Launch(rows=32, tiles=4, warps=4)
-BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)  # fewer programs, because each program first reads all partial maxima
+BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)  # fewer programs, because each reads all partial maxima
 
 
 @triton.jit
@@ -172,7 +172,7 @@ _gather_op = operator(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Split qkv into views. This is not a registered operator, because an operator must not return views of its input."""
+    """Split qkv into views. This is not a registered operator, because operators must not return views of inputs."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):
@@ -191,8 +191,8 @@ def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tupl
     Args:
         qkv: (B, N, 3 D) bf16, fp16 or fp32, contiguous; D is divisible by num_heads.
         num_heads: H.
-        bias: (3 D,), any of these dtypes: a bias that the projection has already added to qkv, detached. It is not added
-            again, but the kernel computes its gradient. None if the projection computes the gradient itself.
+        bias: (3 D,), any of these dtypes: a bias that the projection has already added to qkv, detached. The bias is
+            not added again, but the kernel computes its gradient. None if the projection computes the gradient itself.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit.
