@@ -2,7 +2,8 @@
 Transformer").
 
 x (..., 2 H) is the output of one projection, and y is (..., H). Inputs and outputs are bf16, fp16 or fp32, the
-computation is fp32, and y has x's dtype. Forward reads x once and writes y once; backward reads x and dy once and writes dx = [da | db] once:
+computation is fp32, and y has x's dtype. Forward reads x once and writes y once. Backward reads x and dy once and
+writes dx = [da | db] once:
 
     s = sigmoid(a),  da = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s
 """
