@@ -88,7 +88,8 @@ def check_tensors_fit(
 ) -> list[Tensor]:
     """Check that a kernel can access ``tensors`` together with ``masters``, and return ``tensors``, detached.
 
-    The tensors must be contiguous, of ``dtype`` and the masters' sizes, on the masters' device or in pinned host memory.
+    The tensors must be contiguous, of ``dtype`` and the masters' sizes, on the masters' device or in pinned host
+    memory.
 
     Raises:
         ValueError: sizes, dtypes, layouts or devices don't fit.
