@@ -26,8 +26,9 @@ from opendit.kernels.filled_heads import with_filled_heads
 from opendit.kernels.flash_attention_4 import CUTE, SegmentLengths
 from opendit.models.segments import SegmentRun
 
-# A run is a dense call if its segments have at least LONG tokens each, or at least TOGETHER tokens in all (with two or
-# more segments). On an H200 the dense kernel is then faster by a third to a half, and takes longer than the host's call.
+# A run is a dense call if each of its segments has at least LONG tokens, or two or more segments have at least TOGETHER
+# tokens in all. On an H200, the dense kernel is then faster by a third to a half, and takes longer than the host needs
+# for the call.
 LONG, TOGETHER = 1024, 4096
 
 
