@@ -88,7 +88,7 @@ def _backward_rows(
 ):  # fmt: skip
     """Write dbranch of rows first .. stop, all of one sample; write the sums for dgate and dbias to one slot each."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
-    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # rows are summed after the loop, because warps hold different rows
+    dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over rows at the end: warps hold different rows
     if HAS_BIAS:
         bias = load_columns(bias_ptr, column, D, BLOCK)
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
