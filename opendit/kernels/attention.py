@@ -103,7 +103,7 @@ def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool
     try:
         out = package_attention(*made, head_size=size)
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # of any kind, from its compiler or assertions: the package can't be used
+    except Exception:  # an error of the package's compiler or an assertion; in any case the package can't be used
         return False
     q, k, v = exact
     out = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1) @ v
