@@ -108,7 +108,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Values of the flags that change a model's architecture, by name; None keeps the default of the model's kind."""
+        """Values of the flags that change a model's architecture, by name; None keeps the kind's default."""
         names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp", "patch_bottleneck"]
         return {name: getattr(self, name) for name in (*names, *(s.flag for k in KINDS.values() for s in k.settings))}
 
@@ -405,7 +405,7 @@ class OptimizerFlags(Flags):
 
     @property
     def ema_decays(self) -> list[float]:
-        """The decays of the averages, or with --average their relative widths. Raises ValueError for an invalid --average."""
+        """The decays of the averages, or their relative widths (--average). Raises ValueError for invalid widths."""
         if self.average is not None:
             return power_widths(self.average)
         return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
