@@ -17,9 +17,9 @@ from opendit.config.public_models import PUBLIC, family_in
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
 NORMS = ("layer", "rms")  # norms before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
-# Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes (Peebles
-# & Xie 2023, table 1). 7B is DiT7BConfig in NVIDIA NeMo's first releases with DiT (later releases have Cosmos' size,
-# 4096 x 28 x 32). 28B is the size in NeMo's table of training speeds.
+# Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes
+# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig in NVIDIA NeMo's first releases with DiT (a later release has Cosmos'
+# size, 4096 x 28 x 32). 28B is the size in NeMo's table of training speeds.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),
@@ -98,7 +98,7 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def module_of(kind: str) -> str:
-    """Return an architecture's module name, such as "ecdit" for EC-DiT. Stored configurations contain this name, too."""
+    """Return an architecture's module name, such as "ecdit" for EC-DiT. Stored configurations use this name, too."""
     return kind.lower().replace("-", "")
 
 
