@@ -139,7 +139,7 @@ def _stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.RawIOBase):
-    """An open descriptor whose writes never raise. The first failure of standard output is reported on standard error."""
+    """An open descriptor whose writes never raise. Standard output's first failure is reported on standard error."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._reported = descriptor, False
