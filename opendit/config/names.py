@@ -204,7 +204,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        # LoRA is rejected, because Gemini's chunks exclude frozen weights: every GPU would hold all of them, as with zero2.
+        # Gemini's chunks exclude frozen weights. With LoRA every GPU would hold all of them, as with zero2.
         rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
@@ -265,7 +265,7 @@ class Needs(NamedTuple):
 
     Attributes:
         features: name of the features that the metric needs.
-        reference: form of the reference's features that the metric needs, "statistics" or "features"; None: no reference.
+        reference: "statistics" or "features", if the metric needs them of a reference; else None.
         about: one line for lists.
     """
 
