@@ -155,7 +155,7 @@ class CommandLine(argparse.ArgumentParser):
         return found
 
     def _check_words(self, words: list[str]) -> None:
-        """End the program for an unknown flag or a value after a switch. Print a note for each flag that occurs twice."""
+        """End the program for an unknown flag or a value after a switch. Print a note for each repeated flag."""
         positional = any(not action.option_strings for action in self._actions)
         for before, word in zip(["", *words], words, strict=False):
             flag_before = self._option_string_actions.get(before)
