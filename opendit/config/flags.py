@@ -30,7 +30,7 @@ SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
 FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
 FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
 WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
-SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}  # range of torch's generators and the kernels' keys
+SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}  # range of torch's generators and kernels' keys
 SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}  # ddpm's models have 1,000 noise levels
 GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
 
