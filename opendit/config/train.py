@@ -228,14 +228,14 @@ class TrainConfig(
         return replace(self, **settings, given=self.given | named)
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
-        """Set --num_frames to a number that a public model's VAE supports, unless it is given. Return flags and notes."""
+        """Unless --num_frames is given, set it to a number that a public model's VAE supports. Return flags, notes."""
         if not self.use_video or family_in(self.model) is None or "num_frames" in self.given:
             return self, []
         note = f"--num_frames {CLIP_FRAMES} of clips that are read, the nearest to 16 that {self.model} takes"
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the path of the network to train: --pretrained, or one of the two networks in ``folder`` (--expert)."""
+        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert)."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
             if self.expert is not None and folder.name not in ("transformer", "transformer_2"):
@@ -513,7 +513,7 @@ class TrainConfig(
         """
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
-        if self.global_batch_size is None or "grad_accumulation" in self.given:  # overrides a recipe's --global_batch_size
+        if self.global_batch_size is None or "grad_accumulation" in self.given:  # overrides a recipe's batch size
             return self, []
         asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
         if fits != asked and "global_batch_size" in self.given:
