@@ -30,7 +30,7 @@ EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias,
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it
 PROPOSALS = 16
-# Bytes of weights that timing cycles through, so that weights are not cached, as in a model; maximum of copies.
+# Bytes of weight copies through which timing cycles, so that no copy is cached, as in a model; maximum number of copies.
 COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
 GAIN = 0.98  # a proposal is used only if its time is less than this fraction of torch's
