@@ -82,7 +82,7 @@ def _number(name: str, low: int, high: int | None, where: str = "", default: int
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # axes of the mesh, outer to inner
-VIEWS = {  # names of several axes together
+VIEWS = {  # name of a group -> axes that it spans
     "dp": ("dp_replicate", "dp_shard"),  # ranks that see different samples
     "fsdp": ("dp_shard", "sp"),  # ranks among which a shard strategy divides the state
     "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks whose losses and gradients are averaged
