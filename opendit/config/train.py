@@ -483,7 +483,7 @@ class TrainConfig(
             if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # --sample_every 0 disables grids; the other flags of grids may stay.
+        # --sample_every 0 disables grids; other flags of grids are still allowed.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -527,7 +527,7 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """With --bucket_tokens or --pack_tokens, set --batch_size to 1 unless it is given: it counts lots or packs."""
+        """Set --batch_size to 1, unless it is given, if --bucket_tokens or --pack_tokens make it count lots or packs."""
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
