@@ -8,7 +8,7 @@ This module needs no torch, so that flags can be checked before torch is importe
 - To add a sampler, write ``opendit/diffusion/samplers/NAME.py`` with its class named by ``SAMPLER``, and its name in
   :data:`ALL_SAMPLERS`.
 - To add a plugin, write ``opendit/parallel/engines/NAME.py`` with a subclass of ``Engine`` named by ``ENGINE``, and a
-  row in :data:`PLUGINS`, from which ``--plugin``, its help and ``build_engine`` follow.
+  row in :data:`PLUGINS`. ``--plugin``, its help and ``build_engine`` read this table.
 - To add a metric, write its function in ``opendit/evaluation/figures.py``, and a row in :data:`METRICS`.
 """
 
@@ -28,7 +28,7 @@ class ObjectiveDescription:
     """An objective as the command line knows it.
 
     Attributes:
-        predicts: what the network is trained to predict, for --help.
+        predicts: description of the network's prediction, for --help.
         sampler: default sampler for the objective's models.
         settings: field of the objective -> the flag that sets it.
     """
