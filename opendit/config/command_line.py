@@ -385,7 +385,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
             if not isinstance(value, bool):
                 parser.fail(f"{key} {show(value)}: a switch; give true or false")
             words.append(f"--{name}" if value else f"--no_{name}")
-        elif value is not None:  # null: the default
+        elif value is not None:  # null keeps the default
             several = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
     values = _values(parser, words)
