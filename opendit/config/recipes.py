@@ -152,7 +152,7 @@ RECIPES |= {
 
 
 def find_recipe(name: str) -> Preset:
-    """Return the recipe of this name. Raises ValueError for an unknown name, with the most similar name."""
+    """Return the recipe of this name. Raises ValueError for an unknown name and suggests the most similar name."""
     if name not in RECIPES:
         raise ValueError(
             f"--recipe {name}: no such recipe; did you mean {nearest(name, [*RECIPES, 'list'])}? "
