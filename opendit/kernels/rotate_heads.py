@@ -70,7 +70,7 @@ def forward_launch(size: int, across: bool) -> Launch:
 
 
 def backward_launch(size: int, across: bool) -> Launch:
-    """Return the forward launch with 32 tiles per program, which sums the weight's gradient over them in registers."""
+    """Return the forward launch with 32 tiles per program: a program sums the weight's gradient over its tiles."""
     return replace(forward_launch(size, across), tiles=32)
 
 
@@ -351,7 +351,10 @@ def strides_of(x: Tensor, unit: int) -> list[int]:
 
 
 def pointer_of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """Return the table as a pointer argument, and the stride between the tables of two samples, in rows (0: shared)."""
+    """Return the table as a pointer argument, and the number of rows between the tables of two samples.
+
+    The number is 0 if all samples share one table, or if there is no table.
+    """
     if table is None:
         return other, 0
     if table.stride()[-3:] != (2 * table.shape[-2], 2, 1):
