@@ -30,10 +30,10 @@ ELEMENTS = 2**24  # least number of elements in a group of tensors that is decod
 
 @functools.cache
 def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """Return the levels that codes stand for, (256,) fp32 in ascending order; without negative ones unless ``signed``.
+    """Return the levels that codes stand for, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
 
-    There are levels in seven decades. Each decade has twice as many levels as the decade below, at the middles of equal
-    intervals.
+    The levels cover seven decades. Each decade is divided into equal intervals, whose middles are the levels, and has
+    twice as many levels as the decade below.
     """
     found = [0.0, 1.0]
     for decade in range(7):
