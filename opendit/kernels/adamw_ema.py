@@ -104,7 +104,7 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp values that fp16 would make infinite; they occur if earlier gradients were larger than the present ones."""
+    """Clamp values beyond fp16's range, which occur if the momentum of earlier gradients is large."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
@@ -512,7 +512,7 @@ class FusedStep:
             )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """From now on, copy the moments, which are views of ``rows``, to the GPU and back with :class:`Staged`."""
+        """From now on, access the moments, which are views of ``rows``, through the ring buffer of :class:`Staged`."""
         squares = [square for square in self.exp_avg_sqs if square is not None]
         self.access = Staged(rows, [self.exp_avgs, squares], self._blocks, self.device, **options)
 
