@@ -130,5 +130,5 @@ class SeparateAverages:
         )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """From now on, copy the averages, which are views of ``rows``, to the GPU and back with :class:`Staged`."""
+        """From now on, access the averages, which are views of ``rows``, through the ring buffer of :class:`Staged`."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1
