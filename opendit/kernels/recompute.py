@@ -90,7 +90,9 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves the :class:`Recomputed` of ``tensor``, if it has one, in its place.
+    """Return a context in which autograd saves the :class:`Recomputed` attached to ``tensor`` instead of ``tensor``.
+
+    Without a Recomputed attached, the context has no effect.
 
     The hooks recognise the tensor and its views by their memory address, because autograd passes a new tensor object
     each time. This costs the host one comparison per saved tensor.
