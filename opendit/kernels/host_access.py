@@ -23,7 +23,7 @@ class InPlace:
         launch(first, last, 0, 0)
 
     def finish(self) -> None:
-        """Make the host wait for work of :meth:`run` on other streams, of which there is none here."""
+        """Do nothing: :meth:`run` uses only the current stream. See :meth:`Staged.finish`."""
 
 
 class Staged:
