@@ -7,7 +7,7 @@ computes the scale from the tensor itself.
 - The scale of a weight follows from its largest absolute value (amax).
 - The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so
   |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above the amax costs no precision, only range at the lower end,
-  and e4m3 has 18 binades.
+  and e4m3 covers 18 powers of two.
 - Every other scale follows from the amax of a sample of values, spread evenly over the tensor's tokens and columns,
   times a margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number. The sample has
   about 4 million values for any size of the tensor, so that sampling is short compared with the cast.
