@@ -380,8 +380,8 @@ def linear_gate_residual_rmsnorm_modulate(
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 
 
-# The following operations read the projection's weight instead of calling the projection. With LoRA they call it,
-# because LoRA's gradients need the product's gradient in the activations' dtype.
+# The operations below read the projection's weight instead of calling the projection. For a projection with LoRA they
+# call the projection, because LoRA's gradients need the product's gradient in the activations' dtype.
 
 
 def linear_heads(
