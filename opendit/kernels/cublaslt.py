@@ -30,7 +30,8 @@ EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias,
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it
 PROPOSALS = 16
-# Bytes of weight copies through which timing cycles, so that no copy is cached, as in a model; maximum number of copies.
+# Timing cycles through copies of the weight, so that no copy is in the cache, as in a model. Bytes of all copies, and
+# maximum number of copies.
 COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
 GAIN = 0.98  # a proposal is used only if its time is less than this fraction of torch's
@@ -251,7 +252,7 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Return True if dtype, memory layout and alignment of x, weight and bias suit cuBLASLt, without gradients."""
+    """Return True if cuBLASLt can be used: gradients are off, and x, weight and bias have a suitable dtype and layout."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False
