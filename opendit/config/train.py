@@ -179,7 +179,7 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def _fetched(self) -> "TrainConfig":
-        """Return the flags with a --pretrained that is a name on the hub replaced by its local folder.
+        """If --pretrained is a name on the hub, replace it by the local folder of that model.
 
         A dry run without --download doesn't need the folder.
         """
@@ -228,7 +228,10 @@ class TrainConfig(
         return replace(self, **settings, given=self.given | named)
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
-        """Unless --num_frames is given, set it to a number that a public model's VAE supports. Return flags, notes."""
+        """Set --num_frames, unless it is given, to a number that a public model's VAE supports.
+
+        Returns flags and notes.
+        """
         if not self.use_video or family_in(self.model) is None or "num_frames" in self.given:
             return self, []
         note = f"--num_frames {CLIP_FRAMES} of clips that are read, the nearest to 16 that {self.model} takes"
@@ -527,7 +530,10 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """Set --batch_size to 1, unless it is given, if --bucket_tokens or --pack_tokens make it count lots or packs."""
+        """Set --batch_size to 1, unless it is given, with --bucket_tokens or --pack_tokens.
+
+        --batch_size then counts lots of one shape, or packs. Returns flags and notes.
+        """
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
