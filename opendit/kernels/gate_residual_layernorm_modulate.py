@@ -388,7 +388,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, _, scale, bias, sample_of_row, _, _ = inputs
     h, _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros in place of missing gradients
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
     ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
 
 
