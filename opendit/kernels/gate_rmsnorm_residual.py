@@ -301,7 +301,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, weight, next_weight, ctx.shift, scale, sample_of_row, _, _ = inputs
     ctx.shift = None if ctx.shift is None else ctx.shift.dtype
     h, _, branch_rstd, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros in place of missing gradients
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
     ctx.save_for_backward(h, gate, branch, weight, next_weight, scale, branch_rstd, rstd, sample_of_row)
 
 
