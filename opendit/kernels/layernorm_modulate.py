@@ -311,7 +311,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros in place of the gradients of mean and rstd, which are not used
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
     ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
 
 
