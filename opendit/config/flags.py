@@ -313,7 +313,7 @@ def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
 def reject_unused(given: Collection[str], unused: dict[str, str], off: Collection[str] = ()) -> None:
     """Raise ValueError for the first flag of ``unused`` that is in ``given``.
 
-    unused: flag -> reason, see :func:`check_unused`. off: flags that were given as --no_NAME.
+    unused: flag -> reason, see :func:`check_unused`. off: names of flags that the user gave in the form --no_NAME.
     """
     for name, why in unused.items():
         if name in given:
