@@ -1,6 +1,6 @@
 """Standard output and standard error.
 
-A missing character in an encoding, a full disk or a closed pipe doesn't end a program. A mistake is printed by one
+A program goes on if an encoding lacks a character, a disk is full or a pipe is closed. A mistake is printed by one
 process as one line: ``error: --flag value: what is wrong; what to do``.
 """
 
