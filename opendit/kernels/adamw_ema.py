@@ -461,7 +461,7 @@ class FusedStep:
 
     @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
-        """Update tensors ``start`` to ``stop`` from the gradients of :meth:`square_sum`, as :meth:`decide` determined.
+        """Update tensors ``start`` to ``stop``. Call this after :meth:`square_sum` and :meth:`decide`.
 
         Several calls may each update a part of the tensors; the last call must include the last tensor.
         """
