@@ -48,8 +48,8 @@ def _rows_kernel(
             yt = gelu_coarse(yt + bias_t, APPROXIMATE)
         largest = largest_of(y, yt, TAIL)
         factor, descale = power_of_2(largest, TARGET)
-        # Finite values need no clamping, because the factor follows from the largest value. An infinity makes its row
-        # NaN; a NaN doesn't count as the largest value.
+        # Finite values need no clamping, because the factor follows from the row's largest value. If that value is
+        # infinite, the descale NaN makes the whole row NaN. A NaN is not counted as the largest value.
         tl.store(descale_ptr + row, tl.where(largest < float("inf"), descale, float("nan")))
         store_tiles(y_ptr, y * factor, yt * factor, row, live, D, MAIN, TAIL, 1)
 
