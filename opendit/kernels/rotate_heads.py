@@ -231,7 +231,10 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop (if ACROSS, of tokens), and their part of the weight's gradient to one slot."""
+    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop).
+
+    If SUMS, also write these rows' sum for the weight's gradient to one slot.
+    """
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
