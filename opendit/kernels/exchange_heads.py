@@ -1,5 +1,7 @@
-"""Exchange activations between P GPUs for sequence parallelism, from tokens split by rank to heads split by rank and
-back.
+"""Redistribute activations between P GPUs for sequence parallelism.
+
+Before the exchange, each rank has a part of the tokens with all heads. After it, each rank has all tokens with a part
+of the heads. The reverse exchange is supported, too.
 
 A kernel reads or writes the other GPUs' memory directly, in one pass over the links, without packing or collectives.
 
