@@ -252,7 +252,7 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Return True if cuBLASLt can be used: gradients are off, and x, weight and bias have a suitable dtype and layout."""
+    """Return True if gradients are off, and x, weight and bias have a dtype and memory layout that suit cuBLASLt."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False
