@@ -138,7 +138,7 @@ class TrainConfig(
         flags, note = flags._resolve_frames()
         notes += note
         _, streamed = parse_offload(flags.offload)
-        if flags.plugin != "fsdp" and not streamed:  # a recipe may set it
+        if flags.plugin != "fsdp" and not streamed:  # a recipe may set --offload
             flags = replace(flags, offload="none")
         precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
