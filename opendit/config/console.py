@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-PATIENCE_S = 10.0  # how long to wait for a stream that accepts nothing (a pipe set to non-blocking)
+PATIENCE_S = 10.0  # seconds to wait if a stream accepts no output (a non-blocking pipe)
 LONGEST = 400  # characters shown of a message; limited, because a value may be the contents of a file
 
 
