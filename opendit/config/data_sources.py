@@ -16,7 +16,7 @@ MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set th
 ADDRESSES = "shards.source"  # the source that reads addresses
 ENERGON, BLENDS = "energon.source", "blend"
 TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises: it is asked last
-_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
+_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
 
 @dataclass(frozen=True)
