@@ -84,8 +84,8 @@ def split_width(width: int) -> tuple[int, int]:
 class Launch:
     """The launch shape of a kernel and its compiler options. ``rows`` and ``tiles`` are powers of two."""
 
-    rows: int  # per tile
-    tiles: int  # per program
+    rows: int  # rows per tile
+    tiles: int  # tiles per program
     warps: int
     stages: int = 1  # tiles in flight; if more than 1, tiles are copied to shared memory ahead of use
     hold: bool = True  # keep modulation in registers; otherwise every tile reads the modulation from the L1 cache
