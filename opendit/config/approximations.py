@@ -55,7 +55,7 @@ class FirstBlockCache:
         return f"blocks reused where the first one's output changes by less than {self.threshold:g}, decided per batch"
 
     def check(self, steps: int) -> None:
-        """Accept any number of steps, unlike :meth:`TaylorCache.check`."""
+        """Do nothing: every number of steps is valid, unlike for :meth:`TaylorCache.check`."""
 
 
 Cache = TaylorCache | FirstBlockCache
