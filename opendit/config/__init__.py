@@ -1,1 +1,1 @@
-"""Flags as frozen dataclasses with ranges and help, recipes, tables of names, and the checks across flags; no torch."""
+"""Flags as frozen dataclasses with ranges and help, recipes, tables of names, and checks across flags. No torch."""

@@ -8,15 +8,17 @@
 import re
 from dataclasses import dataclass
 
-MOST_ORDER = 4  # of an extrapolation; each further order keeps one more copy of the blocks' output in memory
+MOST_ORDER = 4  # largest order of extrapolation; each order needs one more copy of the blocks' output in memory
 THRESHOLD = 0.1  # default of the first-block cache
 FORMS = "first_block[:THRESHOLD] or taylor:K[:ORDER]"
 
 
 @dataclass(frozen=True)
 class TaylorCache:
-    """[T]: evaluate the blocks in one of ``every`` steps. In the others, extrapolate what they add to the residual
-    stream from the last ``order`` + 1 evaluations."""
+    """TaylorSeers [T]: evaluate the blocks only in one of ``every`` steps.
+
+    In the other steps, extrapolate the blocks' addition to the residual stream from the last ``order`` + 1 evaluations.
+    """
 
     every: int
     order: int = 2
@@ -37,8 +39,11 @@ class TaylorCache:
 
 @dataclass(frozen=True)
 class FirstBlockCache:
-    """[F]: evaluate the first block in every step. Where its addition to the residual stream has changed by less than
-    ``threshold``, relative to the step in which all blocks were evaluated last, reuse what the others added then."""
+    """First-block cache [F]: evaluate the first block in every step, and the other blocks only if necessary.
+
+    Compare the first block's addition to the residual stream with that of the last step that evaluated all blocks. If
+    the relative change is less than ``threshold``, reuse the other blocks' addition of that step.
+    """
 
     threshold: float = THRESHOLD
 
@@ -50,14 +55,14 @@ class FirstBlockCache:
         return f"blocks reused where the first one's output changes by less than {self.threshold:g}, decided per batch"
 
     def check(self, steps: int) -> None:
-        """Accept any number of steps; see :meth:`TaylorCache.check`."""
+        """Do nothing: every number of steps is valid, unlike for :meth:`TaylorCache.check`."""
 
 
 Cache = TaylorCache | FirstBlockCache
 
 
 def parse_cache(text: str) -> Cache:
-    """Return the cache that --cache asks for. Raises ValueError for anything else."""
+    """Parse a value of --cache. Raises ValueError for an invalid value."""
     text = str(text)
     name, _, rest = text.partition(":")
     if name == "first_block" and (rest or text == name):
@@ -88,10 +93,10 @@ def _number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Approximations:
-    """All approximations of a sampling run; none by default.
+    """All approximations of a sampling run. By default there are none.
 
-    guidance_every: evaluate the unconditional half of guidance in every N-th step. The others add the last difference
-    of the two halves.
+    guidance_every: evaluate the unconditional half of guidance only in every N-th step. The other steps reuse the last
+    difference between the two halves.
     """
 
     guidance_every: int = 1
@@ -99,8 +104,11 @@ class Approximations:
 
     @classmethod
     def of(cls, guidance_every: int, cache: str | None, steps: int) -> "Approximations":
-        """Return what these flags ask for, for a sampler with ``steps`` steps. Raises ValueError for an unknown cache,
-        for settings that leave nothing out, and for two that can't be combined."""
+        """Return the approximations for values of --guidance_every and --cache, and a sampler with ``steps`` steps.
+
+        Raises ValueError for an invalid cache, for settings that do not suit the number of steps, and for two
+        approximations that can't be combined.
+        """
         found = cls(guidance_every, None if cache is None else parse_cache(cache))
         if guidance_every > max(1, steps - 1):
             raise ValueError(f"--guidance_every {guidance_every}: too many; give less than the {steps} sampling steps")
@@ -110,7 +118,7 @@ class Approximations:
 
     @property
     def by_batch(self) -> bool:
-        """True if a sample depends on the others of its batch."""
+        """True if a sample depends on the other samples of its batch."""
         return isinstance(self.cache, FirstBlockCache)
 
     def __post_init__(self) -> None:
@@ -124,7 +132,7 @@ class Approximations:
 
     @property
     def note(self) -> str:
-        """Description of the approximation and its setting; "" if there is none."""
+        """Description of the approximation and its settings; "" without an approximation."""
         if self.cache is not None:
             return f"{self.cache}: {self.cache.note}"
         every = self.guidance_every

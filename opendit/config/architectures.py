@@ -1,9 +1,10 @@
 """Models by name, KIND-SIZE/PATCH: DiT-XL/2 (patch 2 x 2), vDiT-XL/222 or vDiT-XL/2x2x2 (frames, rows, columns).
-Needs no torch, so flags can be checked by it; ``opendit.models.zoo`` makes the models.
 
-To add an architecture, write ``opendit/models/NAME.py`` with its configuration and network named by ``ARCHITECTURE``,
-and its plan if that does not follow from the specification of its blocks, and a row in :data:`KINDS`. NAME is the key
-of that row in lower case without dashes.
+This module needs no torch, so that flags can be checked quickly; ``opendit.models.zoo`` creates the models.
+
+To add an architecture, write ``opendit/models/NAME.py``, whose ``ARCHITECTURE`` names the configuration, the network,
+and the plan if the plan does not follow from the specification of the blocks. Then add a row to :data:`KINDS`. NAME is
+the row's key in lower case without dashes.
 """
 
 import re
@@ -14,11 +15,11 @@ from opendit.config.flags import Setting, nearest
 from opendit.config.public_models import PUBLIC, family_in
 
 POSITIONS = ("sincos", "learned", "rope")  # position encodings of tokens
-NORMS = ("layer", "rms")  # before every branch of a block
+NORMS = ("layer", "rms")  # norms before every branch of a block
 MLP_KINDS = ("gelu", "swiglu")
-# name: hidden size, depth, heads. Ti is for the embedded demo and for tests; S to XL are the DiT paper's (Peebles & Xie
-# 2023, table 1). 7B is DiT7BConfig of NVIDIA NeMo's first releases with DiT (a later one is Cosmos': 4096 x 28 x 32),
-# 28B the one in its table of training speeds.
+# Size -> hidden size, depth, heads. Ti is for the embedded demo and for tests. S to XL are the DiT paper's sizes
+# (Peebles & Xie 2023, table 1). 7B is DiT7BConfig in NVIDIA NeMo's first releases with DiT (a later release has Cosmos'
+# size, 4096 x 28 x 32). 28B is the size in NeMo's table of training speeds.
 SIZES = {
     "Ti": (128, 4, 4),
     "S": (384, 12, 6),
@@ -29,8 +30,8 @@ SIZES = {
     "28B": (6144, 32, 48),
 }
 GIVEN = "first, prefix:K or random"  # values of --given_frames
-PATCHES = (2, 4, 8)  # of pictures; clips have three numbers from 1 to 8
-PIXEL_PATCHES = (16, 32)  # of pictures without a VAE
+PATCHES = (2, 4, 8)  # patches for pictures; patches for clips are three numbers from 1 to 8
+PIXEL_PATCHES = (16, 32)  # patches for pictures without a VAE
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Kind:
 
     Attributes:
         sizes: name -> (hidden size, depth, heads, other fields of the configuration).
-        patches: usual patches, for lists.
-        pictures: whether it takes pictures, with a patch of one number.
-        clips: whether it takes clips.
-        cross_attention: attends to captions even without --cross_attention.
+        patches: usual patches, for lists of models.
+        pictures: True if the architecture has models for pictures, whose patch is one number.
+        clips: True if the architecture has models for clips.
+        cross_attention: True if the model attends to captions even without --cross_attention.
         revision_1: size -> fields that differ in configurations of revision 1.
-        settings: fields of its configuration that no other architecture has.
+        settings: flags for fields of the configuration that no other architecture has.
     """
 
     sizes: dict[str, tuple[Any, ...]]
@@ -97,13 +98,16 @@ VIDEO_NAMES = tuple(name for name in _LISTED if name not in NAMES)
 
 
 def module_of(kind: str) -> str:
-    """Return the module name of an architecture, "ecdit" for EC-DiT, which its stored configurations also name."""
+    """Return an architecture's module name, such as "ecdit" for EC-DiT. Stored configurations use this name, too."""
     return kind.lower().replace("-", "")
 
 
 def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
-    """Return ("DiT", "XL", 2) for DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) for vDiT-XL/222. Raises ValueError for an unknown
-    name."""
+    """Split a model's name into kind, size and patch: ("DiT", "XL", 2) for DiT-XL/2, ("vDiT", "XL", (2, 2, 2)) for
+    vDiT-XL/222.
+
+    Raises ValueError for an unknown name.
+    """
     match = re.fullmatch(r"([A-Za-z-]+)-([A-Za-z0-9]+)/(\d+|[1-8]x[1-8]x[1-8])", name, re.ASCII)
     if match:
         kind_name, size, patch = match.groups()
@@ -126,8 +130,10 @@ def parse_name(name: str) -> tuple[str, str, int | tuple[int, int, int]]:
 
 
 def canonical_name(name: str) -> str:
-    """Return the canonical spelling of a model's name: vDiT-XL/222 for vDiT-XL/2x2x2. Raises ValueError for an unknown
-    one."""
+    """Return the canonical spelling of a model's name: vDiT-XL/222 for vDiT-XL/2x2x2.
+
+    Raises ValueError for an unknown name.
+    """
     if family_in(name):
         return name
     kind, size, patch = parse_name(name)
@@ -147,8 +153,10 @@ def patch_size(name: str) -> int | tuple[int, int, int]:
 
 
 def depth_and_heads(name: str) -> tuple[int, int] | None:
-    """Return the number of blocks of a model, and the number of heads of each; None for a public one, whose folder has
-    them. Raises ValueError for an unknown model."""
+    """Return the number of blocks of a model, and the number of heads per block.
+
+    Return None for a public model, whose folder has these numbers. Raises ValueError for an unknown model.
+    """
     if family_in(name):
         return None
     kind, size, _ = parse_name(name)
@@ -157,8 +165,11 @@ def depth_and_heads(name: str) -> tuple[int, int] | None:
 
 
 def parse_given(text: str) -> int | None:
-    """Return the number of conditioning frames at the beginning of a clip: 1 for "first", K for "prefix:K", None for
-    "random". Raises ValueError, naming the flag, for anything else."""
+    """Parse a value of --given_frames: return the number of conditioning frames at the beginning of a clip.
+
+    The number is 1 for "first", K for "prefix:K", and None for "random". Raises ValueError, which names the flag, for
+    any other text.
+    """
     if text == "random":
         return None
     if text == "first":

@@ -1,5 +1,8 @@
-"""Check values that several programs take. All checks raise ValueError with a message that names the flag and the
-fix; OnThisMachine is a ValueError that perhaps only this machine sees."""
+"""Checks of values that several programs use.
+
+Every check raises ValueError, whose message names the flag and the fix. OnThisMachine is a ValueError for mistakes that
+may exist on this machine only.
+"""
 
 import difflib
 import itertools
@@ -14,13 +17,16 @@ from opendit.common.safe_files import LinkRefused, refuse_links
 from opendit.config.console import OnThisMachine
 from opendit.config.data_sources import check_address, inline_sources, is_address, named_sources
 
-MOST_NAMES = 10_000  # entries of a folder among which one similar to a mistyped name is sought
-VAES = ("ema", "mse", "none")  # all other values are folders
+MOST_NAMES = 10_000  # most entries of a folder that are compared with a mistyped name
+VAES = ("ema", "mse", "none")  # names for --vae; all other values are folders
 
 
 def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[str, list[str]]:
-    """Return the precision to use and notes to print. Without a GPU a half precision falls back to fp32 if it was only
-    the default; fp16 that was asked for is an error, and bf16 works, slowly."""
+    """Return the precision to use, and notes to print.
+
+    Without a GPU, a half precision that is only the default becomes fp32. If the user asked for it, fp16 is an error,
+    and bf16 is allowed but slow.
+    """
     if has_gpu or precision == "fp32" or (precision == "bf16" and asked_for):
         return precision, []
     if asked_for:
@@ -29,14 +35,14 @@ def resolve_precision(precision: str, asked_for: bool, has_gpu: bool) -> tuple[s
 
 
 def check_interval(interval: list[float]) -> None:
-    """Check that --cfg_interval is two noise levels, the lower one first."""
+    """Check that --cfg_interval is two noise levels, in ascending order."""
     if len(interval) != 2 or not 0 <= interval[0] < interval[1]:
         given = " ".join(f"{level:g}" for level in interval)
         raise ValueError(f"--cfg_interval {given}: no two noise levels; give LOW HIGH with 0 <= LOW < HIGH")
 
 
 def check_workers(number: int, asked_for: bool) -> None:
-    """Reject more loader processes, if asked for, than this machine can keep busy: each is a Python process."""
+    """Reject a number of loader processes that the user asked for, if it is too large for this machine's CPU cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = max(16, 4 * cores)
     if asked_for and number > most:
@@ -44,14 +50,14 @@ def check_workers(number: int, asked_for: bool) -> None:
 
 
 def check_loggers(names: list[str]) -> None:
-    """Check that the library of every logger is installed."""
+    """Check that the packages of all loggers are installed."""
     for name in names:
         if find_spec(name) is None:
             raise ValueError(f"--log_to {name}: needs the package {name}; pip install {name}")
 
 
 def check_writable(folder: str, flag_name: str) -> None:
-    """Make the folder, and check that a file can be written into it."""
+    """Create the folder, and check that files can be written to it."""
     try:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -76,8 +82,11 @@ def check_no_folder(file: str, flag_name: str) -> None:
 
 
 def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) -> None:
-    """Check that an output file can be written: it is neither a folder nor a link, and its folder exists or, with
-    ``makes_folder``, can be made."""
+    """Check that an output file can be written.
+
+    The file must be neither a folder nor a link. Its folder must exist, or with ``makes_folder``, it must be possible
+    to create the folder.
+    """
     check_no_folder(file, flag_name)
     path = Path(file)
     try:
@@ -94,7 +103,7 @@ def check_output_file(file: str, flag_name: str, *, makes_folder: bool = False) 
 
 
 def check_can_be_made(folder: Path, flag_name: str) -> None:
-    """Check, without making anything, that a folder exists or can be made, and can be written to."""
+    """Check that a folder exists or can be created, and can be written to. The folder is not created."""
     try:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -109,12 +118,12 @@ def check_exists(path: str, flag_name: str, what: str, names: Collection[str] = 
     """Check that a path exists.
 
     Args:
-        what: what the flag takes, for the message.
-        names: words that the flag takes besides, to suggest a similar one.
+        what: description of the flag's values, for the message.
+        names: words that the flag also accepts, for a suggestion in the message.
     """
     try:
         there = Path(path).expanduser().exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
+    except (OSError, RuntimeError) as error:  # for example a name that is too long, or ~ of an unknown user
         raise OnThisMachine(f"{flag_name} {path}: can't be looked for ({_reason(error)}); give {what}") from error
     if not there:
         raise OnThisMachine(f"{flag_name} {path}: doesn't exist; {_suggestion(path, names)}give {what}")
@@ -130,7 +139,7 @@ def check_data(path: str | None, flag_name: str) -> None:
 
 
 def fetched(name: str, flag_name: str, download: bool, commit: str | None = None) -> str:
-    """Return the folder of a model that is named as on the hub; see :func:`opendit.common.hub.fetched`."""
+    """Return the local folder of a model with a hub name; see :func:`opendit.common.hub.fetched`."""
     try:
         return hub.fetched(name, flag_name, download, commit)
     except ValueError as error:
@@ -138,8 +147,10 @@ def fetched(name: str, flag_name: str, download: bool, commit: str | None = None
 
 
 def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
-    """Check that ``path`` may hold weights: a file, or a folder with weights or checkpoints. pipeline: a folder of
-    diffusers will do, too."""
+    """Check that ``path`` may hold weights: it is a file, or a folder with weights or checkpoints.
+
+    pipeline: also accept a folder written by diffusers.
+    """
     what = "a .safetensors or .pt file, a checkpoint folder or a run folder" + (", or a pipeline" if pipeline else "")
     try:
         check_exists(path, flag_name, what)
@@ -153,8 +164,10 @@ def check_weights(path: str, flag_name: str, *, pipeline: bool = False) -> None:
 
 
 def path_and_weight(text: str) -> tuple[str, float]:
-    """Return the path and the weight of PATH or PATH:WEIGHT; the weight is 1 by default. A path that exists is one,
-    whatever its name ends in."""
+    """Split PATH[:WEIGHT] into a path and a weight, by default 1.
+
+    If the whole text is an existing path, a colon in the text belongs to the path.
+    """
     path, colon, number = text.rpartition(":")
     try:
         weight = float(number)
@@ -167,18 +180,18 @@ def path_and_weight(text: str) -> tuple[str, float]:
 
 
 def check_lora_weight(path: object, weight: float) -> None:
-    """Check what the products of a LoRA are multiplied by."""
+    """Check the weight, by which a LoRA's products are multiplied."""
     if not -100 <= weight <= 100:
         raise ValueError(f"--lora {path}: its weight {weight:g} is out of range; give one from -100 to 100")
 
 
 def _may_hold_weights(path: Path) -> bool:
-    """Return False for a file that neither its name nor its first bytes make one of weights."""
+    """Return False for a file that is no file of weights by its name or its first bytes."""
     if not path.is_file() or path.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".json"):
         return True
     with open(path, "rb") as file:
         start = file.read(9)
-    return start.startswith((b"PK", b"\x80")) or start.endswith(b"{")  # a zip of torch, a pickle, safetensors' header
+    return start.startswith((b"PK", b"\x80")) or start.endswith(b"{")  # torch's zip, a pickle, safetensors' header
 
 
 def read_prompts(prompts: list[str], flag_name: str) -> list[str]:
@@ -205,7 +218,7 @@ def check_file(path: str, flag_name: str, what: str) -> None:
 
 
 def _suggestion(path: str, known: Collection[str]) -> str:
-    """Return "did you mean imagenet? Or " if a known name, or an entry of the path's folder, is similar; else ""."""
+    """Return "did you mean NAME? Or " for the known name or entry of the path's folder most like it; "" if none is."""
     wanted = Path(path).expanduser()
     try:
         with os.scandir(wanted.parent) as found:
@@ -223,6 +236,6 @@ def _reason(error: Exception) -> str:
 
 
 def check_rate(fps: float | None, given: Collection[str]) -> None:
-    """Reject --fps beside --frame_interval. given: the flags that were on the command line."""
+    """Reject --fps together with --frame_interval. given: names of the flags that the user gave."""
     if fps is not None and "frame_interval" in given:
         raise ValueError(f"--fps {fps:g}: --frame_interval says which frames are read already; leave one of them out")

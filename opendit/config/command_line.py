@@ -1,8 +1,8 @@
-"""Parse command lines, by argparse: strict, one line for a mistake, --help by component (:mod:`help_page`).
+"""Parse command lines strictly with argparse. A mistake is one line; :mod:`help_page` formats --help by component.
 
 Flags are written with underscores (``--batch_size``); dashes are accepted. A boolean flag ``--x`` also has ``--no_x``.
-:func:`parse` makes a configuration of a command line: over the defaults come the flags of a recipe, over these the ones
-of a YAML file, and over these the command line's.
+:func:`parse` converts a command line to a configuration. The flags of a recipe override the defaults, a YAML file's
+flags override the recipe's, and the command line's flags override all.
 """
 
 import argparse
@@ -25,26 +25,27 @@ from opendit.config.foreign_flags import counterpart
 from opendit.config.help_page import REQUIRED, HelpEntry, Section, about_of, entry, examples_of, page
 from opendit.config.recipes import find_recipe, listing
 
-# Flags of a start, not of what is trained: they don't count as changes of a recipe.
+# Flags that concern the start of a run, not what is trained. These don't count as changes of a recipe.
 NO_CHANGE = {"recipe", "config", "dry_run", "outputs", "load"}
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser that answers a mistake with exit code 2 and one line, which names the flag and the fix. With several
-    ranks only the first prints it. Every flag belongs to a heading.
+    """A parser that ends the program with exit code 2 and one line on a mistake. The line names the flag and the fix.
+
+    If several ranks see a mistake, only the first rank prints the line. Every flag belongs to a heading.
 
     Args:
-        prog: how the program was started.
+        prog: the words that started the program, such as "train.py".
         doc: the program's docstring; the commands in it are the examples of --help.
-        examples: other examples instead.
-        options: argparse's.
+        examples: examples of --help in place of those in ``doc``.
+        options: further arguments of argparse.ArgumentParser.
 
     Attributes:
         arguments: (action, allowed values) of every flag and positional argument that takes a value.
         commands: subcommands by name.
-        defaults: of every flag; argparse itself returns only those on the command line.
-        sections: the headings of --help.
-        source: begins messages about words that are not from the command line.
+        defaults: the default of every flag; argparse's result contains only flags that are on the command line.
+        sections: the headings of --help with their flags.
+        source: beginning of messages about words that are not from the command line.
     """
 
     def __init__(self, prog: str, doc: str = "", examples: Sequence[str] | None = None, **options: Any):
@@ -63,7 +64,7 @@ class CommandLine(argparse.ArgumentParser):
     # ------------------------------------------------------------------------------------------------- declaring
 
     def heading(self, heading: str) -> None:
-        """Begin a heading of --help, ``"Title: what it is about"``, for the flags that are added next."""
+        """Begin a heading of --help for the flags that are added next. heading: ``"Title: what it is about"``."""
         if not self.sections or self.sections[-1].title != Section.headed(heading).title:
             self.sections.append(Section.headed(heading))
 
@@ -79,7 +80,7 @@ class CommandLine(argparse.ArgumentParser):
     ) -> None:
         """Add a flag or a positional argument, with its range and default in --help.
 
-        common: as of :func:`opendit.config.flags.flag`. options: argparse's.
+        common: see :func:`opendit.config.flags.flag`. options: further arguments of argparse's add_argument.
         """
         shown = {name: options[name] for name in ("nargs", "metavar", "required") if name in options}
         self._show(entry(name, takes, help, default, common=common, alias=alias, **shown))
@@ -115,7 +116,10 @@ class CommandLine(argparse.ArgumentParser):
         self.sections[-1].entries.append(shown)
 
     def format_help(self, topic: str | None = None) -> str:
-        """Return the text of --help. topic: "all", a heading, a flag or a subcommand. Raises ValueError for another."""
+        """Return the text of --help.
+
+        topic: "all", a heading, a flag or a subcommand; None: the short help. Raises ValueError for an unknown topic.
+        """
         if topic in self.commands:
             return self.commands[topic].format_help("all")
         entries = [one for section in self.sections for one in section.entries]
@@ -131,7 +135,7 @@ class CommandLine(argparse.ArgumentParser):
     # --------------------------------------------------------------------------------------------------- parsing
 
     def read(self, words: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
-        """Parse words. Returns (values of all flags of :meth:`option` and :meth:`switch`, names of the given ones)."""
+        """Parse words. Returns (values of all flags, names of the flags that are among ``words``)."""
         found = vars(self.parse_args(words))
         chosen = self.commands.get(found.get("command", ""), self)
         return {**chosen.defaults, **found}, set(found)
@@ -151,7 +155,7 @@ class CommandLine(argparse.ArgumentParser):
         return found
 
     def _check_words(self, words: list[str]) -> None:
-        """End the program for an unknown flag, and for a value after a switch. Print which flags are given twice."""
+        """End the program for an unknown flag or a value after a switch. Print a note for each repeated flag."""
         positional = any(not action.option_strings for action in self._actions)
         for before, word in zip(["", *words], words, strict=False):
             flag_before = self._option_string_actions.get(before)
@@ -165,8 +169,10 @@ class CommandLine(argparse.ArgumentParser):
                 print(f"note: {self.source}{note}", flush=True)
 
     def _repeated(self, words: list[str]) -> Iterator[str]:
-        """Yield a line for each flag that is given again with another value, or as its opposite. Scripts put flags of
-        their own before the user's, so that is no mistake."""
+        """Yield a line for each flag that occurs again with another value, or as its opposite.
+
+        This is not an error, because scripts put their flags before the user's.
+        """
         before: dict[str, list[str]] = {}
         starts = [place for place, word in enumerate(words) if word.startswith("--")]
         for start, stop in itertools.pairwise([*starts, len(words)]):
@@ -180,7 +186,7 @@ class CommandLine(argparse.ArgumentParser):
     # -------------------------------------------------------------------------------------------------- mistakes
 
     def error(self, message: str) -> NoReturn:
-        """Reword an error of argparse and end the program."""
+        """Reword a message of argparse and end the program."""
         message = re.sub(r"^argument ([^:/]+)(/[^:]+)?: ", r"\1: ", message)
         name = message.partition(":")[0]
         if choice := re.match(r"(.+): invalid choice: '(.*)' \(choose from (.+)\)$", message, re.DOTALL):
@@ -193,7 +199,7 @@ class CommandLine(argparse.ArgumentParser):
         elif "ignored explicit argument" in message:
             message = f"{name}: takes no value; write {self._both(name)}"
         elif value := re.match(r"(-\S+|[A-Za-z]\S*): (.*)$", message, re.DOTALL):
-            message = f"{value[1]} {value[2]}"  # of Value.read, which begins with the value itself
+            message = f"{value[1]} {value[2]}"  # a message of Value.read, which begins with the value
         self.fail(message)
 
     def fail(self, error: Exception | str) -> NoReturn:
@@ -201,7 +207,7 @@ class CommandLine(argparse.ArgumentParser):
         if should_print(error):
             print_error(f"{self.source}{error}" if self.source else error)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(5)  # torchrun ends all processes once one has ended; the rank that prints may be slower
+            time.sleep(5)  # torchrun ends all processes when one ends: wait for the rank that prints
         self.exit(2)
 
     def _describe(self, name: str) -> str:
@@ -217,8 +223,11 @@ class CommandLine(argparse.ArgumentParser):
         return f"{name}, or --no_{name[2:]}" if f"--no_{name[2:]}" in self._option_string_actions else name
 
     def _suggest(self, word: str) -> str:
-        """Describe an unknown flag, with what another program calls so, or the most similar one. ``optim.lr=1e-4`` of
-        other programs is understood."""
+        """Return a message about an unknown flag that suggests a flag of this program.
+
+        The suggestion is the counterpart of another program's flag of this name, or else the most similar flag. Words
+        such as ``optim.lr=1e-4``, as other programs take them, are recognised as flags.
+        """
         flags, shows_all = sorted(self._option_string_actions), f"({self.prog} --help all shows all)"
         name, equals, value = word.partition("=")
         if not word.startswith("-") and not equals:
@@ -232,7 +241,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def underscored(word: str) -> str:
-    """Turn --data-path=x-y into --data_path=x-y. A word that is not a flag stays as it is."""
+    """Convert --data-path=x-y to --data_path=x-y. A word that is not a flag is not changed."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -252,7 +261,7 @@ class _Help(argparse.Action):
 
 
 class _OneOrMore(argparse.Action):
-    """Store several values as a list, and a single one as it is."""
+    """Store several values as a list, and a single value as it is."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         assert values  # nargs is +
@@ -263,9 +272,9 @@ class _OneOrMore(argparse.Action):
 
 
 class ProgramFlags(Protocol):
-    """Interface of a program's configuration, besides being a frozen dataclass of components."""
+    """Interface of a program's configuration, which is also a frozen dataclass that inherits from its components."""
 
-    program: ClassVar[str]  # as it is started
+    program: ClassVar[str]  # the name by which the program is started
     examples: ClassVar[tuple[str, ...]]
 
     def world_size(self) -> int: ...
@@ -277,8 +286,10 @@ P = TypeVar("P", bound=ProgramFlags)
 
 
 def read_flags(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line and check it across flags, without torch or a GPU. A mistake ends the program with exit code
-    2 and one line."""
+    """Parse a command line and check the flags together, without torch or a GPU.
+
+    A mistake ends the program with exit code 2 and one line.
+    """
     flags = parse(cls, argv)
     try:
         flags.resolve(flags.world_size(), has_gpu=True)
@@ -288,11 +299,11 @@ def read_flags(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def parse(cls: type[P], argv: Sequence[str]) -> P:
-    """Parse a command line into a configuration, whose ``given`` holds the flags that were on it.
+    """Parse a command line into a configuration, whose ``given`` holds the names of the flags that the user gave.
 
-    The flags of a recipe are defaults: they don't count as given. Those of a file, --config, do; the command line
-    overrides them. ``--recipe list`` prints the recipes and ends the program. A mistake ends it with exit code 2 and
-    one line.
+    These are the flags on the command line and in the file of --config; the command line overrides the file. A recipe's
+    flags are defaults and don't count as given. ``--recipe list`` prints the recipes and ends the program. A mistake
+    ends the program with exit code 2 and one line.
     """
     parser = build_parser(cls)
     values = _values(parser, argv)
@@ -312,7 +323,7 @@ def parse(cls: type[P], argv: Sequence[str]) -> P:
 
 
 def build_parser(cls: type[ProgramFlags]) -> CommandLine:
-    """Return the parser of a configuration's flags. It returns only those that are on the command line."""
+    """Return the parser of a configuration's flags. Its results contain only flags that are on the command line."""
     parser = _parser_of(cls, name_of(cls.program))
     parser.source = ""
     return parser
@@ -326,7 +337,7 @@ def _parser_of(cls: type[ProgramFlags], name: str) -> CommandLine:
         for item in items:
             _add(parser, item)
     if any(item.name == "recipe" for item in flags_of(cls)):
-        # Command lines written for nemo_run, which asks before it starts, contain --yes.
+        # Accept --yes, because command lines written for nemo_run contain it: nemo_run asks before it starts.
         parser.add_argument("--yes", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -355,8 +366,8 @@ def _values(parser: CommandLine, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str, Any]:
-    """Return the values of the flags in a YAML file, whose keys are their names. A mistake ends the program."""
-    from opendit.common.yaml_file import read_yaml  # which few command lines need
+    """Return the values of the flags in a YAML file, whose keys are flags' names. A mistake ends the program."""
+    from opendit.common.yaml_file import read_yaml  # imported here, because few command lines need this
 
     parser.source = f"--config {file}: "
     try:
@@ -374,7 +385,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
             if not isinstance(value, bool):
                 parser.fail(f"{key} {show(value)}: a switch; give true or false")
             words.append(f"--{name}" if value else f"--no_{name}")
-        elif value is not None:  # null: the default
+        elif value is not None:  # null keeps the default
             several = value if isinstance(value, list) else [value]
             words += [f"--{name}", *(repr(each) if isinstance(each, float) else str(each) for each in several)]
     values = _values(parser, words)
@@ -383,7 +394,7 @@ def _values_of_file(cls: type[Any], parser: CommandLine, file: str) -> dict[str,
 
 
 def to_yaml(config: Any) -> str:
-    """Return a YAML file for --config that repeats a run: its recipe, and the flags that were given."""
+    """Return the text of a YAML file for --config that repeats a run: its recipe and the flags that were given."""
     import yaml
 
     named = {"recipe": config.recipe} if config.recipe else {}
@@ -393,7 +404,7 @@ def to_yaml(config: Any) -> str:
 
 
 def overridden(config: Any) -> dict[str, tuple[Any, Any]]:
-    """Return the flags of a recipe that the command line changed: flag -> (the recipe's value, the value in use)."""
+    """Return the flags of a recipe that the user changed, as flag -> (the recipe's value, the value in use)."""
     recipe = parse(type(config), ["--recipe", config.recipe])
     pairs = {name: (getattr(recipe, name), getattr(config, name)) for name in sorted(config.given - NO_CHANGE)}
     return {name: (before, now) for name, (before, now) in pairs.items() if before != now}

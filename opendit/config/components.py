@@ -1,5 +1,7 @@
-"""The components of a configuration: one frozen dataclass each, whose fields are flags with a type, a default, a range
-and one line of help."""
+"""The components of a configuration.
+
+Each component is a frozen dataclass. Its fields are flags with a type, a default, a range and one line of help.
+"""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -52,13 +54,13 @@ from opendit.config.parallel_sizes import check_sequence_parallel, environment_w
 
 
 def _with_flags(group: str, settings: Iterable[Setting]) -> type[Flags]:
-    """Make a component with a flag for each setting of an architecture or objective."""
+    """Create a component class with a flag for each of ``settings``."""
     fields = [(s.flag, s.annotation, flag(s.default, s.help, **s.bounds)) for s in settings]
     title = group.partition(":")[0]
     return make_dataclass(f"{title}Settings", fields, bases=(Flags,), namespace={"group": group}, frozen=True)
 
 
-FLOWS = "flow", "meanflow"  # objectives whose settings have a heading of their own
+FLOWS = "flow", "meanflow"  # objectives whose settings have their own heading in --help
 
 
 def _settings_of(*objectives: str) -> Iterable[Setting]:
@@ -106,7 +108,7 @@ class ModelFlags(_with_flags("Model", (setting for kind in KINDS.values() for se
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """Flags that change how a model of its kind and size is built; None keeps the default of the kind."""
+        """Values of the flags that change a model's architecture, by name; None keeps the kind's default."""
         names = ["qk_norm", "adaln_lora", "bias", "positions", "norm", "mlp", "patch_bottleneck"]
         return {name: getattr(self, name) for name in (*names, *(s.flag for k in KINDS.values() for s in k.settings))}
 
@@ -342,15 +344,15 @@ class BatchFlags(Flags):
 
     @property
     def tokens(self) -> int | None:
-        """The tokens of one unit of --batch_size, or None if a unit is a sample."""
+        """Number of tokens in one unit of --batch_size; None if --batch_size counts samples."""
         return self.bucket_tokens if self.pack_tokens is None else self.pack_tokens
 
 
-MOST_WIDTH = 0.28  # of a power average; at 0.289 all updates count alike
+MOST_WIDTH = 0.28  # largest relative width of a power average; at 0.289 all updates have equal weight
 
 
 def power_widths(text: str) -> list[float]:
-    """Return the relative widths in ``power:0.05,0.10``. Raises ValueError."""
+    """Parse the relative widths in a value of --average such as ``power:0.05,0.10``. Raises ValueError."""
     kind, _, widths = text.partition(":")
     with suppress(ValueError):
         found = [float(width) for width in widths.split(",")]
@@ -403,7 +405,7 @@ class OptimizerFlags(Flags):
 
     @property
     def ema_decays(self) -> list[float]:
-        """The decays of the averages; with --average their relative widths. Raises ValueError for what are none."""
+        """The decays of the averages, or their relative widths (--average). Raises ValueError for invalid widths."""
         if self.average is not None:
             return power_widths(self.average)
         return self.ema_decay if isinstance(self.ema_decay, list) else [self.ema_decay]
@@ -580,7 +582,7 @@ class ParallelFlags(Flags):
             )
 
     def sequence_types(self, types: tuple[str, ...], attention: str) -> tuple[str, ...]:
-        """Return those of a model's strategies that these flags and --attention allow."""
+        """Return the strategies out of ``types`` that --attention allows."""
         excluded = OWN_ATTENTION if attention != "auto" else ()
         return tuple(kind for kind in types if kind not in excluded)
 

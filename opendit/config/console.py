@@ -1,5 +1,8 @@
-"""Standard output and standard error: no encoding, full disk or closed pipe ends a program, and a mistake is one line,
-``error: --flag value: what is wrong; what to do``, from one process."""
+"""Standard output and standard error.
+
+A program goes on if an encoding lacks a character, a disk is full or a pipe is closed. A mistake is printed by one
+process as one line: ``error: --flag value: what is wrong; what to do``.
+"""
 
 import contextlib
 import errno
@@ -11,16 +14,16 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-PATIENCE_S = 10.0  # how long to wait for a stream that accepts nothing (a pipe set to non-blocking)
-LONGEST = 400  # characters of a message that are shown: a value may be the contents of a file
+PATIENCE_S = 10.0  # seconds to wait if a stream accepts no output (a non-blocking pipe)
+LONGEST = 400  # characters shown of a message; limited, because a value may be the contents of a file
 
 
 class OnThisMachine(ValueError):
-    """A mistake that perhaps only this machine sees: a folder that is missing or can't be written."""
+    """A mistake that may exist on this machine only, such as a folder that is missing or can't be written."""
 
 
 def should_print(error: Exception | str) -> bool:
-    """Return True on the rank that prints the error: the first of those that see it."""
+    """Return True on the rank that should print the error: the first of the run, or of this machine."""
     rank = "LOCAL_RANK" if isinstance(error, OnThisMachine) else "RANK"
     return os.environ.get(rank, "0") == "0"
 
@@ -40,16 +43,16 @@ def one_line(message: str) -> str:
 
 
 def prepare_console() -> None:
-    """Prepare both streams; call it first in every program.
+    """Prepare both streams. Every program calls this first.
 
-    Afterwards
+    Effects:
 
     - a character that the encoding of a stream lacks is written as an escape;
     - output that can't be written, because a disk is full or nobody reads a pipe, is dropped;
     - a stream that was closed at the start is the null device, so that no file of the program gets its number;
     - every complete line is written at once, to files too;
-    - Ctrl-C that nothing else answers, as during imports, ends the program with one line, as the signal does;
-    - what the package logs from level INFO on appears on standard output, above a progress bar if there is one.
+    - Ctrl-C that no other code handles, for example during imports, ends the program by SIGINT, with one line;
+    - log records of the package from level INFO on appear on standard output, above a progress bar if there is one.
     """
     for descriptor in (0, 1, 2):
         _open_if_closed(descriptor)
@@ -71,7 +74,7 @@ def prepare_console() -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception; for a KeyboardInterrupt, after which Python ends itself by SIGINT, one line."""
+    """Print an uncaught exception. For a KeyboardInterrupt, print one line only; Python then ends itself by SIGINT."""
     if issubclass(kind, KeyboardInterrupt):
         print("\nerror: interrupted", file=sys.stderr, flush=True)
     else:
@@ -79,20 +82,20 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 class _AboveProgressBar(logging.Handler):
-    """Prints the message of every record; tqdm moves a progress bar out of its way."""
+    """Prints the message of every record with tqdm, which keeps a progress bar below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # which most command lines with a mistake need not wait for
+        from tqdm import tqdm  # imported here, so that messages about mistakes need not wait for it
 
         tqdm.write(self.format(record))
 
 
-_commands: list[str] = []  # the running command of ``opendit``
+_commands: list[str] = []  # the commands of ``opendit`` that are running, innermost last
 
 
 @contextlib.contextmanager
 def started_as(command: str) -> Iterator[None]:
-    """Let programs call themselves ``opendit COMMAND`` inside this context, as they were started."""
+    """Make :func:`name_of` return ``opendit COMMAND`` within this context."""
     _commands.append(command)
     try:
         yield
@@ -101,7 +104,7 @@ def started_as(command: str) -> Iterator[None]:
 
 
 def name_of(program: str) -> str:
-    """Return how a program was started: by its name (train.py), or as ``opendit COMMAND``."""
+    """Return the words that started a program: its name (train.py), or ``opendit COMMAND``."""
     return f"opendit {_commands[-1]}" if _commands else program
 
 
@@ -118,7 +121,7 @@ def _open_if_closed(descriptor: int) -> None:
     try:
         os.fstat(descriptor)
     except OSError:
-        os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is ``descriptor``
         os.set_inheritable(descriptor, True)
 
 
@@ -136,7 +139,7 @@ def _stream(descriptor: int, encoding: str) -> io.TextIOWrapper:
 
 
 class _Descriptor(io.RawIOBase):
-    """An open descriptor whose writes always succeed. The first failure is reported on the other stream."""
+    """An open descriptor whose writes never raise. Standard output's first failure is reported on standard error."""
 
     def __init__(self, descriptor: int):
         self._descriptor, self._reported = descriptor, False
@@ -168,7 +171,7 @@ class _Descriptor(io.RawIOBase):
             return len(data)
 
     def _report(self, error: OSError) -> None:
-        if self._reported or error.errno == errno.EPIPE or self._descriptor != 1:  # whoever closed a pipe knows
+        if self._reported or error.errno == errno.EPIPE or self._descriptor != 1:  # a closed pipe needs no report
             return
         self._reported = True
         with contextlib.suppress(OSError):

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 
 from opendit.common.utils import printable
 
-FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # of latents that other programs have written into tars
-MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set that a program hands over
-ADDRESSES = "shards.source"  # source of addresses
+FOREIGN_FORMS = ("mean_std", "mean_logvar", "sample")  # forms of latents in tars that other programs have written
+MOCK, PYTHON = "mock", "python"  # names of random latents, and of a data set that is passed to opendit.train
+ADDRESSES = "shards.source"  # the source that reads addresses
 ENERGON, BLENDS = "energon.source", "blend"
-TABLES = "captioned"  # source of tables, and of a folder that no other source recognises: it is asked last
-_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses
+TABLES = "captioned"  # the source that reads tables, and folders that no other source recognises: it is asked last
+_WITHOUT_BUCKET = ("file", "local", "memory")  # kinds of addresses that have no bucket
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,15 @@ class SourceDescription:
     """A data source as the command line knows it.
 
     Attributes:
-        name: its name in ``--data_path``; None for a source that is recognised by its files.
-        takes: what it reads, for lists.
+        name: the source's name in ``--data_path``; None for a source that is recognised by its files.
+        takes: description of the data that the source reads, for lists.
     """
 
     name: str | None
     takes: str
 
 
-# By modules of opendit.data, in the order in which they are asked for a path.
+# Keys are modules of opendit.data. The sources are asked in this order whether they read a path.
 SOURCES = {
     "captioned": SourceDescription(
         None, "a CSV, .jsonl or .parquet of captioned media, a folder of pictures or of such media"
@@ -49,7 +49,7 @@ SOURCES = {
 
 
 def named_sources() -> dict[str, str]:
-    """Map the names of the sources that have one to their modules."""
+    """Return name -> module for the sources that have a name."""
     return {source.name: module for module, source in SOURCES.items() if source.name is not None}
 
 
@@ -77,7 +77,7 @@ def check_address(address: str, flag: str = "--data_path") -> None:
 
 
 def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
-    """Return (path, weight) of every source of ``A:0.7,B:0.3``; None for another form, or the name of a file."""
+    """Return (path, weight) of every source in ``A:0.7,B:0.3``; None for any other form, or for an existing file."""
     found = [re.fullmatch(r"\s*(.+):([-+.0-9eE]+)\s*", part) for part in data_path.split(",")]
     sources = [one for one in found if one is not None]
     if len(found) < 2 or len(sources) < len(found) or os.path.exists(data_path):
@@ -86,12 +86,13 @@ def inline_sources(data_path: str) -> list[tuple[str, str]] | None:
 
 
 def check_inline(data_path: str, flag: str = "--data_path") -> None:
-    """Check a blend that is written like ``A:0.7,B:0.3``. The name of a file, and a text without any weight, are not
-    blends and are accepted.
+    """Check a blend that is written as ``A:0.7,B:0.3``.
+
+    The name of a file, and a text without any weight, are not blends and are accepted.
 
     Raises:
-        ValueError: a source without a weight, or whose weight is not a number above 0; a source that is given twice;
-            random latents or another blend as a source. The message names the flag.
+        ValueError: a source has no weight, or a weight that is not a number above 0; a source occurs twice; a source is
+            random latents or another blend. The message names the flag.
     """
     parts = [part.strip() for part in data_path.split(",")]
     found = [re.fullmatch(r"(.+):([^/:]*)", part) for part in parts]
@@ -126,6 +127,6 @@ def _is_number(text: str) -> bool:
 
 
 def data_path_help() -> str:
-    """List all that ``--data_path`` takes, as "a CSV, a folder of pictures, or digits"."""
+    """List all kinds of data for ``--data_path``, as in "a CSV, a folder of pictures, or digits"."""
     *others, last = [source.takes for source in sorted(SOURCES.values(), key=lambda source: source.name is not None)]
     return f"{', '.join(others)}, or {last}"

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Every flag of ``opendit evaluate`` by component, and the checks across them."""
+"""The configuration of ``opendit evaluate``: all of its flags, and the checks across them."""
 
 import dataclasses
 import itertools
@@ -160,7 +160,7 @@ class EvaluateConfig(
     )
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["EvaluateConfig", list[str]]:
-        """Check the flags together, and fill in what depends on the hardware; see :meth:`TrainConfig.resolve`."""
+        """Check the flags together, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
         check_values(self)
         check_rate(self.fps, self.given)
         notes = []
@@ -197,8 +197,7 @@ class EvaluateConfig(
         """Check metrics, networks and reference together. Return --reference, or the default of --features digits.
 
         Raises:
-            ValueError: metrics, networks and a reference that don't go together.
-            FileNotFoundError: a file that is not there.
+            ValueError: metrics, networks and reference don't suit each other, or a path doesn't exist.
         """
         reference = self.reference
         if reference is None and self.features == DIGITS:
@@ -221,20 +220,20 @@ class EvaluateConfig(
         return reference
 
     def points(self) -> list["EvaluateConfig"]:
-        """Return an evaluation for each pair of --num_sampling_steps and --cfg_scale."""
+        """Return a configuration for each pair of --num_sampling_steps and --cfg_scale in a sweep."""
         steps, scales = (
             list(dict.fromkeys(value if isinstance(value, list) else [value]))
             for value in (self.num_sampling_steps, self.cfg_scale)
         )
         found = []
         for count, scale in itertools.product(steps, scales):
-            # The scale 1 of a sweep has no guidance, so flags that change guidance don't count as given for it.
+            # Scale 1 in a sweep has no guidance, so for scale 1 the flags that change guidance don't count as given.
             given = self.given - GUIDING if scale == 1 and len(scales) > 1 else self.given
             found.append(replace(self, num_sampling_steps=count, cfg_scale=scale, given=given))
         return found
 
     def sampling(self) -> SampleConfig:
-        """Return the configuration that sample.py would get from these flags."""
+        """Return a configuration of sample.py with the values of these flags."""
         names = {item.name for item in dataclasses.fields(SampleConfig)} & {
             item.name for item in dataclasses.fields(self)
         }

@@ -1,4 +1,4 @@
-"""Declare flags and the values that they take.
+"""Declare flags and their allowed values.
 
 A configuration is a frozen dataclass that inherits from its components. A component is a subclass of :class:`Flags`
 whose fields, made by :func:`flag`, are flags that belong together.
@@ -17,21 +17,21 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-Bounds = dict[str, Any]  # of a flag's values, as fields of Value
-# Bounds that several flags share. They are wider than any useful value, and narrow enough that nothing breaks before a
-# run can report that a value is too large.
+Bounds = dict[str, Any]  # allowed values of a flag, as fields of Value
+# Bounds that several flags share. The ranges contain every useful value, and exclude values so large that a run would
+# fail before reporting them.
 COUNT: Bounds = {"at_least": 1, "at_most": 10**9}
 FROM_0: Bounds = {"at_least": 0, "at_most": 10**9}
-ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # what fp32 holds
+ABOVE_0: Bounds = {"above": 0, "at_most": 1e38}  # fp32's range
 SHARE: Bounds = {"at_least": 0, "below": 1, "unit": "share"}
 BATCH: Bounds = {"at_least": 1, "at_most": 65_536, "unit": "samples"}
-SCALE: Bounds = {"at_least": 1, "at_most": 1000, "unit": "factor"}  # by which a picture is enlarged
+SCALE: Bounds = {"at_least": 1, "at_most": 1000, "unit": "factor"}  # factor by which a picture is enlarged
 SIDE: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "pixels"}
 FRAMES: Bounds = {"at_least": 1, "at_most": 16_384, "unit": "frames"}
 FPS: Bounds = {"above": 0, "at_most": 1000, "unit": "rate"}  # frames per second
 WORKERS: Bounds = {"at_least": 0, "at_most": 256, "unit": "processes"}
-SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}  # torch's generators, the kernels' 64-bit keys
-SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}  # ddpm's models know 1,000 noise levels
+SEED: Bounds = {"at_least": 0, "at_most": 2**63 - 1, "unit": "seed"}  # range of torch's generators and kernels' keys
+SAMPLING_STEPS: Bounds = {"at_least": 1, "at_most": 1000, "unit": "steps"}  # ddpm's models have 1,000 noise levels
 GUIDANCE: Bounds = {"at_least": 0, "at_most": 1000, "unit": "scale"}
 
 NUMBERS = {int: "whole number", float: "number"}
@@ -47,9 +47,9 @@ class Value:
         at_least, above, at_most, below: bounds of a number.
         infinite: allow inf.
         choices: allowed words.
-        counted: one of them, after which :N may stand, a number from 1 to 99,999.
-        free: allow any text; otherwise text is a name, perhaps a file's.
-        unit: what is counted or measured ("steps", "seconds"), or what the text is ("folder"), as --help shows it.
+        counted: one of the choices, which may be followed by :N, a number from 1 to 99,999.
+        free: allow any text. Otherwise text must be a valid name, such as a file's.
+        unit: unit of a number ("steps", "seconds") or kind of text ("folder"), for --help.
     """
 
     kind: type[Any] = str
@@ -71,7 +71,7 @@ class Value:
         return value
 
     def convert(self, text: str) -> Any:
-        """Convert a word without checking its range: a configuration checks the ranges of all values later."""
+        """Convert a word without checking its range, because a configuration checks all ranges later."""
         value = text if self.kind is str else _number(self.kind, text)
         if value is None:
             raise argparse.ArgumentTypeError(f"{show(text)}: no {NUMBERS[self.kind]}; give {self.describe()}")
@@ -80,7 +80,7 @@ class Value:
         return value
 
     def problem(self, value: Any) -> str | None:
-        """Return what is wrong with a value, or None."""
+        """Return a description of what is wrong with a value, or None if it is allowed."""
         if self.counted is not None and re.fullmatch(rf"{self.counted}:[1-9]\d{{0,4}}", str(value), re.ASCII):
             return None
         if self.choices is not None and value not in self.choices:
@@ -94,7 +94,7 @@ class Value:
         return None if fits else f"out of range; give {self.describe()}"
 
     def describe(self) -> str:
-        """Return "a whole number from 1 to 16,384", "a number above 0 and at most 100" and the like."""
+        """Describe the allowed values: "a whole number from 1 to 16,384", "a number above 0 and at most 100"."""
         if self.kind is str:
             return "one of " + ", ".join(self.choices) if self.choices else "text"
         return f"a {NUMBERS[self.kind]} {self._bounds()}".strip()
@@ -126,25 +126,27 @@ class Value:
 
 
 def whole(at_least: int, at_most: int, unit: str | None = None) -> Value:
-    """Return the values that are whole numbers within a range."""
+    """Return a :class:`Value` that allows whole numbers within a range."""
     return Value(int, at_least=at_least, at_most=at_most, unit=unit)
 
 
 def one_of(choices: tuple[str, ...]) -> Value:
-    """Return the values that are one of several words."""
+    """Return a :class:`Value` that allows one of several words."""
     return Value(choices=tuple(choices))
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.0) -> str:
-    """Return the valid name most like ``name``, ignoring case, for error messages; "" if none is as like as
-    ``cutoff``, a share of 1."""
+    """Return the valid name that is most similar to ``name``, ignoring case, for error messages.
+
+    Return "" if no similarity reaches ``cutoff``, which is between 0 and 1.
+    """
     spelled = {valid.lower(): valid for valid in names}
     found = difflib.get_close_matches(name.lower(), spelled, n=1, cutoff=cutoff)
     return spelled[found[0]] if found else ""
 
 
 def show(value: Any) -> str:
-    """Format a value for a message: as it was written, empty text in quotes."""
+    """Format a value for a message: unchanged, or in quotes if it is empty or blank."""
     return str(value) if str(value).strip() else repr(value)
 
 
@@ -156,8 +158,11 @@ def _problem_of_name(name: str) -> str | None:
 
 
 def _number(kind: type[Any], text: str) -> int | float | None:
-    """Convert text, or return None if it is not a number of this kind. Python's own int() and float() also accept
-    1_000, digits of other scripts and surrounding spaces."""
+    """Convert text to a number, or return None if it is not a number of this kind.
+
+    This is stricter than Python's int() and float(), which also accept 1_000, digits of other scripts and surrounding
+    spaces.
+    """
     if kind is int:
         return int(text) if re.fullmatch("[+-]?[0-9]{1,40}", text) else None
     try:
@@ -171,9 +176,9 @@ class Setting:
     """A flag that sets a field in the configuration of an objective or architecture.
 
     Attributes:
-        flag: its name.
-        default: of both.
-        help: its line in --help.
+        flag: name of the flag.
+        default: default of the flag and of the field.
+        help: the flag's line in --help.
         type: str, int, float or bool; by default the type of ``default``.
         bounds: allowed values, as fields of :class:`Value`.
     """
@@ -186,19 +191,18 @@ class Setting:
 
     @property
     def annotation(self) -> Any:
-        """The field's type: float, or ``float | None`` if None is the default."""
+        """Type of the flag's field: ``float``, for example, or ``float | None`` if the default is None."""
         kind: Any = type(self.default) if self.type is None else _TYPES[self.type]
         return kind | None if self.default is None else kind
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Base of a component. A configuration inherits from all of its components, in the order in which --help shows
-    them.
+    """Base class of components. A configuration inherits from all of its components, in the order of --help.
 
     Attributes:
-        group: the heading of the component's flags in --help, as "Title: what they are about".
-        given: all flags of the configuration that were on the command line.
+        group: heading of the component's flags in --help, as "Title: what they are about".
+        given: names of all flags of the configuration that the user gave.
     """
 
     group: ClassVar[str]
@@ -220,10 +224,10 @@ def flag(
 
     Args:
         several: allow a list of values.
-        alone: the value of the flag if none follows it.
-        alias: another name.
-        common: --help shows the flag without ``all``, with these words or the first clause of ``help``.
-        bounds: allowed values, as fields of :class:`Value`. Every number needs them, and its unit.
+        alone: value of the flag if no value follows it on the command line.
+        alias: second name of the flag.
+        common: show the flag in the short --help, with this text, or with the first clause of ``help`` if True.
+        bounds: allowed values, as fields of :class:`Value`. Numbers must have bounds and a unit.
     """
     metadata = dict(help=help, several=several, alone=alone, alias=alias, common=common, bounds=bounds)
     if isinstance(default, list):
@@ -241,8 +245,10 @@ def flags_of(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def headings_of(cls: type[Any]) -> dict[str, list[dataclasses.Field[Any]]]:
-    """Return the flags of a configuration by their heading in --help. Components with the same title share the heading
-    of the first one."""
+    """Return the flags of a configuration by their heading in --help.
+
+    Components with the same title share the first component's heading.
+    """
     of, titles, groups = _components(cls), {}, {}
     for item in flags_of(cls):
         heading = titles.setdefault(of[item.name].group.partition(":")[0], of[item.name].group)
@@ -256,7 +262,7 @@ def _components(cls: type[Any]) -> dict[str, type[Any]]:
 
 
 def scalar_type(item: dataclasses.Field[Any]) -> Any:
-    """Return the type of a flag without None: int for ``int | None``, ``list[str]`` for ``list[str]``."""
+    """Return the type of a flag without None: ``int`` for ``int | None``, ``list[str]`` for ``list[str]``."""
     if isinstance(item.type, types.UnionType):
         return next(each for each in typing.get_args(item.type) if each is not type(None))
     return item.type
@@ -271,17 +277,17 @@ def value_of(item: dataclasses.Field[Any]) -> Value | None:
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """Return a flag's default; a new list if it takes several values."""
+    """Return a flag's default; for a list, a new list."""
     return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return all flags and their values, as config.json holds them."""
+    """Return all flags and their values, in the form of config.json."""
     return {item.name: getattr(config, item.name) for item in flags_of(type(config))}
 
 
 def check_values(config: Any) -> None:
-    """Raise ValueError for the first flag whose value is out of its range, wherever that value came from."""
+    """Raise ValueError for the first flag whose value is out of range, whether the user or a recipe set it."""
     for item in flags_of(type(config)):
         takes, found = value_of(item), getattr(config, item.name)
         if takes is None or found is None:
@@ -292,9 +298,9 @@ def check_values(config: Any) -> None:
 
 
 def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
-    """Reject flags that would change nothing. unused: name -> why, as "does nothing without --lora".
+    """Reject flags that have no effect. unused: flag -> reason, such as "does nothing without --lora".
 
-    Raises ValueError for the first that was on the command line. Returns a note for each that a recipe sets.
+    Raises ValueError for the first such flag that the user gave. Returns a note for each such flag that a recipe sets.
     """
     off = {name for name in unused if getattr(config, name, None) is False}
     reject_unused(config.given, unused, off)
@@ -305,8 +311,10 @@ def check_unused(config: Any, unused: dict[str, str]) -> list[str]:
 
 
 def reject_unused(given: Collection[str], unused: dict[str, str], off: Collection[str] = ()) -> None:
-    """Raise ValueError for the first flag of ``unused`` (as of :func:`check_unused`) that was on the command line;
-    those in ``off`` were there as --no_NAME."""
+    """Raise ValueError for the first flag of ``unused`` that is in ``given``.
+
+    unused: flag -> reason, see :func:`check_unused`. off: names of flags that the user gave in the form --no_NAME.
+    """
     for name, why in unused.items():
         if name in given:
             fix = "leave one of them out" if " with " in why else "add that, or leave it out"

@@ -1,9 +1,8 @@
-"""Names here of the flags of other programs of the field: of diffusers' examples, kohya's scripts, Meta's DiT
-and their like."""
+"""Counterparts of other programs' flags, such as those of diffusers' examples, kohya's scripts and Meta's DiT."""
 
 from collections.abc import Collection
 
-# Our names, the first that the program at hand has; or a sentence, where there is no such flag.
+# Our flags -> flags of other programs. The suggestion is the first of our flags that the running program has.
 _OURS = {
     "--ckpt --pretrained": "checkpoint checkpoint_path ckpt_path",
     "--pretrained --ckpt": "base_model base_model_path model_id model_name_or_path model_path pretrained_model "
@@ -62,9 +61,9 @@ _SENTENCES = {theirs: said for several, said in _NONE_HERE.items() for theirs in
 
 
 def counterpart(name: str, flags: Collection[str]) -> str | None:
-    """Return what to do in place of a flag of another program; None if it is not known.
+    """Return advice for a flag of another program; None if the flag is unknown.
 
-    name: without dashes. flags: those of the program at hand, as ``--lr``.
+    name: the other program's flag, without dashes. flags: flags of the running program, such as ``--lr``.
     """
     known = [ours for ours in _NAMES.get(name, ()) if ours in flags]
     return f"here it is {known[0]}" if known else _SENTENCES.get(name)

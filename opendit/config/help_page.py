@@ -1,6 +1,7 @@
-"""Text of ``--help``: flags by component under one-line headings, then examples.
+"""Format ``--help``: flags by component under one-line headings, then examples.
 
-``--help`` shows the common flags, on one screen; ``--help all`` all of them, ``--help HEADING`` those of one component.
+``--help`` shows the common flags on one screen. ``--help all`` shows all flags, and ``--help HEADING`` the flags of one
+component.
 """
 
 import re
@@ -12,9 +13,9 @@ from typing import Any
 
 from opendit.config.flags import Value, nearest
 
-LEFT = 30  # columns before what a flag does
-WIDTHS = (80, 120)  # of lines, as the terminal has them within these bounds
-STARTS = ("python ", "opendit ", "torchrun ")  # of examples
+LEFT = 30  # columns to the left of a flag's description
+WIDTHS = (80, 120)  # bounds of the line length, which is otherwise the terminal's
+STARTS = ("python ", "opendit ", "torchrun ")  # beginnings of examples
 COMMAND = re.compile(rf"\s*({'|'.join(STARTS)})")
 REQUIRED = "(required)"
 SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default."
@@ -24,8 +25,12 @@ SWITCH_NOTE = "--[no_]x: --x switches x on, --no_x off. In brackets: the default
 class HelpEntry:
     """A flag, positional argument or command as --help shows it.
 
-    name: without dashes. written: as on a command line, with its placeholder. about: what it does. values: range and
-    default. common: show it without ``all``, with these words or the first clause of ``about``.
+    Attributes:
+        name: name without dashes.
+        written: form on a command line, with the value's placeholder.
+        about: description.
+        values: range and default.
+        common: show the entry in the short help, with this text, or with the first clause of ``about`` if True.
     """
 
     name: str
@@ -44,13 +49,13 @@ class HelpEntry:
         return first + [" " * LEFT + line for line in wrapped]
 
     def in_short(self) -> "HelpEntry":
-        """Return the entry as the short help shows it."""
+        """Return the entry with its description for the short help."""
         return replace(self, about=self.common if isinstance(self.common, str) else self.about.partition(";")[0])
 
 
 @dataclass
 class Section:
-    """Entries below a heading, ``Title: what they are about``."""
+    """A heading, ``Title: about``, with its entries."""
 
     title: str
     about: str
@@ -58,7 +63,7 @@ class Section:
 
     @classmethod
     def headed(cls, heading: str) -> "Section":
-        """Make an empty section from ``"Title: what they are about"``."""
+        """Create an empty section from the heading ``"Title: about"``."""
         title, _, about = heading.partition(": ")
         return cls(title, about)
 
@@ -80,7 +85,7 @@ def entry(
     nargs: str | None = None,
     required: bool = False,
 ) -> HelpEntry:
-    """Make a flag's entry. takes: None for a switch. nargs: argparse's."""
+    """Create the entry of a flag. takes: allowed values; None for a switch. nargs: as in argparse."""
     bare = name.lstrip("-")
     if takes is None:
         state = "" if default is None else f"[{'on' if default else 'off'}]"
@@ -141,7 +146,7 @@ def about_of(doc: str) -> str:
 
 
 def started_as(program: str, example: str) -> str:
-    """Rewrite an example the way the program was started: ``opendit train`` instead of ``python train.py``."""
+    """Rewrite an example as the program was started: ``opendit train`` instead of ``python train.py``."""
     if not program.startswith("opendit "):
         return example
     example = re.sub(r"python (train|sample|preprocess)\.py", r"opendit \1", example)

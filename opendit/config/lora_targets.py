@@ -4,10 +4,10 @@ import re
 
 
 def parse_target(text: str) -> tuple[str, int | None]:
-    """Split PATTERN[:RANK] of --lora_targets: a pattern of layers' names, and the rank of their LoRA (None: --lora's).
+    """Split PATTERN[:RANK] of --lora_targets into a pattern of layer names and a LoRA rank (None: the rank of --lora).
 
     Raises:
-        ValueError: the text is neither.
+        ValueError: the text has another form.
     """
     found = re.fullmatch(r"([\w*]+(?:\.[\w*]+)*)(?::([1-9]\d{0,4}))?", text, re.ASCII)
     if found is None:

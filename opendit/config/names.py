@@ -1,12 +1,14 @@
-"""Tables of everything that flags choose by name: objectives, samplers, plugins, precisions, attention kernels, ways to
-recompute, checkpoint formats and metrics. They need no torch, so flags can be checked before it is imported.
+"""Tables of the names that flags accept: objectives, samplers, plugins, precisions, attention kernels, recomputation,
+checkpoint formats and metrics.
+
+This module needs no torch, so that flags can be checked before torch is imported.
 
 - To add an objective, write ``opendit/diffusion/objectives/NAME.py`` with its class named by ``OBJECTIVE``, and a row
   in :data:`DESCRIPTIONS`.
 - To add a sampler, write ``opendit/diffusion/samplers/NAME.py`` with its class named by ``SAMPLER``, and its name in
   :data:`ALL_SAMPLERS`.
 - To add a plugin, write ``opendit/parallel/engines/NAME.py`` with a subclass of ``Engine`` named by ``ENGINE``, and a
-  row in :data:`PLUGINS`, from which ``--plugin``, its help and ``build_engine`` follow.
+  row in :data:`PLUGINS`. ``--plugin``, its help and ``build_engine`` read this table.
 - To add a metric, write its function in ``opendit/evaluation/figures.py``, and a row in :data:`METRICS`.
 """
 
@@ -26,8 +28,8 @@ class ObjectiveDescription:
     """An objective as the command line knows it.
 
     Attributes:
-        predicts: what the network is trained to predict, for --help.
-        sampler: the sampler that draws from its models by default.
+        predicts: description of the network's prediction, for --help.
+        sampler: default sampler for the objective's models.
         settings: field of the objective -> the flag that sets it.
     """
 
@@ -165,17 +167,17 @@ DESCRIPTIONS = {
 }
 
 PRECISIONS = ("fp16", "bf16", "fp32")
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of one number
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of one number
 RESHARD = ("auto", "after_forward", "never")
 REDUCE_DTYPES = ("fp32", "bf16")
 BASE_PRECISIONS = ("bf16", "fp8", "int8", "nf4")
-OFFLOAD = ("none", "average", "state")  # of fsdp
-BLOCKS = "blocks"  # of --lora: what lies in host memory as well, blocks:N for some of them
+OFFLOAD = ("none", "average", "state")  # values of --offload with --plugin fsdp
+BLOCKS = "blocks"  # value of --offload with --lora: frozen blocks in host memory, all or (blocks:N) some of them
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 PIPELINE_SCHEDULES = ("1f1b", "interleaved")
 SEQUENCE_TYPES = ("auto", "fastseq", "ulysses", "ring", "usp")
-OWN_ATTENTION = ("ring", "usp")  # their own kernel attends to some of the keys at a time
-AXIAL = "axial"  # for models without attention to all tokens (opendit/parallel/sequence/axial.py)
+OWN_ATTENTION = ("ring", "usp")  # types with their own attention kernel, which sees a part of the keys at a time
+AXIAL = "axial"  # type for models without attention to all tokens (opendit/parallel/sequence/axial.py)
 
 
 @dataclass(frozen=True)
@@ -183,11 +185,11 @@ class Plugin:
     """Facts about a plugin that are needed before its engine is imported.
 
     Attributes:
-        summary: what ranks share, for --help.
-        precisions: those that it works in.
-        rejects: flags that are an error with it.
-        ignores: flag that has no effect with it -> the reason, which a run prints.
-        sharded_checkpoints: whether --checkpoint_format auto means sharded.
+        summary: description of what is sharded, for --help.
+        precisions: values of --mixed_precision that the plugin supports.
+        rejects: flags that are an error with the plugin.
+        ignores: flag without effect with the plugin -> reason, which a run prints.
+        sharded_checkpoints: True if --checkpoint_format auto means sharded.
     """
 
     summary: str
@@ -202,7 +204,7 @@ PLUGINS = {
     "gemini": Plugin(
         "weights too",
         precisions=("bf16", "fp16"),
-        # Frozen weights are in no chunk: every GPU would have all of them, as with zero2.
+        # Gemini's chunks exclude frozen weights. With LoRA every GPU would hold all of them, as with zero2.
         rejects=frozenset({"fp8", "lora", "adamw8bit", "muon", "tensor_parallel_size", "pipeline_parallel_size"}),
         ignores={
             "compile": "Gemini fetches weights in __torch_function__ and frees them after use, which compile can't "
@@ -216,12 +218,12 @@ PLUGINS = {
 
 
 def plugin_help() -> str:
-    """Return one line that tells what every plugin shards."""
+    """Return the help of --plugin: one line with what every plugin shards."""
     return "Colossal-AI plugin; " + "; ".join(f"{name}: {plugin.summary}" for name, plugin in PLUGINS.items())
 
 
 def check_precision(plugin: str, precision: str) -> None:
-    """Raise ValueError, which names the flags and the fix, for a plugin that does not work in ``precision``."""
+    """Raise ValueError, which names the flags and the fix, if ``plugin`` does not support ``precision``."""
     works = PLUGINS[plugin].precisions
     if precision not in works:
         other = next(name for name, line in PLUGINS.items() if precision in line.precisions)
@@ -232,12 +234,12 @@ def check_precision(plugin: str, precision: str) -> None:
 
 
 TORCH_ATTENTION = ("cudnn", "flash", "efficient", "math")  # torch's own kernels
-PACKAGE = "flash_attn"  # the package of that name
+PACKAGE = "flash_attn"  # FlashAttention, as an installed package
 ATTENTION = ("auto", *TORCH_ATTENTION, PACKAGE)
-BUT_ATTENTION = "but_attention"  # whole blocks are recomputed, but for their attention
+BUT_ATTENTION = "but_attention"  # complete blocks are recomputed, except for their attention
 RECOMPUTE = ("none", "norms", "cheap", "half", "mlp", BUT_ATTENTION)
 
-# Figure that can choose the best checkpoint -> True if less is better: the held-out loss, and figures of samples.
+# Metrics for --ckpt_best -> True if lower is better. val_loss is the held-out loss; the others are metrics of samples.
 BEST = {
     "val_loss": True,
     "fid": True,
@@ -253,8 +255,8 @@ BEST = {
     "direction": False,
 }
 CHECKPOINT_FORMATS = ("auto", "whole", "sharded")
-# Endings of the file that names a set of tensors: one file with all of them, the index of the shards that ranks have
-# written, or the index of several files, as transformers and diffusers write it.
+# Suffixes of the file that identifies stored weights: one file with all tensors, the index of shards that ranks have
+# written, or the index of several files as written by transformers and diffusers.
 WHOLE, SHARDS, PARTS = ".safetensors", ".shards.json", ".safetensors.index.json"
 
 
@@ -262,8 +264,8 @@ class Needs(NamedTuple):
     """Requirements of a metric.
 
     Attributes:
-        features: name of the features that it takes.
-        reference: "statistics" or "features" of the reference, or None.
+        features: name of the features that the metric needs.
+        reference: "statistics" or "features", if the metric needs them of a reference; else None.
         about: one line for lists.
     """
 
@@ -285,7 +287,7 @@ METRICS = {
     "copies": Needs("nearest", None, "share of copies of training digits (--features digits)"),
     "clip_score": Needs("caption", None, "how well samples fit their captions"),
 }
-DIGITS = "digits"  # the built-in digits: a reference, and the network of their features
+DIGITS = "digits"  # the built-in digits as a reference, and as a network of features
 RESIZES = ("tf", "torch", "clean")
 FEATURE_PRECISIONS = ("fp32", "tf32")
 LABELS = ("balanced", "drawn")

@@ -1,7 +1,7 @@
-"""Read this process's rank and the number of processes, and check that the flags can divide them. Needs no torch.
+"""Read this process's rank and the number of processes, and check the flags that divide the processes. No torch.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Anything
-wrong with them is a ValueError of one line.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without RANK there is one process. Invalid
+variables raise a ValueError with a message of one line.
 """
 
 import itertools
@@ -15,12 +15,13 @@ from opendit.config.names import BLOCKS
 
 @dataclass(frozen=True)
 class Place:
-    """A process of a run.
+    """The position of a process in a run.
 
     Attributes:
-        rank: out of ``world_size`` processes.
-        local_rank: among the processes of its machine.
-        address, port: of rank 0.
+        rank: rank among all processes of the run.
+        world_size: number of processes of the run.
+        local_rank: rank among the processes on its machine.
+        address, port: address and port of rank 0.
     """
 
     rank: int = 0
@@ -31,7 +32,7 @@ class Place:
 
 
 def find_place() -> Place:
-    """Read this process's place from the environment. Raises ValueError that names the variable and the fix."""
+    """Read this process's position from the environment. Raises ValueError, which names the variable and the fix."""
     world = environment_world_size()
     if "RANK" not in os.environ:
         if world > 1:
@@ -51,13 +52,15 @@ def find_place() -> Place:
 
 
 def environment_world_size() -> int:
-    """Return the number of processes, before anything is initialised. Raises ValueError if WORLD_SIZE is not one."""
+    """Return the number of processes from WORLD_SIZE, by default 1. Raises ValueError if WORLD_SIZE is invalid."""
     return _number("WORLD_SIZE", 1, None, default=1)
 
 
 def environment_node_size() -> int | None:
-    """Return the number of processes that torchrun has started on this machine, or None without torchrun. Raises
-    ValueError if LOCAL_WORLD_SIZE is not a number of processes."""
+    """Return the number of processes that torchrun has started on this machine; None without torchrun.
+
+    Raises ValueError if LOCAL_WORLD_SIZE is invalid.
+    """
     return _number("LOCAL_WORLD_SIZE", 1, None) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
@@ -78,8 +81,8 @@ def _number(name: str, low: int, high: int | None, where: str = "", default: int
     return value
 
 
-AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # of the mesh, outer to inner
-VIEWS = {  # several axes taken as one
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # axes of the mesh, outer to inner
+VIEWS = {  # name of a group -> axes that it spans
     "dp": ("dp_replicate", "dp_shard"),  # ranks that see different samples
     "fsdp": ("dp_shard", "sp"),  # ranks among which a shard strategy divides the state
     "loss": ("dp_replicate", "dp_shard", "sp"),  # ranks whose losses and gradients are averaged
@@ -91,8 +94,8 @@ VIEWS = {  # several axes taken as one
 class ParallelDims:
     """The number of ranks of each kind of parallelism. Ranks are numbered with ``pp`` outermost and ``tp`` innermost.
 
-    Groups have the names of AXES and of VIEWS, ``ep``, and ``ep_shard``, the ranks of dp_shard x sp x tp that hold the
-    same experts.
+    The names of groups are those in AXES and VIEWS, ``ep``, and ``ep_shard``. A group of ``ep_shard`` consists of the
+    ranks within dp_shard x sp x tp that hold the same experts.
 
     Attributes:
         pp: stages of a pipeline.
@@ -100,10 +103,10 @@ class ParallelDims:
         dp_shard: ranks that see different samples and divide one copy's state.
         sp: ranks that share a sequence.
         tp: ranks that divide a layer.
-        ep: ranks that divide the experts; folded out of dp_shard x sp x tp, innermost first.
+        ep: ranks that divide the experts. These are consecutive ranks within dp_shard x sp x tp.
 
     Raises:
-        ValueError: a size below 1, or an ep that does not divide dp_shard x sp x tp.
+        ValueError: a size is below 1, or ep does not divide dp_shard x sp x tp.
     """
 
     pp: int = 1
@@ -124,7 +127,10 @@ class ParallelDims:
 
     @classmethod
     def fill(cls, world_size: int, **sizes: int) -> "ParallelDims":
-        """Return dims of these sizes whose dp_shard takes the remaining ranks. Raises ValueError if it can't."""
+        """Return dims of these sizes, with the remaining ranks in dp_shard.
+
+        Raises ValueError if the sizes don't divide ``world_size``.
+        """
         rest = cls(**{**sizes, "ep": 1})
         if world_size % rest.world_size:
             raise ValueError(f"the parallel sizes {rest} do not divide the {world_size} processes")
@@ -141,7 +147,7 @@ class ParallelDims:
             raise ValueError(f"the parallel sizes {self} need {self.world_size} processes and there are {world_size}")
 
     def size(self, name: str) -> int:
-        """Return the number of ranks of each group of this name."""
+        """Return the number of ranks in each group of this name."""
         sizes, axes = self._grid(name)
         return math.prod(sizes[axis] for axis in axes)
 
@@ -158,7 +164,7 @@ class ParallelDims:
         return place
 
     def _grid(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the sizes of a grid of all ranks, outer to inner, and the axes of it along which the ranks of a group
+        """Return the sizes of a grid of all ranks, outer to inner, and the grid's axes along which the ranks of a group
         differ."""
         if name in ("ep", "ep_shard"):
             inner = self.dp_shard * self.sp * self.tp
@@ -173,8 +179,10 @@ class ParallelDims:
 
 
 def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
-    """Number ranks along a grid, its last axis innermost, and return the groups of those that differ along ``axes``
-    only."""
+    """Return the groups of ranks that differ along ``axes`` only.
+
+    Ranks are numbered along a grid of these sizes, with the last axis innermost.
+    """
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def ranks(along: Sequence[int]) -> list[int]:
@@ -186,8 +194,11 @@ def grid_groups(sizes: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
 
 
 def divide_grid(frames: int, places: int, ranks: int, by_frames: bool = False) -> tuple[int, int]:
-    """Divide the tokens of a grid of frames x places over ranks: in whole frames (axis 0), or in whole places (axis 1)
-    if that takes less padding and ``by_frames`` is False. Return (axis, tokens of a rank, padding included)."""
+    """Choose the axis along which ranks divide a grid of frames x places.
+
+    The axis is 0 (complete frames per rank), or 1 (complete places per rank) if that needs less padding and
+    ``by_frames`` is False. Return (axis, tokens per rank with padding).
+    """
     rows = [-(-frames // ranks) * places] + [-(-places // ranks) * frames] * (not by_frames)
     return rows.index(min(rows)), min(rows)
 
@@ -198,20 +209,24 @@ def check_sequence_parallel(size: int, world_size: int) -> None:
 
 
 def check_tensor_parallel_size(size: int, sequence_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into groups of ``sequence_parallel`` x ``size``, which
-    share a sample and divide every layer."""
+    """Raise ValueError unless ``world_size`` processes divide into groups of ``sequence_parallel`` * ``size``.
+
+    The ranks of such a group share a sample and divide every layer.
+    """
     _check_shares("--tensor_parallel_size", size, {"--sequence_parallel_size": sequence_parallel}, world_size)
 
 
 def check_pipeline_parallel_size(size: int, sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into pipelines of ``size`` stages, each of which divides
-    into groups of the other sizes."""
+    """Raise ValueError unless ``world_size`` processes divide into pipelines of ``size`` stages.
+
+    A stage consists of ``sequence_parallel`` * ``tensor_parallel`` processes.
+    """
     inner = {"--tensor_parallel_size": tensor_parallel, "--sequence_parallel_size": sequence_parallel}
     _check_shares("--pipeline_parallel_size", size, inner, world_size)
 
 
 def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int) -> None:
-    """Raise ValueError unless ``size`` times the ``others`` (flag -> size) divides ``world_size``."""
+    """Raise ValueError unless the product of ``size`` and ``others`` (flag -> size) divides ``world_size``."""
     if size < 1:
         raise ValueError(f"{flag} {size}: out of range; give 1 or more")
     ranks = size * math.prod(others.values())
@@ -229,7 +244,10 @@ def _check_shares(flag: str, size: int, others: dict[str, int], world_size: int)
 
 
 def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel: int) -> list[str]:
-    """Return notes about groups that exchange in every layer and span several machines of ``node`` processes each."""
+    """Return notes about tensor or sequence groups that span machines of ``node`` processes each.
+
+    These groups communicate in every layer.
+    """
     notes, sizes = [], {"--tensor_parallel_size": (tensor_parallel, tensor_parallel)}
     sizes["--sequence_parallel_size"] = (sequence_parallel, tensor_parallel * sequence_parallel)
     for flag, (size, ranks) in sizes.items():
@@ -245,8 +263,11 @@ def crossing(node: int, world_size: int, tensor_parallel: int, sequence_parallel
 def check_expert_parallel_size(
     size: int, sequence_parallel: int, tensor_parallel: int, copies: int, world_size: int, stages: int = 1
 ) -> None:
-    """Raise ValueError unless the processes of one stage of one copy of the model divide into groups of ``size`` with
-    different experts. Ranks that divide every layer divide its experts, too."""
+    """Raise ValueError unless the processes of one stage of one model copy divide into expert groups of ``size``.
+
+    With tensor parallelism, the ranks that divide a layer also divide its experts, so ``size`` must be 1 or
+    ``tensor_parallel``.
+    """
     flag = f"--expert_parallel_size {size}"
     if size < 1:
         raise ValueError(f"{flag}: out of range; give 1 or more")
@@ -268,15 +289,19 @@ def check_expert_parallel_size(
 
 
 def parse_offload(text: str) -> tuple[str, int]:
-    """Split --offload: the state of fsdp in host memory (one of OFFLOAD), and the number of frozen blocks there (0:
-    none; all: more than there are)."""
+    """Parse --offload into fsdp's state in host memory (one of OFFLOAD), and the number of frozen blocks there.
+
+    The number is 0 for no blocks, and larger than any model's number of blocks for all.
+    """
     blocks, _, count = text.partition(":")
     return ("none", int(count or 10**6)) if blocks == BLOCKS else (text, 0)
 
 
 def check_replicate(copies: int, sharing: int, world_size: int) -> None:
-    """Raise ValueError unless the groups of ``sharing`` processes that see the same samples divide into ``copies`` of
-    the model."""
+    """Raise ValueError unless ``world_size`` processes divide into ``copies`` of the model with groups of ``sharing``.
+
+    The processes of such a group see the same samples.
+    """
     if world_size % (copies * sharing):
         size = f" in groups of {sharing} that share samples" if sharing > 1 else ""
         raise ValueError(
@@ -286,8 +311,10 @@ def check_replicate(copies: int, sharing: int, world_size: int) -> None:
 
 
 def check_cfg_parallel(sequence_parallel: int, tensor_parallel: int, world_size: int) -> None:
-    """Raise ValueError unless ``world_size`` processes divide into pairs of groups that share a sample's tokens and
-    divide layers."""
+    """Raise ValueError unless ``world_size`` processes divide into pairs of groups, one for each half of guidance.
+
+    A group consists of ``sequence_parallel`` * ``tensor_parallel`` processes.
+    """
     ranks = 2 * sequence_parallel * tensor_parallel
     if world_size % ranks:
         sizes = {"--sequence_parallel_size": sequence_parallel, "--tensor_parallel_size": tensor_parallel}

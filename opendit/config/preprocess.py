@@ -1,4 +1,4 @@
-"""Every flag of preprocess.py's commands, and what is checked before anything is loaded."""
+"""All flags of preprocess.py's commands, and the checks across them."""
 
 import functools
 from pathlib import Path
@@ -26,7 +26,7 @@ TEXT, PATH, FOLDER, CSV = Value(), Value(unit="path"), Value(unit="folder"), Val
 NAME, FRAMES_OF_A_CLIP, RATE = Value(unit="name"), Value(int, **FRAMES), Value(float, **FPS)
 BY_TIME = "frames a second, by the times in a clip's file, instead"
 CLIP_FLAGS = ("num_frames", "frame_interval", "fps", "short_clips", "video_reader")
-ENERGON = ".nv-meta"  # in what Energon has prepared
+ENERGON = ".nv-meta"  # folder in data sets that Energon has prepared
 COOKER = "MODULE:FUNCTION of yours that reads the samples of an Energon folder"
 PREFIX, WORDS = "words before every caption; in a folder also for files without one", Value(free=True, unit="words")
 IN_AND_OUT = "Files: what is read and written"
@@ -207,10 +207,10 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
     Args:
         options: values of all flags of the command.
-        given: the flags that were on the command line.
+        given: names of the flags that were on the command line.
 
     Raises:
-        ValueError: flags that can't be combined, or do not work on this machine; names the flag and the fix.
+        ValueError: flags can't be combined, or don't work on this machine. The message names the flag and the fix.
     """
     if "num_workers" in options:
         check_workers(options["num_workers"], "num_workers" in given)
@@ -253,7 +253,7 @@ def check(command: str, options: dict[str, Any], given: set[str]) -> None:
 
 
 def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
-    """Set the options that a public model's folder decides: its VAE, text encoders and size, unless they are given."""
+    """Set the VAE, the text encoders and the size from a public model's folder, unless flags give them."""
     source = options["pretrained"] = fetched(options["pretrained"], "--pretrained", options["download"])
     check_exists(source, "--pretrained", "a folder of a public model, as diffusers writes it")
     folder, name = Path(source).expanduser(), name_of_folder(source)
@@ -276,8 +276,11 @@ def _resolve_public(options: dict[str, Any], given: set[str]) -> None:
 
 
 def _patch_of(options: dict[str, Any]) -> tuple[int, ...]:
-    """Return the patch of the model that --bucket_tokens counts tokens of, (frames, rows, columns) or (rows, columns);
-    () without it. Raises ValueError for a model that is missing, unknown or of something else."""
+    """Return the patch of --model, whose tokens --bucket_tokens counts: (frames, rows, columns) or (rows, columns).
+
+    Return () without --bucket_tokens. Raises ValueError if the model is missing or unknown, or takes clips instead of
+    pictures or pictures instead of clips.
+    """
     tokens, model = options["bucket_tokens"], options["model"]
     if tokens is None:
         return ()

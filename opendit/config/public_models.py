@@ -1,6 +1,6 @@
-"""Public models by the names of their folders, FAMILY/FOLDER, as far as flags need them; no torch.
+"""Facts about public models that flags need, without torch. A public model has the name FAMILY/FOLDER.
 
-``opendit.models.families`` has what they are.
+``opendit.models.families`` has the models' other properties.
 """
 
 from pathlib import Path
@@ -10,12 +10,15 @@ from opendit.common.hub import folder_name, on_hub
 from opendit.common.json_file import MIB, read_json
 
 RUN_CONFIG = "config.json"
-CLIP_FRAMES = 17  # by default: 4 k + 1 and 8 k + 1, as their VAEs take them; the nearest number to the other models' 16
+CLIP_FRAMES = 17  # default: nearest to the other models' 16 that is 4 k + 1 and 8 k + 1, as the VAEs require
 
 
 class Public(NamedTuple):
-    """A family as flags see it: diffusers' class of its network, its patch, the usual side of its pictures, and the
-    value of guidance_embeds that tells its networks from another family's, or None."""
+    """Facts about a family that flags need.
+
+    network: diffusers' class of the network. patch: its patch. image_size: usual side of pictures. guidance_embeds: the
+    value in ``config.json`` that distinguishes the family from another family with the same class; None: not needed.
+    """
 
     network: str
     patch: int | tuple[int, int, int]
@@ -23,7 +26,7 @@ class Public(NamedTuple):
     guidance_embeds: bool | None = None
 
     def describes(self, config: dict[str, Any]) -> bool:
-        """Return True if a network with this ``config.json`` is of the family."""
+        """Return True if a network with this ``config.json`` belongs to the family."""
         told = config.get("guidance_embeds", self.guidance_embeds)
         return config.get("_class_name") == self.network and self.guidance_embeds in (None, told)
 
@@ -49,8 +52,11 @@ def family_in(name: str) -> str | None:
 
 
 def name_of_folder(path: str | Path) -> str | None:
-    """Return the name of the public model that a folder holds, as diffusers writes it, or that a run trains; None if it
-    holds none, or can't be read."""
+    """Return the name of the public model in a folder.
+
+    ``path`` is a folder written by diffusers, or a run or checkpoint that trains a public model. Return None if the
+    folder holds no public model, or can't be read.
+    """
     folder = Path(path).expanduser()
     for inside in (folder / "transformer" / "config.json", folder / "config.json"):
         config = _read(inside)
@@ -68,8 +74,11 @@ def name_of_folder(path: str | Path) -> str | None:
 
 
 def commit_of_run(path: str | Path, name: str) -> str | None:
-    """Return the commit of the model on the hub, OWNER/NAME, that a run or a checkpoint of it began from; None if it
-    began from another, or can't be read."""
+    """Return the hub commit of the model ``name`` (OWNER/NAME) from which a run started.
+
+    ``path`` is the run's folder, or one of its checkpoints. Return None if the run started from another model, or can't
+    be read.
+    """
     folder, asked = Path(path).expanduser(), on_hub(name)
     if asked is None:
         return None

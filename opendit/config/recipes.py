@@ -1,7 +1,8 @@
 """Recipes: named sets of flags, which the command line overrides (``--recipe NAME``; docs/recipes.md).
 
-Each training stage is one recipe. It names the recipe that it follows, and starts from that one's weights by
-``--pretrained``. Every recipe has a form ``mock_NAME`` on random latents, to time a step without data.
+Each training stage is one recipe. A later stage names the recipe that it follows, and starts from that recipe's weights
+with ``--pretrained``. For every recipe NAME there is a recipe ``mock_NAME`` on random latents, to time a step without
+data.
 """
 
 import re
@@ -16,8 +17,8 @@ class Preset:
 
     Attributes:
         about: one line for --recipe list.
-        flags: as on a command line.
-        follows: the recipe whose weights this one starts from.
+        flags: the flags, as on a command line.
+        follows: name of the recipe whose weights this recipe starts from, or None.
     """
 
     about: str
@@ -33,9 +34,9 @@ DEMO = (
 NOT_OF_MOCK = r" --(global_batch_size|frame_interval|random_flip|ckpt_\w+|sample_\w+|warmup_steps)( [^-]\S*)?(?= )"
 MOCK = "--data_path mock --max_steps 50 --log_every 5 --sample_every 0 --no_save"
 
-# Stages of text-to-clip training. 32 latent frames: 8,192 tokens at 256 px and 73,728 at 768 px with patches of 1x2x2.
+# Stages of text-to-clip training. 32 latent frames are 8,192 tokens at 256 px and 73,728 at 768 px with 1x2x2 patches.
 # Learning rates, warm-up, weight decay, Adam's betas and global batches of the large models are NeMo's (its DiT-7B and
-# MovieGen recipes); the numbers of steps are a frame to change, not a result.
+# MovieGen recipes). The numbers of steps are starting points to change, not results.
 PRETRAIN = (
     f"--use_video --data_path ./data.csv --text_encoder t5 --cross_attention --weight_decay 0.1 --adam_beta2 0.95 "
     f"--ckpt_keep 3 {FAST}"
@@ -51,7 +52,7 @@ LARGE = (
 )
 EDM = "--objective edm --edm_sigma_data 1"  # Stable Diffusion's scaled latents have a deviation of about 1
 FLOW = "--objective flow --flow_times logit_normal"
-# What papers on faster training agree on (docs/better_training.md); learning rates are those without Muon.
+# Settings on which papers on faster training agree (docs/better_training.md). Learning rates are those without Muon.
 SPEEDRUN = (
     f"--norm rms --mlp swiglu --positions rope --qk_norm {FLOW} --flow_contrast 0.05 --optimizer muon --random_flip "
     f"--label_drop 0.1 --enable_cuda_graph {FAST}"
@@ -61,8 +62,11 @@ SPEEDRUN = (
 def _stages(
     name: str, model: str, objective: str, *, batch: int, world: int, more: str = "", joint: str = ""
 ) -> dict[str, Preset]:
-    """Make the three stages of one model. The first one takes ``batch`` pictures per GPU and ``world`` in total. more:
-    flags of all stages; joint: flags of the second one."""
+    """Return the three stages of one model.
+
+    batch: pictures per GPU in the first stage. world: pictures per step on all GPUs in the first stage. more: flags of
+    all stages. joint: flags of the second stage.
+    """
     common = f"--model {model} {PRETRAIN} {objective} {more}"
     shifts = ("--flow_shift 3", "--flow_shift 6") if objective == FLOW else ("", "")
     return {
@@ -141,14 +145,14 @@ RECIPES = {
     ),
 }
 RECIPES |= {
-    # Without the global batch: a step is one micro-batch of every GPU, whatever their number.
+    # --global_batch_size is removed, so that a step is one micro-batch per GPU for any number of GPUs.
     f"mock_{name}": Preset(f"{recipe.about}; random latents", f"{re.sub(NOT_OF_MOCK, ' ', recipe.flags + ' ')}{MOCK}")
     for name, recipe in RECIPES.items()
 }
 
 
 def find_recipe(name: str) -> Preset:
-    """Return the recipe of this name. Raises ValueError for an unknown one, naming the most similar."""
+    """Return the recipe of this name. Raises ValueError for an unknown name and suggests the most similar name."""
     if name not in RECIPES:
         raise ValueError(
             f"--recipe {name}: no such recipe; did you mean {nearest(name, [*RECIPES, 'list'])}? "

@@ -1,4 +1,4 @@
-"""Every flag of sample.py by component, and the checks across them."""
+"""The configuration of sample.py: all of its flags, and the checks across them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,7 +203,7 @@ class SampleConfig(
     )
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["SampleConfig", list[str]]:
-        """Check the flags together, and fill in what depends on the hardware; see :meth:`TrainConfig.resolve`."""
+        """Check the flags together, and fill in values that depend on the hardware; see :meth:`TrainConfig.resolve`."""
         if self.cfg_interval:
             check_interval(self.cfg_interval)
         check_values(self)
@@ -243,12 +243,12 @@ class SampleConfig(
         npz = self.npz
         if npz is not None:
             check_no_folder(npz, "--npz")
-            npz += "" if npz.endswith(".npz") else ".npz"  # as numpy does
+            npz += "" if npz.endswith(".npz") else ".npz"  # numpy adds the suffix, too
             check_output_file(npz, "--npz")
         return replace(self, model=model, mixed_precision=precision, npz=npz), notes
 
     def _unused(self) -> dict[str, str]:
-        """Return the flags that change nothing in combination with the others, and why."""
+        """Return the flags that have no effect in combination with the other flags, as flag -> reason."""
         unused = {}
         if self.cfg_scale == 1:
             unused |= dict.fromkeys(

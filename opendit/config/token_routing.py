@@ -1,4 +1,4 @@
-"""``--route FIRST:LAST:SHARE``: which blocks see how many of the tokens in training. Needs no torch."""
+"""Token routing, ``--route FIRST:LAST:SHARE``: some blocks see only a part of the tokens in training. No torch."""
 
 import math
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ TAKES = "FIRST:LAST:SHARE, as in 2:8:0.5: blocks from 0, two numbers and a share
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """Blocks ``first`` to ``last`` - 1, counted from 0, do without a ``share`` of every sample's tokens."""
+    """A route: blocks ``first`` to ``last`` - 1, counted from 0, skip a ``share`` of each sample's tokens."""
 
     first: int
     last: int
     share: float
 
     def kept(self, tokens: int) -> int:
-        """Return how many of a sample's tokens these blocks see, at least one."""
+        """Return how many of a sample's ``tokens`` the blocks of the route see; at least one."""
         return max(1, round(tokens * (1 - self.share)))
 
 
 def parse_route(text: str) -> TokenRoute:
-    """Return the route that ``--route`` asks for. Raises ValueError for anything else."""
+    """Parse a value of ``--route``. Raises ValueError for an invalid value."""
     try:
         first, last, share = text.split(":")
         route = TokenRoute(int(first), int(last), float(share))

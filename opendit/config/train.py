@@ -99,7 +99,7 @@ class TrainConfig(
     )
 
     def world_size(self) -> int:
-        """Return the number of processes of the run: those that exist, or the number that --dry_run asks about."""
+        """Return the number of processes of the run, or with --dry_run the number of GPUs to plan for."""
         found = super().world_size()
         return found if self.dry_run is None else self.dry_run or max(found, self.sharing)
 
@@ -114,11 +114,11 @@ class TrainConfig(
         return min(world_size, self.gpus_per_node or found or (8 if self.dry_run is not None else world_size))
 
     def resolve(self, world_size: int, has_gpu: bool) -> tuple["TrainConfig", list[str]]:
-        """Check the flags together, and fill in the values that depend on each other and on the hardware.
+        """Check the flags together, and fill in values that depend on other flags and on the hardware.
 
         Args:
             world_size: number of processes of the run.
-            has_gpu: whether this process has a GPU.
+            has_gpu: True if this process has a GPU.
 
         Returns:
             The resolved flags, and notes to print.
@@ -138,7 +138,7 @@ class TrainConfig(
         flags, note = flags._resolve_frames()
         notes += note
         _, streamed = parse_offload(flags.offload)
-        if flags.plugin != "fsdp" and not streamed:  # a recipe may set it
+        if flags.plugin != "fsdp" and not streamed:  # a recipe may set --offload
             flags = replace(flags, offload="none")
         precision, note = resolve_precision(flags.mixed_precision, "mixed_precision" in flags.given, has_gpu)
         flags, notes = replace(flags, mixed_precision=precision), notes + note
@@ -165,7 +165,7 @@ class TrainConfig(
         flags._check_packs()
         flags._check_route()
         flags._check_alignment()
-        if flags.parallel != "auto":  # which chooses the batch itself
+        if flags.parallel != "auto":  # auto chooses the batch itself
             flags, note = flags._resolve_batch(world_size // flags.sharing)
             notes += note
         flags._check_contrast()
@@ -179,15 +179,21 @@ class TrainConfig(
         return flags, notes + flags._recipe_notes()
 
     def _fetched(self) -> "TrainConfig":
-        """Return the flags with the folder of a --pretrained that is a name on the hub. A dry run may go without."""
+        """If --pretrained is a name on the hub, replace it by the local folder of that model.
+
+        A dry run without --download doesn't need the folder.
+        """
         if self.pretrained is None or (self.dry_run is not None and not self.download):
             return self
         commit = None if self.load in (None, "latest") else commit_of_run(self.load, self.pretrained)
         return replace(self, pretrained=fetched(self.pretrained, "--pretrained", self.download, commit))
 
     def _resolve_public(self) -> "TrainConfig":
-        """Return the flags of a public model, if --pretrained or --load is one, or trains one: its name and objective,
-        and its folder's VAE and text encoders, unless they are given."""
+        """Fill in the flags of a public model, if --pretrained or --load holds one, or is a run that trains one.
+
+        These flags are the model's name and objective, and unless they are given, the VAE and text encoders in its
+        folder. Raises ValueError for flags that contradict the model.
+        """
         source = self.pretrained or (None if self.load == "latest" else self.load)
         name = None if source is None else name_of_folder(source)
         if source is None or name is None:
@@ -212,7 +218,7 @@ class TrainConfig(
             settings["pretrained"] = self._expert_of(folder)
         if "image_size" not in self.given:
             settings["image_size"] = PUBLIC[name.partition("/")[0]].image_size
-        named = set()  # by --pretrained: as good as by their own flags
+        named = set()  # flags set by --pretrained, which count as given
         if (folder / "vae").is_dir() and "vae" not in self.given:
             settings["vae"] = str(folder / "vae")
             named.add("vae")
@@ -222,14 +228,17 @@ class TrainConfig(
         return replace(self, **settings, given=self.given | named)
 
     def _resolve_frames(self) -> tuple["TrainConfig", list[str]]:
-        """Return the flags with a number of frames that a public model's VAE takes, unless it is given, and a note."""
+        """Set --num_frames, unless it is given, to a number that a public model's VAE supports.
+
+        Returns flags and notes.
+        """
         if not self.use_video or family_in(self.model) is None or "num_frames" in self.given:
             return self, []
         note = f"--num_frames {CLIP_FRAMES} of clips that are read, the nearest to 16 that {self.model} takes"
         return replace(self, num_frames=CLIP_FRAMES), [note]
 
     def _expert_of(self, folder: Path) -> str:
-        """Return the folder of the network to train: ``folder``, or one of two networks in it."""
+        """Return the path of the network to train: --pretrained, or one of two networks in ``folder`` (--expert)."""
         inside = {"high": folder / "transformer", "low": folder / "transformer_2"}
         if not inside["low"].is_dir():
             if self.expert is not None and folder.name not in ("transformer", "transformer_2"):
@@ -240,7 +249,7 @@ class TrainConfig(
         return str(inside[self.expert])
 
     def evaluating(self) -> EvaluateConfig:
-        """Return the configuration with which ``opendit evaluate`` measures the samples of --evaluate_every."""
+        """Return the configuration of ``opendit evaluate`` for the evaluations of --evaluate_every."""
         how = {
             "features": self.evaluate_features,
             "video_features": self.evaluate_video_features,
@@ -250,7 +259,7 @@ class TrainConfig(
         return EvaluateConfig(**how, intervals=False, given=frozenset(how))
 
     def _recipe_notes(self) -> list[str]:
-        """Return a note if a recipe expects the weights of the stage before it and the flags name none."""
+        """Return a note if the recipe should start from the previous stage's weights, and the flags name no weights."""
         recipe = find_recipe(self.recipe) if self.recipe else None
         if recipe is None or recipe.follows is None or self.pretrained or self.data_path == "mock":
             return []
@@ -270,8 +279,10 @@ class TrainConfig(
             )
 
     def _check_sizes(self) -> None:
-        """Raise ValueError for sizes that the model's name rules out. What depends on the data, the VAE or a folder is
-        checked later."""
+        """Raise ValueError for sizes that don't suit the model's name.
+
+        Sizes that depend on the data, the VAE or a folder are checked later.
+        """
         patch = patch_size(self.model)
         side = patch if isinstance(patch, int) else math.lcm(*patch[1:])
         what = f"patch of {self.model}: {side}"
@@ -339,7 +350,10 @@ class TrainConfig(
         self._reject("optimizer", clashes)
 
     def _resolve_meanflow(self) -> tuple["TrainConfig", list[str]]:
-        """Check the flags beside --objective meanflow, and let its samples be drawn in two steps, without guidance."""
+        """Check flags that can't be combined with --objective meanflow.
+
+        Its samples are drawn in two steps, without guidance, unless flags are given.
+        """
         if self.objective != "meanflow":
             return self, []
         clashes = {
@@ -399,7 +413,7 @@ class TrainConfig(
             raise ValueError(f"--ckpt_best {self.ckpt_best}: --no_save keeps no checkpoint; leave one of them out")
 
     def _check_files(self) -> None:
-        """Check the flags that depend on this machine, its processors and its disks."""
+        """Check the flags that depend on this machine's processors and disks."""
         check_workers(self.num_workers, "num_workers" in self.given)
         if self.load not in (None, "latest"):
             check_exists(self.load, "--load", "latest, a run folder or a checkpoint folder")
@@ -418,7 +432,7 @@ class TrainConfig(
             check_writable(self.outputs, "--outputs")
 
     def _unused(self) -> dict[str, str]:
-        """Return the flags that change nothing in combination with the others, and why."""
+        """Return the flags that have no effect in combination with the other flags, as flag -> reason."""
         kind, mock = self.model.rpartition("-")[0], self.data_path == "mock"
         unused = {name: f"belongs to --objective {of}" for name, of in OBJECTIVE_FLAGS.items() if of != self.objective}
         unused |= {name: f"does nothing without --model {of}-..." for name, of in KIND_FLAGS.items() if of != kind}
@@ -454,7 +468,7 @@ class TrainConfig(
                 "reshard",
                 "reduce_dtype",
                 "gather_fp8",
-                *([] if streamed or self.card else ["offload"]),  # --card may choose to move blocks
+                *([] if streamed or self.card else ["offload"]),  # --card may choose to offload blocks
             )
             unused |= dict.fromkeys(of_fsdp, "does nothing without --plugin fsdp")
         elif self.plugin == "fsdp" and not self.fp8:
@@ -472,7 +486,7 @@ class TrainConfig(
             if mock or self.sample_every is not None:  # otherwise grids are drawn every --ckpt_every steps
                 other = "--data_path mock" if mock else f"--sample_every {self.sample_every}"
                 unused["ckpt_every"] = f"does nothing with --no_save and {other}"
-        # --sample_every 0 disables grids; the other flags of grids may stay.
+        # --sample_every 0 disables grids; other flags of grids are still allowed.
         if mock:
             why = "does nothing with --data_path mock, whose samples are not drawn"
             unused |= dict.fromkeys(("sample_steps", "sample_cfg_scale", "sample_prompts"), why)
@@ -496,10 +510,13 @@ class TrainConfig(
         return [f"{found}, so that --lr {self.lr:g} is never reached"]
 
     def _resolve_batch(self, dp_size: int) -> tuple["TrainConfig", list[str]]:
-        """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples."""
+        """Divide --global_batch_size into the largest equal micro-batches of at most --batch_size samples.
+
+        Returns flags and notes.
+        """
         if {"grad_accumulation", "global_batch_size"} <= self.given:
             raise ValueError("--grad_accumulation: --global_batch_size decides it; leave one of them out")
-        if self.global_batch_size is None or "grad_accumulation" in self.given:  # which overrides a recipe's batch
+        if self.global_batch_size is None or "grad_accumulation" in self.given:  # overrides a recipe's batch size
             return self, []
         asked, fits = self.global_batch_size, max(1, self.global_batch_size // dp_size) * dp_size
         if fits != asked and "global_batch_size" in self.given:
@@ -513,7 +530,10 @@ class TrainConfig(
         return flags, [] if same else [f"global batch: {fits}, not {asked}, to be shared by {dp_size} ranks evenly"]
 
     def _resolve_tokens(self) -> tuple["TrainConfig", list[str]]:
-        """Set --batch_size to 1 with --bucket_tokens or --pack_tokens, which it then counts, unless it was given."""
+        """Set --batch_size to 1, unless it is given, with --bucket_tokens or --pack_tokens.
+
+        --batch_size then counts lots of one shape, or packs. Returns flags and notes.
+        """
         if self.tokens is None:
             return self, []
         if self.bucket_tokens is not None and self.pack_tokens is not None:
@@ -548,7 +568,7 @@ class TrainConfig(
             )
 
     def _check_contrast(self) -> None:
-        """Raise ValueError for micro-batches in which not every sample has a neighbour to be compared with."""
+        """Raise ValueError if --flow_contrast can't compare the samples of a micro-batch in pairs."""
         if not (weight := vars(self)["flow_contrast"]):
             return
         asked = f"--flow_contrast {weight:g}"
@@ -562,7 +582,7 @@ class TrainConfig(
 
     @property
     def token_route(self) -> TokenRoute | None:
-        """The route of --route; None if all blocks see all tokens."""
+        """The parsed --route; None if all blocks see all tokens."""
         route = None if self.route is None else parse_route(self.route)
         return route if route is not None and route.share > 0 else None
 
@@ -618,7 +638,7 @@ class TrainConfig(
             )
 
     def check_lora(self) -> None:
-        """Raise ValueError if --lora can't be trained beside the other flags."""
+        """Raise ValueError if --lora can't be combined with the other flags."""
         if self.pretrained is None and self.load is None:
             raise ValueError(NO_BASE)
         for target in self.lora_targets:
@@ -695,7 +715,7 @@ class TrainConfig(
         self._reject("pipeline_parallel_size", clashes)
 
     def _reject(self, flag: str, clashes: dict[str, bool]) -> None:
-        """Raise ValueError for the first true one of ``clashes``, "--other, reason" -> whether it applies."""
+        """Raise ValueError for the first true value of ``clashes``, which maps "--other, reason" to True or False."""
         for what, clash in clashes.items():
             if clash:
                 raise ValueError(f"--{flag} {getattr(self, flag)}: does not work with {what}; leave one of them out")
@@ -709,7 +729,7 @@ class TrainConfig(
             self._reject("expert_parallel_size", {"--compile, which can't follow tokens to other ranks": self.compile})
 
     def _resolve_recompute(self) -> tuple["TrainConfig", list[str]]:
-        """Turn --recompute off where the plugin or --fp8 makes it useless."""
+        """Turn --recompute off if it has no effect with the plugin or --fp8. Return flags and notes."""
         if self.recompute_blocks is not None:
             clashes = {
                 "--pipeline_parallel_size, whose stages recompute all of theirs": self.pipeline_parallel_size > 1,

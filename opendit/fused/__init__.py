@@ -1,9 +1,11 @@
 # pyright: standard
-"""This project's fused operations for anybody's model: its kernels where they run, the same in torch where not.
+"""OpenDiT's fused operations for use in any model.
+
+Each operation runs a Triton kernel where kernels are available, and otherwise computes the same result in torch.
 
     from opendit.fused import attention, gate_residual, layernorm_modulate
 
-docs/api.md shows a plain DiT with them.
+docs/api.md shows a plain DiT that uses these operations.
 """
 
 from contextlib import AbstractContextManager
@@ -22,10 +24,10 @@ from opendit.models.attention import RIGHT_WHEN_COMPILED
 
 
 def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
-    """LN(x) * (1 + scale) + shift, LN without weights, in one pass: adaLN (Peebles & Xie 2023, sec. 3.2).
+    """Compute adaLN, LN(x) * (1 + scale) + shift, in one pass (Peebles & Xie 2023, sec. 3.2). LN has no weights.
 
-    x: (B, N, D) bf16, fp16 or fp32; shift, scale: (B, D); eps: DiT's, where ``nn.LayerNorm`` has 1e-5 unless told
-    otherwise. Returns (B, N, D) in x's dtype.
+    x: (B, N, D) bf16, fp16 or fp32; shift, scale: (B, D); eps: DiT's default, 1e-6 (``nn.LayerNorm``'s default is
+    1e-5). Returns (B, N, D) in x's dtype.
     """
     if kernels_available(x.device, x.dtype)[0]:
         return adaln.layernorm_modulate(x, shift, scale, eps)
@@ -33,7 +35,7 @@ def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-
 
 
 def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """x + gate * branch in one pass: adaLN-Zero's residual connection.
+    """Compute adaLN-Zero's residual connection, x + gate * branch, in one pass.
 
     x, branch: (B, N, D) bf16, fp16 or fp32; gate: (B, D). Returns (B, N, D) in x's dtype.
     """
@@ -43,10 +45,11 @@ def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
 
 def attention() -> AbstractContextManager[Any]:
-    """A context in which ``F.scaled_dot_product_attention`` takes the fastest kernel measured for the card.
+    """Return a context in which ``F.scaled_dot_product_attention`` uses the kernel measured fastest on this GPU.
 
-    With torch.compile, enter it within what is compiled: there it leaves out cuDNN, whose gradients would be wrong
-    (opendit.models.attention); around a compiled function it can't know.
+    With torch.compile, enter the context inside the compiled function. There the context excludes cuDNN, because
+    compiled code would get wrong gradients from cuDNN (opendit.models.attention). A context entered around a compiled
+    function can't detect the compilation.
     """
     order = [SDPBackend.MATH]
     if torch.compiler.is_compiling():

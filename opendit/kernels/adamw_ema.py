@@ -1,18 +1,18 @@
-"""One optimizer step in one pass over memory: AdamW on fp32 masters, their averages (EMA), the working weights.
+"""An optimizer step in one pass over memory: AdamW on fp32 masters, averages of the masters (EMA), working weights.
 
 A ZeRO step reads gradient, master, both moments and the averages once and writes them once: 36 bytes per parameter with
-one average and bf16 gradients and weights. Separate operations move twice as much. Before it, one pass over the
-gradients sums their squares. What follows from the sum (norm, clipping, skipping the step) stays on the device, so that
-the host never waits: it enqueues the same work whether the step will be skipped or not.
+one average and bf16 gradients and weights. Separate operations move twice as much. Before the step, one pass over the
+gradients sums their squares. The norm, the clipping factor and the decision to skip the step are computed from the sum
+on the device, so that the host never waits. The host enqueues the same work even if the step will be skipped.
 
     step = FusedStep(masters, exp_avgs, exp_avg_sqs, working)
     total = step.square_sum(gradients)                            # several ranks add up their totals here
     norm, finite = step.decide(total, scale=loss_scale, clip=1.0)
     step.update(lr=1e-4, weight_decay=0.0)
 
-A tensor without second moments is Muon's: its gradient is replaced between ``decide`` and ``update`` by the direction
-to go, first by :meth:`FusedStep.momentum`, then by opendit.parallel.muon. Moments in 8 bits pass through fp32 memory
-(opendit/kernels/eight_bit_moments.py), some tensors at a time.
+Tensors without second moments are updated by Muon. Between ``decide`` and ``update``, :meth:`FusedStep.momentum` and
+then opendit.parallel.muon replace the gradient of such a tensor by the direction of its update. Moments in 8 bits are
+decoded to fp32 for the update, a group of tensors at a time (opendit/kernels/eight_bit_moments.py).
 
 The kernels process all tensors in one launch (opendit/kernels/tensor_table.py).
 """
@@ -32,8 +32,9 @@ from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit, triton_dtype
 
-# Elements per program, and its warps. Norm and update of DiT-XL/2 (675 M parameters) on an H200 in ms: 2048 and 2
-# warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, because registers spill.
+# Elements and warps per program. Time of norm and update for DiT-XL/2 (675 M parameters) on an H200, in ms: 2048
+# elements and 2 warps 6.35; 4096, 4: 6.55; 1024, 4: 6.71; 512, 4: 6.78; 2048, 4: 6.98; 4096, 2: 49, because registers
+# spill.
 BLOCK, WARPS = 2048, 2
 FP16_MAX = 65504.0
 
@@ -57,10 +58,11 @@ def adamw_ema_reference(
     weight_decay: float,
 ) -> None:
     """Apply torch's AdamW to ``coefficient * gradient`` as step number ``count``, then update averages and working
-    weights; in place.
+    weights. All updates are in place.
 
-    A tensor without a gradient (None) keeps its master and moments; its averages are updated all the same. Of a tensor
-    without second moments the gradient is the direction itself: master = (1 - lr * weight_decay) * master - lr * it.
+    A tensor without a gradient (None) keeps its master and moments, but its averages are updated. For a tensor without
+    second moments, the gradient is the update's direction:
+    master = (1 - lr * weight_decay) * master - lr * gradient.
     """
     used = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is not None]
     directed = [i for i, g in enumerate(gradients) if g is not None and exp_avg_sqs[i] is None]
@@ -90,9 +92,11 @@ def adamw_ema_reference(
 
 
 def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coefficient: float) -> None:
-    """Move ``exp_avg`` towards ``coefficient * gradient``, and the gradient towards it (Nesterov); in place.
+    """Apply Nesterov momentum, in place, with g = coefficient * gradient.
 
-    The gradient keeps its scale, whatever ``coefficient``, so that it fits its precision: only its direction is needed.
+    exp_avg = momentum * exp_avg + (1 - momentum) * g, and then the gradient becomes
+    ((1 - momentum) * g + momentum * exp_avg) / coefficient. The division keeps the gradient in the range of its dtype;
+    Muon needs only the gradient's direction.
     """
     own = coefficient * gradient.float()
     exp_avg.lerp_(own, 1.0 - momentum)
@@ -100,13 +104,13 @@ def momentum_reference(gradient: Tensor, exp_avg: Tensor, momentum: float, coeff
 
 
 def _in_range(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp what fp16 would make infinite: momentum of larger gradients than the present ones."""
+    """Clamp values beyond fp16's range, which occur if the momentum of earlier gradients is large."""
     return values.clamp_(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else values
 
 
 # ------------------------------------------------------------------------------------------ kernels
 
-# Rows of the table of addresses; those of the averages follow. Address 0 means that there is no such tensor.
+# Row numbers of the address table. The averages have rows AVERAGE, AVERAGE + 1, ... Address 0: no such tensor.
 _constant = tl.constexpr if TRITON else int
 SIZE, GRADIENT, WORKING_COPY, MASTER, EXP_AVG, EXP_AVG_SQ, AVERAGE = map(_constant, range(7))
 
@@ -119,7 +123,7 @@ def _square_sum_block(address, offsets, mask, DTYPE: tl.constexpr, ALIGNED: tl.c
 
 @triton.jit(do_not_specialize=("tensors",))
 def _square_sum_kernel(table, blocks, partial, tensors, BLOCK: tl.constexpr, GRAD: tl.constexpr):
-    """partial[block] = sum of the block's squared gradients, in fp32."""
+    """Compute partial[block] = sum of the block's squared gradients, in fp32."""
     block = tl.program_id(0)
     tensor = tl.load(blocks + 2 * block)
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
@@ -140,9 +144,11 @@ def _update_block(
     table, tensors, offsets, mask, scalars, lr, shrink, beta2, rest1, rest2, eps, shift, stride,
     GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, DIRECTED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Step one block. ``table`` begins at the block's tensor; ``rest`` is 1 - beta, ``shrink`` lr * decay: the host
-    computes them in double precision, because 1 - beta2 in fp32 would be off by 5e-5. DIRECTED: the gradient is a
-    direction of Muon's."""
+    """Update one block. ``table`` points to the column of the block's tensor.
+
+    ``rest1`` and ``rest2`` are 1 - beta, and ``shrink`` is lr * weight_decay. The host computes these in double
+    precision, because 1 - beta2 in fp32 would be off by 5e-5. DIRECTED: the gradient is Muon's update direction.
+    """
     coefficient = tl.load(scalars + 1)
     correction1 = tl.load(scalars + 2)
     correction2 = tl.load(scalars + 3)
@@ -183,10 +189,11 @@ def _update_kernel(
     BLOCK: tl.constexpr, GRAD: tl.constexpr, WORKING: tl.constexpr, AVERAGES: tl.constexpr, MIXED: tl.constexpr,
     DIRECTED: tl.constexpr,
 ):  # fmt: skip
-    """AdamW, averages and working weights of block ``first`` + program; does nothing if scalars[0] is 0.
+    """Update moments, masters, averages and working weights of block ``first`` + program, unless scalars[0] is 0.
 
-    The first moments lie ``shift`` bytes after the table's addresses, the second ones ``stride`` bytes further. MIXED:
-    only the tensors without second moments (DIRECTED), or only the others: both in one kernel would spill registers.
+    The first moments lie ``shift`` bytes after their addresses in the table, the second moments ``shift`` + ``stride``
+    bytes. MIXED: update only tensors without second moments (DIRECTED), or only tensors with them (not DIRECTED),
+    because a kernel that did both would spill registers.
     """
     block = first + tl.program_id(0)
     table += tl.load(blocks + 2 * block)
@@ -200,7 +207,7 @@ def _update_kernel(
         low_bits = tl.load(table + GRADIENT * tensors)
         for row in tl.static_range(WORKING_COPY, AVERAGE + AVERAGES):
             low_bits |= tl.load(table + row * tensors)
-        # Whole blocks of aligned tensors, all but a few, go without masks.
+        # Most blocks are complete and belong to aligned tensors, so that they need no mask.
         if (start + BLOCK <= size) & (low_bits % 16 == 0):
             everything = tl.full((BLOCK,), 1, tl.int1)
             _update_block(
@@ -235,7 +242,7 @@ def _momentum_block(
 def _momentum_kernel(
     table, blocks, scalars, tensors, momentum, rest, LIMIT: tl.constexpr, BLOCK: tl.constexpr, GRAD: tl.constexpr
 ):  # fmt: skip
-    """Do what momentum_reference does for every tensor without second moments; nothing if scalars[0] is 0."""
+    """Compute momentum_reference for every tensor without second moments, unless scalars[0] is 0."""
     block = tl.program_id(0)
     table += tl.load(blocks + 2 * block)
     gradient_address = tl.load(table + GRADIENT * tensors)
@@ -261,31 +268,32 @@ def _momentum_kernel(
 
 
 def constant_decays(decays: Sequence[float], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return decays for :meth:`FusedStep.attach` that don't change with the number of updates."""
+    """Return a function for :meth:`FusedStep.attach` whose decays don't depend on the number of updates."""
     values = torch.tensor(decays, dtype=torch.float64).to(device)
     return lambda updates: values
 
 
 class FusedStep:
-    """AdamW over all tensors of a rank, with everything that fits into the same pass.
+    """AdamW over all tensors of a rank, fused with the update of averages and working weights.
 
-    It uses Triton kernels where they can run, else (on CPUs) torch, with the same results up to rounding.
+    The step runs as Triton kernels where kernels are available. Elsewhere (on CPUs) it runs in torch, with the same
+    results up to rounding.
 
     Args:
-        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size. Moments
-            and averages of masters on a GPU may lie in pinned host memory. A tensor of Muon has None in exp_avg_sqs.
-            Moments may be kept in 8 bits, then those of Muon or in host memory may not.
-        working: copies of the masters in the precision of the forward pass, rewritten by every step; or None.
-        count: 0-dim fp32 tensor on the masters' device: number of steps without skipped ones; changed in place.
-        counted: True for each gradient whose squares :meth:`square_sum` counts on this rank, when other ranks count the
-            rest; None: all.
+        masters, exp_avgs, exp_avg_sqs: fp32, contiguous, changed in place; tensor i of each has the same size.
+            If the masters are on a GPU, moments and averages may lie in pinned host memory. A tensor that Muon updates
+            has None in exp_avg_sqs. Moments may be kept in 8 bits, but not together with Muon or with host memory.
+        working: copies of the masters in the precision of the forward pass, which every step rewrites; or None.
+        count: 0-dim fp32 tensor on the masters' device: number of steps, skipped steps excluded; changed in place.
+        counted: for each gradient, True if :meth:`square_sum` on this rank includes the gradient's squares; False if
+            another rank includes them. None: this rank includes all.
 
     Attributes:
-        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1 if the step is taken, the factor of
-            the gradients, two bias corrections, and 1 - decay of every average.
+        scalars: result of the last :meth:`decide`, (4 + K,) fp32 on the device: 1, or 0 to skip the step; the factor
+            of the gradients; two bias corrections; and 1 - decay of each of the K averages.
 
     Raises:
-        ValueError: sizes, dtypes, layouts or devices that don't fit.
+        ValueError: sizes, dtypes, layouts or devices don't fit.
     """
 
     scalars: Tensor
@@ -327,7 +335,7 @@ class FusedStep:
         self._addresses = AddressTable(sizes, self.device)
         self._blocks = BlockTable(sizes, block, self.device)
         self._counted = [1.0] * len(sizes) if counted is None else [float(yes) for yes in counted]
-        self._block_counts = None  # 1 for each block whose squares count, else 0; None: all count
+        self._block_counts = None  # 1 for each block whose squares this rank counts, else 0; None: all blocks
         if not all(self._counted) and self.kernels:
             of_tensors = torch.tensor(self._counted, device=self.device)
             self._block_counts = of_tensors[self._blocks.blocks[:, 0].long()]
@@ -337,10 +345,10 @@ class FusedStep:
         """Make every later step that is not skipped also do average += (1 - decay) * (master - average).
 
         Args:
-            averages: for each average its tensors, fp32, with the masters' sizes and order. Empty although there are
-                decays: the averages are updated separately, see :class:`opendit.kernels.averages.SeparateAverages`.
+            averages: for each average, its fp32 tensors, in the masters' sizes and order. May be empty although there
+                are decays, if :class:`opendit.kernels.averages.SeparateAverages` updates the averages.
             decays: function from the number of updates so far (0-dim, on the device) to the decay of each average, (K,)
-                float64 on the device; it must not wait for the device.
+                float64 on the device. The function must not wait for the device.
             updates: 0-dim tensor on the device that counts updates; changed in place.
         """
         self.averages = [check_tensors_fit(shards, "averages", self.masters) for shards in averages]
@@ -348,11 +356,11 @@ class FusedStep:
 
     @torch.no_grad()
     def square_sum(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Sum of all squared gradients, 0-dim float64 on the device; the same bits in every run.
+        """Return the sum of all squared gradients, 0-dim float64 on the device, with the same bits in every run.
 
         Args:
-            gradients: one for each master, of its size, all bf16, fp16 or fp32; None where there is none. They are kept
-                until :meth:`update`.
+            gradients: one for each master, of the same size, or None; all bf16, all fp16 or all fp32. This object keeps
+                the gradients until :meth:`update`.
         """
         self._gradients = [None if g is None else g.detach().contiguous() for g in gradients]
         present = [g for g in self._gradients if g is not None]
@@ -384,16 +392,16 @@ class FusedStep:
 
     @torch.no_grad()
     def decide(self, square_sum: Tensor, *, scale: Tensor | float = 1.0, clip: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Decide on the device what the step will do, and count it.
+        """Compute on the device whether the step is taken and with which factors, and count the step if it is taken.
 
         Args:
-            square_sum: of the gradients of all ranks.
+            square_sum: sum of the squared gradients of all ranks.
             scale: factor that the loss was multiplied by; a tensor of one element, or a number.
             clip: bound of the norm of the unscaled gradients; 0 means none.
 
         Returns:
-            The norm of the unscaled gradients before clipping (0-dim float64, infinity if it is not finite), and True
-            if it is finite (0-dim bool). If it is not, :meth:`update` changes nothing.
+            The norm of the unscaled gradients before clipping (0-dim float64; infinity also for NaN), and True if the
+            norm is finite (0-dim bool). If the norm is not finite, :meth:`update` changes nothing.
         """
         scale = scale.double().view(()) if isinstance(scale, Tensor) else scale
         norm = square_sum.sqrt() / scale
@@ -421,11 +429,13 @@ class FusedStep:
 
     @torch.no_grad()
     def momentum(self, momentum: float) -> list[Tensor | None]:
-        """Update the first moments of the tensors without second ones, after :meth:`decide`, and replace their
-        gradients by what Muon orthogonalises.
+        """Apply momentum to the tensors that have no second moments (Muon's). Call this after :meth:`decide`.
+
+        The first moments of these tensors are updated, and their gradients are replaced by the matrices that Muon
+        orthogonalises.
 
         Returns:
-            All gradients, of which those may be changed in place until :meth:`update`, which takes them as directions.
+            All gradients. Muon's may be changed in place until :meth:`update`, which uses them as update directions.
         """
         if self.kernels:
             blocks = self._blocks.blocks
@@ -451,9 +461,9 @@ class FusedStep:
 
     @torch.no_grad()
     def update(self, *, lr: float, weight_decay: float = 0.0, start: int = 0, stop: int | None = None) -> None:
-        """Step tensors ``start`` to ``stop`` with the gradients of :meth:`square_sum`, as :meth:`decide` decided.
+        """Update tensors ``start`` to ``stop``. Call this after :meth:`square_sum` and :meth:`decide`.
 
-        Several calls may cover the tensors part by part; the last call must include the last tensor.
+        Several calls may each update a part of the tensors; the last call must include the last tensor.
         """
         stop = len(self.masters) if stop is None else stop
         if self._decoded is None:
@@ -464,7 +474,7 @@ class FusedStep:
                 self._update(lr, weight_decay, *some)
                 self._decoded.encode(*some, self.scalars)
         if stop == len(self.masters):
-            self._gradients = []  # frees their memory for the next step
+            self._gradients = []  # frees the gradients' memory for the next step
 
     def _update(self, lr: float, weight_decay: float, start: int, stop: int) -> None:
         if self.kernels:
@@ -502,7 +512,7 @@ class FusedStep:
             )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """Move the moments, which are views of ``rows``, by :class:`Staged` copies from now on."""
+        """From now on, access the moments, which are views of ``rows``, through the ring buffer of :class:`Staged`."""
         squares = [square for square in self.exp_avg_sqs if square is not None]
         self.access = Staged(rows, [self.exp_avgs, squares], self._blocks, self.device, **options)
 

@@ -1,8 +1,8 @@
-"""Positions: y = x + table, x (B, N, D) in half precision, table (N, D) fp32 and without a gradient.
+"""Add position embeddings: y = x + table, x (B, N, D) in half precision, table (N, D) fp32 without a gradient.
 
-The sum is computed in fp32 and rounded to x's dtype once. Forward reads x once and writes y once; a value of the table
-is kept in a register for several samples. torch's kernel for operands of two dtypes took 400 us for 65,536 x 1152 on an
-H200, four times what the bytes need. Backward needs no kernel: dx = dy.
+The sum is computed in fp32 and rounded once, to x's dtype. Forward reads x once and writes y once; each value of the
+table stays in a register for several samples. torch's kernel for operands of two dtypes took 400 us for 65,536 x 1152
+on an H200, four times as long as the memory traffic takes. Backward needs no kernel: dx = dy.
 """
 
 import torch
@@ -22,7 +22,7 @@ def add_table_reference(x: Tensor, table: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-BLOCK, SAMPLES = 2048, 8  # values of the table per program, and samples that it adds them to
+BLOCK, SAMPLES = 2048, 8  # values of the table per program, and samples to which a program adds them
 
 
 @triton.jit(do_not_specialize=("samples",))

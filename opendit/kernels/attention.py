@@ -1,7 +1,6 @@
-"""Choose the attention kernel: the requested one, or torch's fastest for this dtype, head size and card, with the
-reason.
+"""Choose the attention kernel: the requested one, or the fastest for the dtype, head size and GPU. Give the reason.
 
-Every kernel but ``math`` works in tiles and never builds the N x N matrix of scores in memory.
+Every kernel except ``math`` works in tiles and never builds the N x N matrix of scores in memory.
 """
 
 import functools
@@ -30,18 +29,20 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 HALF = (torch.bfloat16, torch.float16)
-# Head size -> the fewest tokens for which it was measured to be faster than cuDNN on Hopper, and by which factor.
+# Head size -> (fewest tokens with which FlashAttention 4 was measured faster than cuDNN on Hopper, speed-up).
 FLASH_ATTENTION_4 = {72: (2048, "1.3"), 128: (4096, "1.1")}
 
 
 @functools.cache
 def flash_attn() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str] | None:
-    """Return (function of q, k, v (B, N, H, d), name of its package) for the newest FlashAttention installed: 4, 3 or
-    2; or None."""
+    """Return (function of q, k, v (B, N, H, d), package name) for the newest installed FlashAttention: 4, 3 or 2.
+
+    Return None if none is installed.
+    """
     for package in (CUTE, "flash_attn_interface", PACKAGE):
         try:
             return importlib.import_module(package).flash_attn_func, package
-        except (ImportError, OSError, AttributeError):  # absent, or built for another torch
+        except (ImportError, OSError, AttributeError):  # not installed, or built for another version of torch
             continue
     return None
 
@@ -53,10 +54,11 @@ def _installed() -> tuple[Callable[..., Tensor | tuple[Any, ...]], str]:
 
 
 def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor:
-    """Compute attention of q, k, v (B, H, N, d) with the package, with heads padded by zeros to ``head_size``;
-    FlashAttention 4 needs the padding in its backward pass only.
+    """Compute attention of q, k, v (B, H, N, d) with the installed package, with heads padded by zeros to
+    ``head_size``.
 
-    Deterministic where torch is told to be.
+    FlashAttention 4 needs the padding in its backward pass only. The result is deterministic if
+    torch.use_deterministic_algorithms is on.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if head_size != q.shape[-1] and _installed()[1] == CUTE and flash_attention_4.backward_pass() is not None:
@@ -69,16 +71,18 @@ def package_attention(q: Tensor, k: Tensor, v: Tensor, head_size: int) -> Tensor
 def _call_package(q: Tensor, k: Tensor, v: Tensor, d: int) -> Tensor:
     deterministic = torch.are_deterministic_algorithms_enabled()
     output = _installed()[0](q, k, v, softmax_scale=d**-0.5, deterministic=deterministic)
-    return output[0] if isinstance(output, tuple) else output  # some also return the log-sum-exp
+    return output[0] if isinstance(output, tuple) else output  # some versions also return the log-sum-exp
 
 
 def right_head_size(device: torch.device | str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """Return the head size that :func:`package_attention` must pad heads of ``head_dim`` to for correct results here:
-    ``head_dim`` or the next multiple of 32; None if neither is correct.
+    """Return the size to which :func:`package_attention` must pad heads of ``head_dim`` for correct results.
 
-    Some versions are wrong: flash-attn-4 4.0.0b36 on Hopper rounds head sizes up to a multiple of 16 in its kernel and
-    to one of 32 around it, and where these differ, its dq is wrong (H200, head size 72: relative error 1.1; correct at
-    64 and 128). So it is tested on a few tokens, once, when a run chooses its kernels.
+    The size is ``head_dim`` or the next multiple of 32; None if neither gives correct results on this device.
+
+    Some versions of the package have errors. On Hopper, flash-attn-4 4.0.0b36 rounds the head size up to a multiple of
+    16 inside its kernel, and to a multiple of 32 outside. If the two sizes differ, its dq is wrong (H200, head size 72:
+    relative error 1.1; correct at 64 and 128). Therefore a run tests the package once, on a few tokens, when it chooses
+    its kernels.
     """
     return _tried_head_size(torch.device(device).type, dtype, head_dim, _installed())
 
@@ -92,27 +96,28 @@ def _tried_head_size(device: str, dtype: torch.dtype, head_dim: int, package: tu
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _is_right(device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool:
-    """Compare output and gradients, for heads padded to ``size``, with those of the formula in float64."""
+    """Return True if output and gradients, with heads padded to ``size``, agree with the formula in float64."""
     generator = torch.Generator().manual_seed(0)
     *leaves, grad = (torch.randn(2, 3, 193, head_dim, generator=generator).to(device, dtype) for _ in range(4))
     made, exact = ([x.to(kind).requires_grad_() for x in leaves] for kind in (dtype, torch.float64))
     try:
         out = package_attention(*made, head_size=size)
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # its compiler's, its assertions': in any case the package can't be used here
+    except Exception:  # an error of the package's compiler or an assertion; in any case the package can't be used
         return False
     q, k, v = exact
     out = torch.softmax(q @ k.mT / math.sqrt(head_dim), dim=-1) @ v
     wanted = [out, *torch.autograd.grad(out, exact, grad.double())]
-    return all((a.double() - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))  # 0.0025 in bf16
+    # Correct results in bf16 have a relative error of 0.0025.
+    return all((a.double() - b).norm() < 0.02 * b.norm() for a, b in zip(found, wanted, strict=True))
 
 
 class LocalAttention:
-    """softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
+    """Attention softmax(q k^T / sqrt(d)) v over all tokens of a sample: q, k, v (B, H, N, d) to (B, H, N, d).
 
-    ``backend`` is one of torch's cudnn, flash, efficient and math, or flash_attn for the package of that name, or auto
-    for torch's own choice at each call; :func:`resolve_attention` turns auto into the measured best. torch.compile
-    traces through it and gets torch's flash instead of cudnn (RIGHT_WHEN_COMPILED says why) and flash_attn.
+    ``backend`` is cudnn, flash, efficient or math (torch's kernels), flash_attn (the installed package), or auto
+    (torch's choice at each call). :func:`resolve_attention` replaces auto by the kernel measured fastest. Under
+    torch.compile, torch's flash is used in place of cudnn (for the reason, see RIGHT_WHEN_COMPILED) and of flash_attn.
     """
 
     def __init__(self, backend: str = "auto"):
@@ -144,11 +149,11 @@ def resolve_attention(
 
     Args:
         requested: auto, or one of the kernels (``--attention``).
-        device, dtype, head_dim, length: of q, k and v (B, H, length, head_dim).
-        tiled: never build the N x N matrix (``--enable_flashattn``), which excludes math.
+        device, dtype, head_dim, length: properties of q, k and v (B, H, length, head_dim).
+        tiled: exclude math, which builds the N x N matrix (``--enable_flashattn``).
 
     Raises:
-        ValueError: the requested backend can't run, or no backend that ``tiled`` allows can.
+        ValueError: the requested backend can't run; or ``tiled`` excludes every backend that can.
     """
     device = torch.device(device)
     shape = f"{str(dtype).removeprefix('torch.')}, head size {head_dim}, {length} tokens"
@@ -181,17 +186,17 @@ def resolve_attention(
 
 
 def _how(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Describe the installed package and the head size that it needs, for a note."""
+    """Return the end of a log message: the installed package, and the padded head size if heads need padding."""
     size = right_head_size(device, dtype, head_dim)
     return f", {_installed()[1]}" + (f" with heads filled up to {size}" if size != head_dim else "")
 
 
 def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length: int) -> list[tuple[str, str]]:
-    """Return backends with a reason each, the fastest first; ``card``: a compute capability.
+    """Return (backend, reason) pairs, the fastest backend first. ``card``: compute capability.
 
-    Measured on an H200, bf16, TFLOP/s forward/backward (benchmarks/bench_attention.py; results.csv has all):
+    Measured on an H200 in bf16, TFLOP/s forward/backward (benchmarks/bench_attention.py; all in results.csv):
 
-    head size, tokens    flash     cuDNN     FlashAttention 4    the same, deterministic
+    head size, tokens    flash     cuDNN     FlashAttention 4    FA 4, deterministic
     72, 256            150/107   246/160
     72, 1,024                    342/268             314/256 (filled up to 96 backward, as below)
     72, 2,048                    336/295             400/322
@@ -201,7 +206,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
     128, 8,192         355/314   614/538             670/605                    667/585
     128, 74,240        346/316   607/551             681/601                    625/612
 
-    Cards after Hopper get the same order without FlashAttention 4, which was not measured there.
+    GPUs newer than Hopper get the same order without FlashAttention 4, because it was not measured on them.
     """
     order = torch_preferences(card, dtype)
     shortest, gain = FLASH_ATTENTION_4.get(head_dim, (math.inf, ""))
@@ -212,7 +217,7 @@ def preferences(card: tuple[int, int], dtype: torch.dtype, head_dim: int, length
 
 
 def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Order torch's own kernels by preference; see :func:`preferences`."""
+    """Return (backend, reason) pairs for torch's own kernels only, the fastest first; see :func:`preferences`."""
     order = [("efficient", "the tiled kernel that takes this dtype and head size"), ("math", "no tiled kernel fits")]
     if dtype in HALF:
         order.insert(0, ("flash", "the fastest tiled kernel that runs here"))
@@ -222,9 +227,10 @@ def torch_preferences(card: tuple[int, int], dtype: torch.dtype) -> list[tuple[s
 
 
 def usable(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int, length: int) -> bool:
-    """Return True if a backend can run, forward and backward, on such q, k, v.
+    """Return True if a backend can run, forward and backward, on q, k and v of this dtype and shape.
 
-    torch is asked without running it; flash_attn is tested, on the shapes that its documentation allows.
+    For torch's backends, torch answers this without running them. flash_attn must be documented to support the shape,
+    and pass a test run.
     """
     if backend == "math":
         return True

@@ -1,9 +1,9 @@
-"""Update averages apart from the optimizer's step: average += (1 - decay) * (master - average) of many tensors.
+"""Update averages separately from the optimizer's step: average += (1 - decay) * (master - average).
 
-The step does not need the averages. So averages in host memory are updated during the forward and backward passes that
-follow, by a few programs: these saturate the slow link to the host and leave the GPU's multiprocessors to those passes.
-Results have the bits of :class:`opendit.kernels.adamw_ema.FusedStep`, which updates averages on the device in its own
-pass.
+The step does not need the averages. So averages in host memory are updated later, during the next forward and backward
+passes. A few programs of this kernel saturate the slow link to the host, and leave most of the GPU's multiprocessors
+free. The results have the same bits as those of :class:`opendit.kernels.adamw_ema.FusedStep`, which updates averages on
+the device together with the step.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from opendit.kernels.host_access import InPlace, Staged
 from opendit.kernels.language import tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable, at, check_tensors_fit
 
-# Elements that a program processes at a time, its warps, and the number of programs.
+# Elements that a program processes at a time, warps per program, and number of programs.
 BLOCK, WARPS, PROGRAMS = 2048, 4, 32
 
 # ------------------------------------------------------------------------------------------ reference
 
 
 def averages_reference(masters: list[Tensor], averages: list[list[Tensor]], decays: list[float]) -> None:
-    """average += (1 - decay) * (master - average) for the tensors of every average, in place."""
+    """Compute average += (1 - decay) * (master - average) for the tensors of each average, in place."""
     for shards, decay in zip(averages, decays, strict=True):
         torch._foreach_lerp_(shards, masters, 1.0 - decay)
 
@@ -49,10 +49,10 @@ def _averages_block(
 def _averages_kernel(
     table, blocks, scalars, tensors, first, last, shift, stride, BLOCK: tl.constexpr, AVERAGES: tl.constexpr
 ):  # fmt: skip
-    """Blocks ``first`` to before ``last``, distributed over the programs; does nothing if scalars[0] is 0.
+    """Update the averages of blocks ``first`` .. ``last`` - 1, unless scalars[0] is 0.
 
-    Rows of the table: size, master, averages. Average k lies ``shift`` + k * ``stride`` bytes after the table's
-    address.
+    The blocks are distributed over the programs. The table's rows are size, master, and the averages. Average k lies
+    ``shift`` + k * ``stride`` bytes after its address in the table.
     """
     if tl.load(scalars) != 0.0:
         for block in range(first + tl.program_id(0), last, tl.num_programs(0)):
@@ -63,7 +63,7 @@ def _averages_kernel(
             low_bits = tl.load(row + tensors)
             for k in tl.static_range(AVERAGES):
                 low_bits |= tl.load(row + (2 + k) * tensors)
-            # Whole blocks of aligned tensors, all but a few, go without masks.
+            # Most blocks are complete and belong to aligned tensors, so that they need no mask.
             if (start + BLOCK <= size) & (low_bits % 16 == 0):
                 everything = tl.full((BLOCK,), 1, tl.int1)
                 _averages_block(row, tensors, offsets, everything, scalars, shift, stride, AVERAGES, True)
@@ -79,11 +79,11 @@ class SeparateAverages:
 
     Args:
         masters: fp32, contiguous.
-        averages: for each average its tensors, fp32, with the masters' sizes and order, on the masters' device or in
+        averages: for each average, its fp32 tensors, in the masters' sizes and order, on the masters' device or in
             pinned host memory.
 
     Raises:
-        ValueError: sizes, dtypes, layouts or devices that don't fit.
+        ValueError: sizes, dtypes, layouts or devices don't fit.
     """
 
     def __init__(self, masters: Sequence[Tensor], averages: Sequence[Sequence[Tensor]], *, block: int = BLOCK):
@@ -99,11 +99,11 @@ class SeparateAverages:
 
     @torch.no_grad()
     def move(self, scalars: Tensor) -> None:
-        """Move all averages towards the masters if the step was taken, on the current stream.
+        """Update all averages on the current stream, unless the step was skipped.
 
         Args:
-            scalars: of the step, see :class:`opendit.kernels.adamw_ema.FusedStep`. They and the masters must not change
-                until this is done.
+            scalars: the step's ``scalars``, see :class:`opendit.kernels.adamw_ema.FusedStep`. Scalars and masters must
+                not change until the update is done.
         """
         if not self.kernels:
             finite, _, _, _, *weights = scalars.tolist()
@@ -130,5 +130,5 @@ class SeparateAverages:
         )
 
     def stage(self, rows: Tensor, **options: Any) -> None:
-        """Move the averages, which are views of ``rows``, by :class:`Staged` copies from now on."""
+        """From now on, access the averages, which are views of ``rows``, through the ring buffer of :class:`Staged`."""
         self.access, self.programs = Staged(rows, self.averages, self._blocks, self.device, **options), 2**31 - 1

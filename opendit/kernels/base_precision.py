@@ -1,16 +1,17 @@
-"""Frozen weights in fewer bits (--base_precision): stored by rows, and made dense for one product at a time.
+"""Frozen weights in fewer bits (--base_precision), stored row by row and dequantised for one product at a time.
 
-    fp8    e4m3 with one scale for the weight, a power of two: the numbers that --fp8 rounds weights to
-    int8   127 steps of a row's largest absolute value
-    nf4    16 levels of the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023, app. E)
+    fp8    e4m3 with one scale per weight, a power of two: the same values as with --fp8
+    int8   integers from -127 to 127, scaled by the row's largest absolute value
+    nf4    16 levels, scaled by the largest absolute value of 64 neighbours in a row (Dettmers et al., "QLoRA", 2023,
+           app. E)
 
-A row of a weight (out, in) is a row of bytes: its codes, then its scales in fp32, each padded to a multiple of ROW
-bytes. So whoever divides a weight by rows, as FSDP2 does, divides what is stored. To the rest of the program the bytes
-are a tensor (out, bytes / itemsize) of the run's own precision, which nothing casts: casts to it change nothing, and
-copies and gathers move bits.
+A row of a weight (out, in) is stored as a row of bytes: its codes, then its scales in fp32, each padded to a multiple
+of ROW bytes. So code that shards a weight by rows, as FSDP2 does, also shards the stored bytes correctly. To the rest
+of the program, the bytes are a tensor (out, bytes / itemsize) of the run's precision. Casts to this precision change
+nothing, and copies and gathers move the bits unchanged.
 
-The numbers are the same on every mesh, because no scale but fp8's spans rows, and for that one ranks take the maximum
-of theirs.
+The quantised values don't depend on how ranks shard a weight. Only fp8's scale spans several rows, and for this scale
+the ranks take the maximum over all ranks.
 """
 
 import functools
@@ -26,10 +27,10 @@ from opendit.kernels.language import tl, triton
 from opendit.models import DiT
 from opendit.models.layers import Projection, StoredWeight, multiply
 
-ROW = 16  # bytes: what every row begins at a multiple of
+ROW = 16  # bytes; alignment of every row
 NEIGHBOURS = 64  # weights that share a scale in nf4
-STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # of whose linear layers the weights are stored
-# Levels of NF4: quantiles of the normal distribution, -1, 0 and 1 among them, as bitsandbytes has them.
+STACKS = ("blocks.", "media_refiner.", "text_refiner.")  # modules whose linear layers are stored in fewer bits
+# Levels of NF4, as in bitsandbytes: quantiles of the normal distribution, among which are -1, 0 and 1.
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -42,18 +43,18 @@ def _padded(size: int) -> int:
 
 
 def code_bytes(kind: str, inputs: int) -> int:
-    """Return the bytes of a row's codes."""
+    """Return the number of bytes of a row's codes, with padding."""
     return _padded(-(-inputs // 2) if kind == "nf4" else inputs)
 
 
 def row_bytes(kind: str, inputs: int) -> int:
-    """Return the bytes of a row of ``inputs`` weights, codes and scales."""
+    """Return the number of bytes of a row of ``inputs`` weights: codes and scales, with padding."""
     scales = {"fp8": 0, "int8": 1, "nf4": -(-inputs // NEIGHBOURS)}[kind]
     return code_bytes(kind, inputs) + _padded(4 * scales)
 
 
 def is_stored(name: str, shape: tuple[int, ...]) -> bool:
-    """Return True for a parameter that --base_precision stores: a matrix of a block or of a refiner."""
+    """Return True if --base_precision stores this parameter in fewer bits: a matrix of a block or of a refiner."""
     return name.startswith(STACKS) and name.endswith(".weight") and len(shape) == 2
 
 
@@ -66,17 +67,18 @@ def _levels(device: torch.device) -> Tensor:
 
 
 def _joined(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return rows of bytes of codes (rows, n) and scales (rows, m) fp32."""
+    """Join codes (rows, n) and fp32 scales (rows, m) to rows of bytes, each part padded to a multiple of ROW."""
     parts = codes.view(torch.uint8), scales.float().contiguous().view(torch.uint8)
     return torch.cat([nn.functional.pad(part, (0, -part.shape[1] % ROW)) for part in parts], dim=1)
 
 
 def quantise(weight: Tensor, kind: str) -> Tensor:
-    """Return rows (out, in) as rows of bytes (out, row_bytes), of int8 or nf4."""
+    """Quantise a weight (out, in) to rows of bytes (out, row_bytes), in int8 or nf4."""
     weight, inputs = weight.float(), weight.shape[1]
     if kind == "int8":
         largest = weight.abs().amax(1, keepdim=True)
-        scales = largest / torch.full_like(largest, 127)  # a GPU multiplies by the reciprocal of a plain number
+        # Divide by a tensor, because a GPU would multiply by the reciprocal of a plain number.
+        scales = largest / torch.full_like(largest, 127)
         return _joined((weight / _not_zero(scales)).round().to(torch.int8), scales)
     rows = nn.functional.pad(weight, (0, -inputs % NEIGHBOURS)).unflatten(1, (-1, NEIGHBOURS))
     scales, levels = rows.abs().amax(2), _levels(weight.device)
@@ -91,7 +93,7 @@ def _not_zero(scales: Tensor) -> Tensor:
 
 
 def dense_reference(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights (out, in) of rows of bytes, of int8 or nf4."""
+    """Compute :func:`dense` in torch."""
     codes = rows[:, : code_bytes(kind, inputs)]
     scales = rows[:, code_bytes(kind, inputs) :].view(torch.float32)
     if kind == "int8":
@@ -116,7 +118,7 @@ def _dense_kernel(
     codes = tl.load(rows_ptr + row * BYTES + cols, mask=mask, other=0)
     scales_ptr += row * (BYTES // 4) + CODES // 4
     y_ptr += row * INPUTS
-    if NF4:  # the two halves of a byte are two halves of a row
+    if NF4:  # byte i of a row holds the codes of columns i and i + WIDTH
         right = cols + WIDTH
         inside = mask & (right < INPUTS)
         first = tl.load(levels_ptr + (codes & 15).to(tl.int32))
@@ -134,7 +136,7 @@ def _dense_kernel(
 
 
 def dense(rows: Tensor, kind: str, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights (out, in) of ``dtype`` that rows of bytes (out, row_bytes) stand for, of int8 or nf4."""
+    """Dequantise rows of bytes (out, row_bytes), in int8 or nf4, to weights (out, in) of ``dtype``."""
     available, _ = kernels_available(rows.device, dtype)
     if not available:
         return dense_reference(rows, kind, inputs, dtype)
@@ -153,11 +155,11 @@ class BaseWeight(StoredWeight):
     """A weight (out, in) in one of the formats of --base_precision.
 
     Args:
-        packed: (out, row_bytes / itemsize), the bytes as numbers of the run's precision.
+        packed: (out, row_bytes / itemsize), the bytes viewed as numbers of the run's precision.
         kind: fp8, int8 or nf4.
-        inputs: in.
-        descale: (1,) fp32, the factor of fp8's numbers.
-        dtype: of dense weights; by default that of ``packed``.
+        inputs: number of columns, in.
+        descale: (1,) fp32, fp8's scale.
+        dtype: dtype of dequantised weights; by default that of ``packed``.
     """
 
     def __init__(self, packed: Tensor, kind: str, inputs: int, descale: Tensor, dtype: torch.dtype | None = None):
@@ -170,7 +172,7 @@ class BaseWeight(StoredWeight):
 
     @property
     def float8(self) -> Float8 | None:
-        """The weight in float8 without a copy; None if it is stored in another format."""
+        """The weight in float8, without a copy if its rows have no padding; None if it is stored in another format."""
         if self._kind != "fp8":
             return None
         data = self._packed.detach().view(E4M3)
@@ -189,14 +191,14 @@ class BaseWeight(StoredWeight):
 
 
 class BaseLayer(nn.Linear):
-    """A linear layer that has a :class:`BaseWeight`. Its parameter ``weight`` holds the bytes."""
+    """A linear layer whose weight is a :class:`BaseWeight`. The parameter ``weight`` holds the stored bytes."""
 
     kind: str
     descale: Tensor
 
     @property
     def matrix(self) -> BaseWeight:
-        """The weight (out, in), as products take it."""
+        """The weight (out, in) in the form that products accept."""
         return BaseWeight(self.weight, self.kind, self.in_features, self.descale)
 
     @property
@@ -208,7 +210,7 @@ class BaseLayer(nn.Linear):
     def store(self, part: Tensor, values: Tensor, maximum: Callable[[Tensor], Tensor]) -> None:
         """Quantise rows (n, in) into ``part`` (n, row_bytes / itemsize), this rank's rows of the parameter.
 
-        maximum: returns the largest of a number over the ranks that divide the rows; called with fp8 alone.
+        maximum: function that returns the maximum of a number over all ranks that hold rows; called only for fp8.
         """
         values = values.to(part.dtype)
         if self.kind == "fp8":
@@ -224,24 +226,25 @@ class BaseLayer(nn.Linear):
 
 
 class BaseLinear(BaseLayer):
-    """A frozen linear layer whose weight is stored."""
+    """A frozen linear layer whose weight is stored in fewer bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.matrix, self.bias)
 
 
 class BaseProjection(BaseLayer, Projection):
-    """A frozen projection whose weight is stored; LoRA's matrices are as in any other."""
+    """A frozen projection whose weight is stored in fewer bits; LoRA's matrices are those of an ordinary projection."""
 
 
 def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Let the frozen linear layers of the model's blocks and refiners have stored weights, in place, without values and
-    on the meta device.
+    """Replace the weights of frozen linear layers in the model's blocks and refiners by stored weights, in place.
+
+    The new weights are on the meta device and have no values yet.
 
     Args:
         kind: fp8, int8 or nf4.
-        dtype: in which the model computes.
-        device: on which it will.
+        dtype: dtype in which the model computes.
+        device: device on which the model will run.
     """
     kinds: dict[type, type[BaseLayer]] = {nn.Linear: BaseLinear, Projection: BaseProjection}
     for name, module in model.named_modules():
@@ -259,7 +262,7 @@ def store_base(model: DiT, kind: str, dtype: torch.dtype, device: torch.device) 
 
 
 def base_layers(model: nn.Module) -> Iterator[tuple[str, BaseLayer]]:
-    """Yield the layers with a stored weight, by the names of their parameters."""
+    """Yield (name of the weight parameter, layer) for each layer with a stored weight."""
     for name, layer in model.named_modules():
         if isinstance(layer, BaseLayer):
             yield f"{name}.weight", layer

@@ -1,8 +1,8 @@
 """The MLP's activation with the bias of the layer before it: y = GELU(x + bias), tanh form.
 
-x (..., D), bias (D,). Computed in fp32, I/O in bf16, fp16 or fp32; y has x's dtype. The layer before runs without its
-bias. Backward computes the bias's gradient in the pass that it needs anyway, which reads x and dy once and writes dx
-once.
+x is (..., D), and bias (D,). Inputs and outputs are bf16, fp16 or fp32, the computation is fp32, and y has x's dtype.
+The preceding linear layer runs without its bias. One backward pass reads x and dy once, writes dx once, and also sums
+the bias's gradient:
 
     dx = GELU'(x + bias) * dy,  dbias = sum over rows of dx
 """
@@ -121,7 +121,7 @@ def bias_gelu_float8(x: Tensor, bias: Tensor) -> Float8:
 
 
 def _launch_backward(dy: Tensor, x: Tensor, bias: Tensor, dx: Tensor | Float8, partial: Tensor | None = None) -> Tensor:
-    """Write dx and return the bias's gradient."""
+    """Run the backward kernel: write dx, and return the bias's gradient."""
     cut, options = common.cut_blocks("bias_gelu_backward", BACKWARD, x)
     total = cut.new_total()
     pointers, format_options = fp8.kernel_arguments(dx, partial, fp8.SAMPLED_GRADIENT)
@@ -142,7 +142,7 @@ def _backward_fake(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]
 
 
 def bias_gelu_backward_float8(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Float8, Tensor]:
-    """Return (dx in e5m2, dbias). The scale comes from dy: |GELU'| <= 1.13, well inside the margin."""
+    """Return (dx in e5m2, dbias). dx is scaled by dy's amax: |GELU'| <= 1.13, which the scale's margin covers."""
     dy, dx = dy.contiguous(), Float8.empty(x.shape, fp8.E5M2, x.device)
     return dx, _launch_backward(dy, x, bias, dx, fp8.amax(dy))
 

@@ -1,8 +1,7 @@
-"""Features of each card: the only place that asks a GPU for its compute capability, and a table of what needs which
-one.
+"""The compute capabilities that features need. Only this module asks a GPU for its compute capability.
 
-Whatever needs a newer card than the oldest supported one has a row in :data:`FEATURES`. :func:`missing` says why a
-feature can't be used, in the words of the note or the error. docs/launching.md has the table by card.
+:data:`FEATURES` has a row for each feature that needs a particular generation of GPUs. :func:`missing` returns the
+reason why a feature can't be used, for a log or error message. docs/launching.md lists the features of each GPU.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ GENERATIONS = {(7, 0): "Volta", (8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper
 class Feature:
     """The compute capabilities that a feature works with.
 
-    needs: start of the message for other cards. oldest, newest: the range; None: no upper bound.
+    needs: beginning of the message for other GPUs. oldest, newest: the range; newest None: no upper bound.
     """
 
     needs: str
@@ -29,32 +28,32 @@ class Feature:
 FEATURES = {
     "kernels": Feature("kernels need", (8, 0)),
     "float8": Feature("FP8 needs", (9, 0)),
-    # torch runs it from Ampere on, but it was measured, and is used, from Hopper on.
+    # torch runs cuDNN's attention from Ampere on, but it was measured only on Hopper, and is used from Hopper on.
     "cudnn": Feature("cuDNN's attention is taken with", (9, 0)),
-    # Its tiles need 128 KiB of shared memory, and Ada has 99; measured on Hopper only.
+    # The tiles need 128 KiB of shared memory; Ada has 99. The kernel was measured on Hopper only.
     "short_attention": Feature("attention to few and short samples is taken with", (9, 0), (9, 0)),
     "flash_attn": Feature("flash_attn needs", (8, 0)),
     "flash_attn_3": Feature("FlashAttention 3 and 4 need", (9, 0)),
 }
-# Compute capability -> most bytes of shared memory per block of threads.
+# Compute capability -> maximum bytes of shared memory per block of threads.
 SHARED_MEMORY = {(8, 0): 163 * 1024, (8, 6): 99 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
 
 _pretended: list[tuple[int, int]] = []
 
 
 def compute_capability(device: torch.device | str | None = None) -> tuple[int, int]:
-    """Return e.g. (9, 0) for Hopper. device: a CUDA GPU; None: the current one."""
+    """Return the compute capability of a GPU, e.g. (9, 0) for Hopper. device: a CUDA GPU; None: the current GPU."""
     return _pretended[-1] if _pretended else torch.cuda.get_device_capability(device)
 
 
 def pretending() -> bool:
-    """Return True inside :func:`pretended`, where the GPU counts and not Triton's interpreter."""
+    """Return True inside :func:`pretended`, where features depend on the GPU even if Triton's interpreter is on."""
     return bool(_pretended)
 
 
 @contextlib.contextmanager
 def pretended(capability: tuple[int, int]) -> Iterator[None]:
-    """Make every GPU have this compute capability (tests only)."""
+    """Make :func:`compute_capability` return ``capability`` for every GPU within the context (tests only)."""
     _pretended.append(capability)
     try:
         yield
@@ -63,7 +62,7 @@ def pretended(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def missing(feature: str, device: torch.device | str | None = None) -> str | None:
-    """Return why the GPU can't use this feature of :data:`FEATURES`, or why it should not; None if it can."""
+    """Return why the GPU can't, or should not, use this feature of :data:`FEATURES`; None if the GPU can use it."""
     known, found = FEATURES[feature], compute_capability(device)
     if found >= known.oldest and (known.newest is None or found <= known.newest):
         return None

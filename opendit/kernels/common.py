@@ -1,15 +1,15 @@
 """Code that the fused operations share: availability, launch shapes, row chunks, per-sample sums.
 
 How the kernels divide their work. A program processes a *chunk* of consecutive rows (tokens) in tiles of a few rows. In
-the (B, N, D) form a chunk never crosses a sample. In the packed form, x (rows, D) with ``sample_of_row`` (rows,)
-non-decreasing, program p processes rows [p * chunk, (p + 1) * chunk) and walks over the samples inside it one by one.
-(x may be (1, rows, D) there, as a pack is in a model.)
+the (B, N, D) form, all rows of a chunk belong to one sample. In the packed form, x is (rows, D) or (1, rows, D), and
+``sample_of_row`` (rows,), non-decreasing, holds the sample of each row. Program p processes rows
+[p * chunk, (p + 1) * chunk), one sample after the other.
 
 How the gradients of shift, scale and gate are summed. Each (program, sample) pair adds up its rows in registers, in row
 order, and writes one fp32 partial sum to its own slot; ``finish_sums`` adds a sample's slots, in slot order. A bias's
 gradient is a sum over all samples: ``finish_total`` adds every slot. There are no atomics, so two runs give the same
-bits. The slot is p in the (B, N, D) form and p + sample in the packed one: from one pair to the next, p or sample
-grows, so no two pairs share a slot, and rows / chunk + B slots are enough.
+bits. Program p uses slot p in the (B, N, D) form and slot p + sample in the packed form. From one (program, sample)
+pair to the next, p or sample grows. So no two pairs share a slot, and rows / chunk + B slots are enough.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def interpreting() -> bool:
 
 
 def kernels_available(device: torch.device | str, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return True if this package's Triton kernels run on ``device`` with activations of ``dtype``, and the reason."""
+    """Return whether this package's Triton kernels run on ``device`` with activations of ``dtype``, and the reason."""
     device = torch.device(device)
     if not TRITON:
         return False, "triton is not installed"
@@ -57,19 +57,19 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """Return the columns of a program where nothing is summed along a row.
+    """Return the number of columns per program, for kernels that sum nothing along a row.
 
-    128 divides every DiT's widths, and leaves 16 bytes in half precision for each of 16 lanes.
+    128 divides the widths of every DiT. In half precision, 128 columns are 16 bytes for each of 16 lanes.
     """
     return min(128, next_power_of_2(width))
 
 
 def split_width(width: int) -> tuple[int, int]:
-    """Return the widths of the main and the tail block that cover a row: powers of two, tail 0 when one block does.
+    """Return the widths of the main and the tail block that cover a row.
 
-    Triton's blocks are powers of two. 1152 in one block would be 2048, with 44 % of the lanes and registers idle; 1024
-    + 128 fits exactly. The tail is at least 8 wide (one 16-byte access in half precision), and masked if it is longer
-    than the rest of the row.
+    Both widths are powers of two, as Triton requires; the tail is 0 if one block is enough. One block for 1152 columns
+    would be 2048 wide, with 44 % of the lanes and registers idle; 1024 + 128 fits exactly. The tail is at least 8 wide
+    (one 16-byte access in half precision), and masked if it extends beyond the end of the row.
     """
     whole = next_power_of_2(width)
     main = whole // 2
@@ -84,19 +84,19 @@ def split_width(width: int) -> tuple[int, int]:
 class Launch:
     """The launch shape of a kernel and its compiler options. ``rows`` and ``tiles`` are powers of two."""
 
-    rows: int  # per tile
-    tiles: int  # per program
+    rows: int  # rows per tile
+    tiles: int  # tiles per program
     warps: int
-    stages: int = 1  # tiles in flight: above 1 they are copied to shared memory ahead of use
-    hold: bool = True  # keep modulation in registers; otherwise each tile reads it from the L1 cache again
-    registers: int | None = None  # most registers per thread; None leaves it to the assembler
+    stages: int = 1  # tiles in flight; if more than 1, tiles are copied to shared memory ahead of use
+    hold: bool = True  # keep modulation in registers; otherwise every tile reads the modulation from the L1 cache
+    registers: int | None = None  # maximum of registers per thread; None: the assembler chooses
 
     @property
     def chunk(self) -> int:
         return self.rows * self.tiles
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of a kernel call that follow from this shape."""
+        """Return this shape as keyword arguments of a kernel call."""
         options = {
             "ROWS": self.rows,
             "CHUNK": self.chunk,
@@ -107,7 +107,8 @@ class Launch:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# Kernel arguments that change with the batch: specialised compilations for 1 or multiples of 16 would gain nothing.
+# Kernel arguments that change with the batch. Triton must not specialise on these: separate compilations for 1 or for
+# multiples of 16 would gain nothing.
 SIZES = ("rows", "length", "chunks_per_sample")
 
 # About 8 programs for each of an H100's or H200's 132 multiprocessors: with fewer, some would idle; with more, backward
@@ -118,9 +119,9 @@ _forced: dict[str, Launch] = {}
 
 
 def pipeline_stages(width: int, tensors: int, element_size: int) -> int:
-    """Return the number of rows in flight: up to three, as long as those ahead of use fit into 24 KiB of shared memory.
+    """Return the number of rows in flight: up to three, if the prefetched rows fit into 24 KiB of shared memory.
 
-    Prefetching hides the memory's latency at no cost in registers, which the per-sample sums need.
+    Prefetching hides the memory's latency without using registers, which the per-sample sums need.
     """
     return 1 + min(2, 24 * 1024 // (width * tensors * element_size))
 
@@ -138,11 +139,10 @@ def forced_launch(**launches: Launch) -> Iterator[None]:
 
 
 def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns: int = 1) -> Launch:
-    """Return ``default``, with fewer rows per program where ``rows`` in all would not fill the GPU or a sample is
-    shorter.
+    """Return ``default``, with fewer rows per program if ``rows`` would not fill the GPU or the samples are short.
 
-    ``columns``: number of programs side by side in a row. Only shapes decide, so that the order of every sum is the
-    same in each run.
+    ``longest``: rows of the longest sample. ``columns``: number of programs that share a row. The result depends on
+    shapes only, so that the order of every sum is the same in each run.
     """
     if kernel in _forced:
         return _forced[kernel]
@@ -157,15 +157,16 @@ def choose_launch(kernel: str, default: Launch, rows: int, longest: int, columns
 
 @triton.jit
 def first_row(sample_ptr, rows, sample, WAYS: tl.constexpr):
-    """Return the first of ``rows`` rows, sorted by sample, that belongs to ``sample`` or a later one, or ``rows``.
+    """Return the first row of ``sample`` or of a later sample; ``rows`` if no such row exists.
 
-    A program looks at WAYS positions at a time: two or three dependent reads from memory, where bisection takes 16.
+    The rows are sorted by sample. The search compares WAYS positions at a time, which takes two or three dependent
+    reads from memory; bisection would take 16.
     """
     low = 0
     width = rows
     while width > 0:
         step = (width + WAYS - 1) // WAYS
-        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each part of ``step`` rows
+        last = low + step * (tl.arange(0, WAYS) + 1) - 1  # last row of each of the WAYS parts of ``step`` rows
         before = tl.load(sample_ptr + last, mask=last < low + width, other=2147483647) < sample
         found = low + step * tl.sum(before.to(tl.int32), axis=0)
         width = tl.minimum(step - 1, low + width - found)
@@ -179,7 +180,7 @@ def _finish_kernel(
     CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
-    """out[k][sample] = sum over the sample's slots of partial[k], in slot order, in fp32."""
+    """Compute out[k][sample] = sum over the sample's slots of partial[k], in slot order, in fp32."""
     sample = tl.program_id(0)
     which = tl.program_id(2)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -211,11 +212,11 @@ def _finish_kernel(
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one call and how a kernel divides them, for either form."""
+    """The rows of one kernel call and their division among programs, for both the (B, N, D) and the packed form."""
 
     x: Tensor  # (rows, D), contiguous
     samples: int
-    length: int  # rows of a sample; in the packed form, all rows
+    length: int  # rows of a sample; in the packed form, rows of all samples
     sample_of_row: Tensor | None
     launch: Launch
 
@@ -233,15 +234,15 @@ class Rows:
 
     @property
     def shape_arguments(self) -> tuple[Any, ...]:
-        """The kernels' arguments from sample_ptr to chunks_per_sample."""
+        """The values of the kernel arguments from sample_ptr to chunks_per_sample."""
         pointer = self.sample_of_row if self.packed else self.x  # never read when not packed
         return pointer, self.x.shape[0], self.length, self.chunks_per_sample
 
     def new_sums(self, like: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs (B, D) in the dtypes of ``like``, and the memory where the kernel writes its sums: fp32 slots,
-        or the outputs.
+        """Allocate outputs (B, D) in the dtypes of ``like``, and the fp32 slots where the kernel writes its sums.
 
-        Where one program sees all rows of a sample, its sums are the result, and no second stage is needed.
+        If one program processes all rows of a sample, no second stage is needed: the outputs themselves are returned
+        in place of slots.
         """
         width = self.x.shape[1]
         outputs = [torch.empty(self.samples, width, dtype=t.dtype, device=t.device) for t in like]
@@ -258,11 +259,14 @@ class Rows:
         if not self.packed:
             _finish(partial[0], outputs, self.samples, self.chunks_per_sample)
             return
-        on_average = -(-self.chunks_per_sample // self.samples)  # slots of a sample: only shapes the tile
+        on_average = -(-self.chunks_per_sample // self.samples)  # slots per sample; affects only the tile's shape
         _finish(partial[0], outputs, self.samples, on_average, self.sample_of_row, self.launch.chunk)
 
     def new_total(self) -> Tensor:
-        """Allocate fp32 slots for one more sum, over all samples; unused slots of the packed form must be zero."""
+        """Allocate fp32 slots for a sum over all samples.
+
+        The packed form doesn't use all slots, so they are initialised with zeros.
+        """
         make = torch.zeros if self.packed else torch.empty
         slots = self.programs + (self.samples if self.packed else 0)
         return make(slots, self.x.shape[1], dtype=torch.float32, device=self.x.device)
@@ -272,9 +276,9 @@ def _finish(
     partial: Tensor, outputs: list[Tensor], samples: int, slots_per_sample: int,
     sample_of_row: Tensor | None = None, chunk: int = 1,
 ) -> None:  # fmt: skip
-    """Sum fp32 slots into ``outputs``; ``sample_of_row`` (rows,) means packed slots."""
+    """Sum fp32 slots into ``outputs``; with ``sample_of_row`` (rows,), the slots are those of the packed form."""
     (slots, width), count = partial.shape, len(outputs)
-    # 4,096 numbers a program. Many slots: tall narrow tiles, so that few samples still make enough programs.
+    # Tiles of 4,096 numbers. For many slots, the tiles are tall and narrow, so that few samples make enough programs.
     block_p = min(next_power_of_2(slots_per_sample), 128)
     block_d = min(max(4096 // block_p, 32), 512, next_power_of_2(width))
     out = [outputs[min(i, count - 1)] for i in range(3)]
@@ -293,17 +297,17 @@ def finish_total(slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def like_bias(bias: Tensor | None, other: Tensor) -> Tensor:
-    """Allocate a bias's gradient; of size 0 where there is no bias (an operator always returns a tensor)."""
+    """Allocate the gradient of ``bias``; of size 0 without a bias, because an operator must return a tensor."""
     return other.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
 
 
 def finish_bias(total: Tensor | None, bias: Tensor | None, other: Tensor) -> Tensor:
-    """Return the gradient of ``bias`` from its slots; see :func:`like_bias`."""
+    """Sum the slots ``total`` to the gradient of ``bias``; without a bias, return :func:`like_bias`'s placeholder."""
     return like_bias(bias, other) if bias is None else finish_total(cast(Tensor, total), bias.dtype)
 
 
 def or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return a kernel's pointer argument; ``other`` where the kernel won't read it."""
+    """Return ``tensor`` as a kernel's pointer argument; if None, ``other``, which the kernel then doesn't read."""
     return other if tensor is None else tensor
 
 
@@ -320,9 +324,9 @@ def cut_rows(
 
 
 def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str, Any]]:
-    """Divide x (..., D), as rows of one sample, into blocks of columns, for a kernel that is an activation function.
+    """Divide x (..., D) into chunks of rows and blocks of columns, for the kernel of an activation function.
 
-    Returns the rows and the kernel's launch arguments.
+    All rows count as one sample. Returns the rows and the kernel's launch arguments.
     """
     width = x.shape[-1]
     block = block_width(width)
@@ -335,8 +339,10 @@ def cut_blocks(kernel: str, default: Launch, x: Tensor) -> tuple[Rows, dict[str,
 
 
 def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocate fp32 mean and rstd of x's rows; of size 0 if not needed: the mean without ``center`` (RMSNorm), both
-    without ``normalize``."""
+    """Allocate fp32 mean and rstd, one value for each row of x.
+
+    The mean is of size 0 without ``center`` (RMSNorm); both are of size 0 without ``normalize``.
+    """
     rows = x.numel() // x.shape[-1]
     counts = rows if normalize and center else 0, rows if normalize else 0
     mean, rstd = (torch.empty(count, dtype=torch.float32, device=x.device) for count in counts)
@@ -344,7 +350,7 @@ def new_statistics(x: Tensor, normalize: bool = True, center: bool = True) -> tu
 
 
 def unit_columns(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Return modulation vectors (B, D) with unit column stride; chunks of a (B, 6 D) tensor pass without a copy."""
+    """Return modulation vectors (B, D) with unit column stride. Chunks of a (B, 6 D) tensor are not copied."""
     return tuple(v if v.stride(-1) == 1 else v.contiguous() for v in vectors)
 
 
@@ -360,8 +366,11 @@ def check_inputs(
     x: Tensor, sample_of_row: Tensor | None, same_shape: dict[str, Tensor], bias: Tensor | None = None,
     **vectors: Tensor,
 ) -> None:  # fmt: skip
-    """Raise ValueError unless x is (B, N, D), alone or with sample_of_row (B, N), or (rows, D) or (1, rows, D) with
-    sample_of_row (rows,); vectors are (B, D); and bias is (D,)."""
+    """Raise ValueError unless shapes, dtypes and devices fit.
+
+    x must be (B, N, D), alone or with sample_of_row (B, N); or (rows, D) or (1, rows, D) with sample_of_row (rows,).
+    ``same_shape`` must have x's shape, vectors must be (B, D), and bias (D,).
+    """
     if sample_of_row is None:
         if x.dim() != 3:
             raise ValueError(f"x must be (B, N, D), or (rows, D) with sample_of_row; it is {tuple(x.shape)}")
@@ -396,7 +405,7 @@ def _fits_rows(x: Tensor, sample_of_row: Tensor) -> bool:
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have a dtype that kernels support and are on the first one's device."""
+    """Raise ValueError unless all tensors are bf16, fp16 or fp32 and on one device."""
     first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:

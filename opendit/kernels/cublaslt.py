@@ -1,14 +1,14 @@
-"""Compute x W^T with the fastest of cuBLAS's kernels among those that round equally.
+"""Compute x W^T with the fastest cuBLAS kernel that gives the same bits as torch's.
 
 torch uses the first kernel that cuBLASLt proposes for a product. For a few thousand rows that is not always the
 fastest: on an H200, 4,096 rows in bf16, 1152 to 4608 with GELU, took 62.6 us with the seventh proposal and 70.7 with
-the first. Here all proposals for a shape are timed once, on random numbers, and the fastest of those is kept whose
-results equal torch's bit for bit; so the choice changes no number. torch's call is used where this is impossible:
-without cuBLASLt, for other dtypes, for operands that are not aligned, under torch.compile or within a CUDA graph
-capture.
+the first. This module times all proposals for a shape once, on random numbers. It keeps the fastest proposal whose
+results equal torch's bit for bit, so the choice changes no number. torch's call is used without cuBLASLt, for dtypes
+other than bf16 and fp16, for operands that are not aligned, under torch.compile, with gradients enabled, and for new
+shapes within a CUDA graph capture.
 
-cuBLASLt is called through ctypes. The library is the one that torch has loaded, and the few entry points and constants
-below are its public C interface, the same in CUDA 12 and 13.
+cuBLASLt, as loaded by torch, is called through ctypes. The entry points and constants below belong to its public C
+interface and are the same in CUDA 12 and 13.
 """
 
 import ctypes
@@ -30,13 +30,15 @@ EPILOGUES = {(False, False): 1, (True, False): 4, (True, True): 36}  # by (bias,
 WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 ALIGNMENT = 256  # bytes; cuBLASLt's proposals assume it
 PROPOSALS = 16
-COLD, MOST_COPIES = 192 << 20, 16  # bytes of weights to cycle through, so that they are not cached, as in a model
+# Timing cycles through copies of the weight, so that no copy is in the cache, as in a model. Bytes of all copies, and
+# maximum number of copies.
+COLD, MOST_COPIES = 192 << 20, 16
 TRIALS = 5
-GAIN = 0.98  # a proposal must take less than this share of torch's time
+GAIN = 0.98  # a proposal is used only if its time is less than this fraction of torch's
 
 
 class Proposal(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t."""
+    """The C struct cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -48,10 +50,10 @@ class Proposal(ctypes.Structure):
 
 
 class Library:
-    """cuBLASLt as loaded by torch. Raises OSError where it is not found, RuntimeError if a call fails."""
+    """cuBLASLt as loaded by torch. Raises OSError if torch has not loaded it, RuntimeError if a call fails."""
 
     def __init__(self):
-        torch.cuda.current_blas_handle()  # loads it
+        torch.cuda.current_blas_handle()  # makes torch load cuBLASLt
         with open("/proc/self/maps") as maps:
             paths = {line.split()[-1] for line in maps if "libcublasLt.so" in line}
         if not paths:
@@ -78,7 +80,7 @@ class Library:
 
 @cache
 def loaded(device: torch.device) -> Library:
-    """Load the library, whose handle belongs to a device."""
+    """Return the library with a handle for ``device``."""
     with torch.cuda.device(device):
         return Library()
 
@@ -97,8 +99,11 @@ class ProductShape:
 
 
 class Product:
-    """One product, by any of cuBLASLt's proposals for it that need no workspace, which calls on several streams would
-    have to share. Row-major y = x W^T is its column-major y^T = W x^T."""
+    """A product of one shape, which any of cuBLASLt's proposals can compute.
+
+    Only proposals without a workspace are asked for, because calls on several streams would have to share a workspace.
+    Row-major y = x W^T is cuBLASLt's column-major y^T = W x^T.
+    """
 
     def __init__(self, library: Library, shape: ProductShape):
         self._library, self._shape, self._lock = library, shape, threading.Lock()
@@ -130,7 +135,7 @@ class Product:
         (w_layout, x_layout, y_layout), one, zero = self._layouts, ctypes.byref(self._one), ctypes.byref(self._zero)
         w_place, x_place, y_place = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (weight, x, y))
         stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        with self._lock:  # the description, which threads share, holds the pointer to the bias
+        with self._lock:  # threads share the description, which holds the pointer to the bias
             if bias is not None:
                 self._set(BIAS_POINTER, ctypes.c_uint64(bias.data_ptr()))
             self._library.call(
@@ -141,13 +146,13 @@ class Product:
         return y
 
 
-Multiply = Callable[..., Tensor]  # of x, weight, and bias or None
+Multiply = Callable[..., Tensor]  # function of x, weight, and bias or None
 
 
 def fastest(times: list[float], equal: list[bool]) -> int | None:
-    """Return the number of the proposal to use, or None for torch's call.
+    """Return the index of the proposal to use, or None to use torch's call.
 
-    times: of torch's call, then of the proposals. equal: True for each proposal that gives torch's bits.
+    times: time of torch's call, then of each proposal. equal: True for each proposal that gives torch's bits.
     """
     taken = [number for number, same in enumerate(equal) if same and times[1 + number] < GAIN * times[0]]
     return min(taken, key=lambda number: times[1 + number], default=None)
@@ -156,7 +161,7 @@ def fastest(times: list[float], equal: list[bool]) -> int | None:
 class Measured(NamedTuple):
     """Timings of a product.
 
-    microseconds: of torch's call, then of the proposals. equal: True for each proposal that gives torch's bits.
+    microseconds: time of torch's call, then of each proposal. equal: True for each proposal that gives torch's bits.
     """
 
     microseconds: list[float]
@@ -165,7 +170,7 @@ class Measured(NamedTuple):
 
 
 def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measured:
-    """Time torch's call and the product's proposals, interleaved, on random numbers; return a median for each."""
+    """Time torch's call and the product's proposals in turn, on random numbers, and return the median time of each."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -201,11 +206,11 @@ def measured(product: Product, shape: ProductShape, torchs: Multiply) -> Measure
 
 
 class FastestProducts:
-    """Products by the fastest algorithm found for their shapes, which is cached in this object.
+    """Products computed by the fastest algorithm for their shape. This object caches the algorithms.
 
     Attributes:
-        found: for every shape seen, the product and its proposal; None: torch's call.
-        failed: the library could not be used, so all further products are torch's.
+        found: for each shape, the product and its fastest proposal; None: use torch's call.
+        failed: True if the library could not be used; then torch computes all new shapes.
     """
 
     def __init__(self):
@@ -213,7 +218,10 @@ class FastestProducts:
         self.failed = False
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, torchs: Multiply, gelu: bool = False) -> Tensor:
-        """Return ``torchs(x, weight, bias)`` (..., out), bit for bit; without gradients."""
+        """Return the bits of ``torchs(x, weight, bias)`` (..., out), without gradients.
+
+        ``torchs`` is torch's call, with GELU if ``gelu`` is true.
+        """
         operands = (x, weight) if bias is None else (x, weight, bias)
         if torch.compiler.is_compiling() or not _takes(operands):
             return torchs(x, weight, bias)
@@ -230,7 +238,7 @@ class FastestProducts:
         return product(proposal, x.view(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
 
     def search(self, shape: ProductShape, torchs: Multiply) -> tuple[Product, Proposal] | None:
-        """Time all of cuBLASLt's proposals for a shape, and return the fastest; None: use torch's product."""
+        """Time all of cuBLASLt's proposals for a shape and return the fastest; None if torch's call should be used."""
         if self.failed:
             return None
         try:
@@ -244,7 +252,7 @@ class FastestProducts:
 
 
 def _takes(operands: tuple[Tensor, ...]) -> bool:
-    """Return True if cuBLASLt can read x, weight and bias with their memory layout."""
+    """Return True if gradients are off, and x, weight and bias have a dtype and memory layout that suit cuBLASLt."""
     x = operands[0]
     if not x.is_cuda or x.dtype not in CUDA_TYPES or torch.is_grad_enabled() or not x.numel():
         return False
@@ -266,5 +274,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, torchs: Multiply) -> Tensor:
-    """Return ``torchs(x, weight, bias)``, which is GELU(x W^T + bias) in tanh form by cuBLAS's epilogue."""
+    """Return the bits of ``torchs(x, weight, bias)``, GELU(x W^T + bias) in tanh form by cuBLAS's epilogue."""
     return _products(x, weight, bias, torchs, gelu=True)

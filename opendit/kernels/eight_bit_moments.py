@@ -1,10 +1,11 @@
-"""AdamW's moments in 8 bits: a code for each number and a scale for each unit of 256, as torchao's AdamW8bit has them.
+"""AdamW's moments in 8 bits: a code per number and a scale per unit of 256 numbers, as in torchao's AdamW8bit.
 
-T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022: a code stands for one of 256 numbers of
-at most 1, which are spread over seven decades, half of them in the highest. A step computes in fp32: some tensors at a
-time are decoded into fp32 memory, stepped, and encoded. Between two steps a moment takes 1 + 4 / 256 bytes a number.
+The format is that of T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022. A code stands for
+one of 256 levels of magnitude at most 1. The levels cover seven decades, and half of them lie in the highest decade. A
+step computes in fp32: a group of tensors at a time is decoded into fp32 memory, updated, and encoded. Between steps, a
+moment takes 1 + 4 / 256 bytes per number.
 
-The numbers, the scales and the codes have the bits of torchao 0.18's, on CPUs and GPUs.
+Levels, scales and codes have the same bits as torchao 0.18's, on CPUs and GPUs.
 """
 
 import functools
@@ -22,16 +23,17 @@ from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import AddressTable, BlockTable
 
 UNIT = 256  # numbers that share a scale
-LEAST = 4096  # numbers of a tensor whose moments are kept in 8 bits; as torchao's
+LEAST = 4096  # smaller tensors keep their moments in fp32, as in torchao
 LEAST_SCALE = 1e-12
-ELEMENTS = 2**24  # of the tensors that are decoded together, at least
+ELEMENTS = 2**24  # least number of elements in a group of tensors that is decoded together
 
 
 @functools.cache
 def levels(signed: bool, device: torch.device | str = "cpu") -> Tensor:
-    """Return the (256,) numbers that codes stand for, ascending: of either sign, or from 0 on.
+    """Return the levels that codes stand for, (256,) fp32 in ascending order. Without ``signed``, no level is negative.
 
-    Seven decades share them: every decade has twice as many as the one below it, in the middles of even intervals.
+    The levels cover seven decades. Each decade is divided into equal intervals, whose middles are the levels, and has
+    twice as many levels as the decade below.
     """
     found = [0.0, 1.0]
     for decade in range(7):
@@ -48,7 +50,7 @@ class EightBits:
     Attributes:
         codes: (numel,) uint8.
         scales: (units,) fp32, the largest magnitude in each unit of 256 numbers.
-        signed: of the first moment; the second has no negative numbers.
+        signed: True for the first moment; the second moment has no negative numbers.
     """
 
     codes: Tensor
@@ -61,14 +63,14 @@ class EightBits:
         return cls(codes, torch.full((-(-numel // UNIT),), LEAST_SCALE, device=device), signed)
 
     def decode(self, numbers: Tensor | None = None) -> Tensor:
-        """Return the (numel,) fp32 numbers that the codes stand for, by the given ``numbers`` (256,) or the levels."""
+        """Return the moment, (numel,) fp32. ``numbers`` (256,) replaces the levels."""
         numbers = levels(self.signed, self.codes.device) if numbers is None else numbers
         found = _units(numbers[self.codes.int()])
         return (found * self.scales[:, None]).view(-1)[: self.codes.numel()]
 
     def encode(self, values: Tensor) -> None:
-        """Take other values, fp32 of any shape."""
-        values = values.to(self.codes.device)  # a checkpoint's are on the host
+        """Replace the moment by ``values``, fp32 of any shape."""
+        values = values.to(self.codes.device)  # values from a checkpoint are on the host
         numbers, units = levels(self.signed, values.device), _units(values.reshape(-1))
         self.scales.copy_(units.abs().amax(1).clip(LEAST_SCALE))
         shares = (units / self.scales[:, None]).view(-1)[: self.codes.numel()]
@@ -78,17 +80,17 @@ class EightBits:
         self.codes.copy_(torch.where(rises, above, below))
 
     def saved(self) -> Tensor:
-        """Return (numel,) fp32 values for a checkpoint, of which :meth:`encode` makes the same codes and scales.
+        """Return (numel,) fp32 values for a checkpoint, which :meth:`encode` turns into the same codes and scales.
 
-        They are those of :meth:`decode`, but for the least code of a signed moment. It encodes -1 times the scale, and
-        decodes to -0.993 times it, so that the scale would be lost.
+        The values are those of :meth:`decode`, except for the lowest code of a signed moment. :meth:`encode` maps
+        -1 * scale to this code, but :meth:`decode` maps the code to -0.993 * scale, so that the scale would be lost.
         """
         numbers = levels(self.signed, self.codes.device)
         return self.decode(torch.cat([-numbers[-1:], numbers[1:]])) if self.signed else self.decode()
 
 
 def _units(values: Tensor) -> Tensor:
-    """Return the values in rows of a unit; the last one is filled with zeros."""
+    """Return the values as rows of UNIT values; the last row is padded with zeros."""
     return functional.pad(values, (0, -values.numel() % UNIT)).view(-1, UNIT)
 
 
@@ -98,14 +100,14 @@ def new_moment(like: Tensor, signed: bool) -> Tensor | EightBits:
 
 
 def first_of(moment: Tensor | EightBits, numel: int) -> Tensor | EightBits:
-    """Return the first ``numel`` numbers of a moment, flat; a view."""
+    """Return the first ``numel`` numbers of a moment as a flat view."""
     if isinstance(moment, EightBits):
         return EightBits(moment.codes[:numel], moment.scales[: -(-numel // UNIT)], moment.signed)
     return moment.view(-1)[:numel]
 
 
 def to_values(moment: Tensor | EightBits) -> Tensor:
-    """Return what a checkpoint keeps of a moment, (numel,) fp32: a view if it is kept in fp32."""
+    """Return a moment's values for a checkpoint, (numel,) fp32; a view if the moment is in fp32."""
     return moment.saved() if isinstance(moment, EightBits) else moment.view(-1)
 
 
@@ -118,8 +120,10 @@ def set_values(moment: Tensor | EightBits, values: Tensor) -> None:
 
 
 def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
-    """Divide tensors of these sizes into ranges of neighbours that together have at least ``elements`` elements, except
-    for the last one."""
+    """Divide a list of tensors with these sizes into ranges [start, stop) of at least ``elements`` elements each.
+
+    The last range may have fewer.
+    """
     edges, size = [0], 0
     for i, numel in enumerate(sizes, start=1):
         size += numel
@@ -132,7 +136,8 @@ def by_size(sizes: Sequence[int], elements: int) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------ kernels
 
 _constant = tl.constexpr if TRITON else int
-SIZE, CODES, SCALES, VALUES = map(_constant, (0, 1, 3, 5))  # rows of a table of addresses; two moments have two rows
+# Rows of the address table. Codes, scales and values have two rows each, one per moment.
+SIZE, CODES, SCALES, VALUES = map(_constant, (0, 1, 3, 5))
 
 
 @triton.jit
@@ -140,8 +145,10 @@ def _moments_kernel(
     table, blocks, numbers, scalars, tensors, first, ENCODE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Decode or encode one block of both moments of a tensor. It encodes nothing if scalars[0] is 0: then no step was
-    taken, and the codes of decoded values may be others."""
+    """Decode or encode one block of both moments of a tensor, unless scalars[0] is 0.
+
+    scalars[0] is 0 if the step was skipped. Encoding is then left out because decoded values may encode to other codes.
+    """
     block = tl.program_id(0) + first
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
     table += tl.load(blocks + 2 * block)
@@ -175,17 +182,18 @@ def _moments_kernel(
 
 
 class DecodedMoments:
-    """Both moments of tensors in fp32, a group of neighbouring tensors at a time in the same memory.
+    """fp32 memory for the decoded moments of one group of neighbouring tensors at a time.
 
-    It uses Triton kernels where they can run, else (on CPUs) torch, with the same bits.
+    Triton kernels decode and encode where they are available. Elsewhere (on CPUs), torch computes the same bits.
 
     Args:
-        moments: for each tensor its first and second one. Those in fp32 stay where they are.
-        block: elements of a program.
-        kernels: whether to use kernels; None: where they can run.
+        moments: first and second moment of each tensor. Moments in fp32 are not copied.
+        block: elements per program.
+        kernels: True to use kernels; None: use them where they are available.
 
     Attributes:
-        views: for each tensor both moments in fp32, of which those of one group are valid at a time.
+        views: both moments of each tensor in fp32. All groups share the memory, so that only the group decoded last is
+            valid.
     """
 
     def __init__(self, moments: Sequence[Sequence[Tensor | EightBits]], block: int, kernels: bool | None = None):
@@ -220,17 +228,17 @@ class DecodedMoments:
         self._addresses.refresh([*codes, *scales, *([pair[i] for pair in self.views] for i in range(2))])
 
     def groups(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of tensors ``start`` to ``stop`` that lie in one group each."""
+        """Divide tensors ``start`` to ``stop`` at the groups' borders, and yield (start, stop) of each part."""
         for first, last in self._groups:
             if max(first, start) < min(last, stop):
                 yield max(first, start), min(last, stop)
 
     def decode(self, start: int, stop: int, scalars: Tensor) -> None:
-        """Decode the moments of tensors ``start`` to ``stop``, of one group, unless scalars[0] is 0."""
+        """Decode the moments of tensors ``start`` to ``stop``, all of one group, unless scalars[0] is 0."""
         self._run(start, stop, scalars, False)
 
     def encode(self, start: int, stop: int, scalars: Tensor) -> None:
-        """Encode them, unless scalars[0] is 0."""
+        """Encode the moments of tensors ``start`` to ``stop``, all of one group, unless scalars[0] is 0."""
         self._run(start, stop, scalars, True)
 
     def _run(self, start: int, stop: int, scalars: Tensor, encode: bool) -> None:
@@ -257,5 +265,5 @@ class DecodedMoments:
 
 
 def _whole(sizes: Sequence[int]) -> list[int]:
-    """Return sizes rounded up to whole units, so that every tensor is aligned."""
+    """Return the sizes rounded up to multiples of UNIT, so that every tensor is aligned."""
     return [UNIT * math.ceil(size / UNIT) for size in sizes]

@@ -1,8 +1,8 @@
 """Embed patches in one kernel, without gradients: y = patches(s x) W^T + bias + positions.
 
-x (B, C, ..., H, W) fp32 is a sampler's state, and s (B,) the factor of x in the network's input (1, or EDM's c_in).
-Patches are gathered from x as they are read and rounded to W's dtype, as the network's input is; sums are fp32, rounded
-once. Both halves of a guided batch start with the same tokens, which are computed once and written twice.
+x (B, C, ..., H, W) fp32 is a sampler's state, and s (B,) scales x to the network's input (1, or EDM's c_in). The kernel
+gathers patches from x and rounds them to W's dtype, the dtype of the network's input. Sums are fp32 and rounded once.
+Both halves of a guided batch start with the same tokens, so the kernel computes these once and writes them twice.
 """
 
 import math
@@ -19,14 +19,14 @@ from opendit.kernels.language import tl, triton
 
 
 def as_clip(sides: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (t, h, w) of a picture's (h, w) or a clip's sides."""
+    """Return (t, h, w) for the sides (h, w) of a picture, with t = 1, or (t, h, w) of a clip."""
     return cast("tuple[int, int, int]", (1,) * (3 - len(sides)) + tuple(sides))
 
 
 def embed_patches_reference(
     x: Tensor, weight: Tensor, bias: Tensor, positions: Tensor | None, scale: Tensor | None = None, copies: int = 1
 ) -> Tensor:
-    """Compute (copies * B, N, D) in weight's dtype with torch, with sums in fp32 at least."""
+    """Compute :func:`embed_patches` in torch, with sums in fp32 or fp64."""
     if scale is not None:
         x = x * scale.view(-1, *(1,) * (x.dim() - 1))
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -61,7 +61,7 @@ def _embed_patches_kernel(
     y = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     VALUES: tl.constexpr = C * PT * PH * PW
     for first in range(0, VALUES, 16):
-        # A value of a patch: channel, frame, row, column, as in the convolution's weight.
+        # The values of a patch are in the order of the convolution's weight: channel, frame, row, column.
         inside = first + tl.arange(0, 16)
         c, dt = inside // (PT * PH * PW), inside // (PH * PW) % PT
         dh, dw = inside // PW % PH, inside % PW
@@ -90,12 +90,12 @@ def embed_patches(
     """Return (copies * B, N, D) in weight's dtype: the B samples' tokens, repeated ``copies`` times.
 
     Args:
-        x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous; the patch divides its sides.
-        weight: (D, C, *patch) of the convolution, bf16, fp16 or fp32.
+        x: (B, C, H, W) or (B, C, T, H, W) fp32, contiguous; its sides are divisible by the patch's.
+        weight: weight (D, C, *patch) of the patch convolution, bf16, fp16 or fp32.
         bias: (D,).
-        positions: (1, N, D) or (N, D), any of these dtypes; None to add none here.
-        scale: (B,) fp32, the factor of each sample of x; None: 1.
-        copies: how often the tokens are written.
+        positions: (1, N, D) or (N, D), any of these dtypes; None: no positions are added.
+        scale: (B,) fp32, the factor s of each sample; None: 1.
+        copies: number of times that the tokens are written.
     """
     D, C, *patch = weight.shape
     patch, sides = as_clip(tuple(patch)), as_clip(tuple(x.shape[2:]))

@@ -1,15 +1,20 @@
-"""Exchange tokens by rank for heads by rank and back, directly between GPUs: no packing, no collective, one pass over
-the links.
+"""Redistribute activations between P GPUs for sequence parallelism.
 
-The ranks of a group hold their tokens in memory that the others can address: *rows* (B, n, S, H, d), S = 3 for q, k and
-v of a projection's output, 1 for the attention output, with all heads. *Heads* are S tensors (B, h, N, d) of this rank,
-with h of the heads, H / P or fewer, and all N tokens, n of them from each rank:
+Before the exchange, each rank has a part of the tokens with all heads. After it, each rank has all tokens with a part
+of the heads. The reverse exchange is supported, too.
+
+A kernel reads or writes the other GPUs' memory directly, in one pass over the links, without packing or collectives.
+
+Each rank holds *rows* (B, n, S, H, d): n of the N tokens, with all H heads, in memory that the other ranks can address.
+S is 3 for q, k and v in a projection's output, and 1 for the attention output. Each rank also holds *heads*: S tensors
+(B, h, N, d) with all tokens and h of the heads, where h is at most H / P.
 
     heads[s][b, i, p n + t] = rows of rank p [b, t, s, first + i]
 
-With ``push`` false, heads are filled from the rows of all ranks; with true, the rows of all ranks are filled from
-heads, except for rows past N, which are padding. :func:`send_rows` fills the heads of all ranks from the rows of one, S
-= 1. The caller must ensure that the other ranks are ready (opendit.parallel.sequence.peer_memory).
+:func:`exchange_heads` fills this rank's heads from the rows of all ranks. With ``push``, it fills the rows of all ranks
+from this rank's heads, except for rows past N, which are padding. :func:`send_rows` fills the heads of all ranks from
+this rank's rows, with S = 1. The caller must ensure that the other ranks are ready
+(opendit.parallel.sequence.peer_memory).
 """
 
 import torch
@@ -42,7 +47,7 @@ def send_rows_reference(rows: Tensor, peers: list[Tensor], rank: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-BLOCK, WARPS = 256, 4  # units of 16 bytes per program: 2 loads of each thread in flight
+BLOCK, WARPS = 256, 4  # units of 16 bytes, and warps, per program: each thread has 2 loads in flight
 
 
 @triton.jit(do_not_specialize=("offset", "start", "ranks", "samples", "tokens", "length", "first"))
@@ -54,8 +59,8 @@ def _exchange_heads_kernel(
 ):  # fmt: skip
     """Move BLOCK units per program between this rank and one other.
 
-    Neighbours in the grid access different ranks, so that all links are busy at all times. Strides and sizes count
-    UNITs, which are 16 bytes where possible.
+    Neighbouring programs access different ranks, so that all links are busy at all times. Strides and sizes are in
+    units of UNIT values, which are 16 bytes where possible.
     """
     program = tl.program_id(0)
     peer = (start + program % VISITED) % ranks
@@ -95,17 +100,17 @@ def exchange_heads(
     own: bool = False,
     offset: int = 0,
 ) -> None:
-    """Fill ``heads`` from all ranks' rows, or with ``push`` all ranks' rows from heads, with one Triton kernel.
+    """Fill ``heads`` from all ranks' rows, or with ``push``, all ranks' rows from ``heads``, with one Triton kernel.
 
     Args:
-        heads: 1 or 3 tensors (B, h, N, d) of one layout with unit stride in d.
+        heads: 1 or 3 tensors (B, h, N, d) of one memory layout, with unit stride in d.
         addresses: (P,) int64 on the device: addresses of each rank's contiguous rows.
-        shape: (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
-        rank: this one; the order of the others starts there.
-        first: index of the first of the heads among all H.
-        push: write instead of read, see above.
-        own: move only what goes between this rank's rows and its heads.
-        offset: bytes from the addresses to the rows; a multiple of 16 where d is a multiple of 16 bytes.
+        shape: shape (B, n, S, H, d) of a rank's rows, which have the dtype of heads.
+        rank: this rank; the kernel visits the other ranks in order from the next one.
+        first: index of the first of ``heads`` among all H heads.
+        push: write the rows instead of reading them.
+        own: exchange only between this rank's own rows and heads.
+        offset: bytes from the addresses to the rows; a multiple of 16 if d is a multiple of 16 bytes.
 
     Raises:
         ValueError: shapes or layouts don't fit.
@@ -134,7 +139,7 @@ def _send_rows_kernel(
     rows_ptr, table_ptr, rank, ranks, samples, tokens, length,
     WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK units of this rank's rows per program to one other rank. A row is ``ranks`` times WIDTH units."""
+    """Copy BLOCK units of this rank's rows per program to one other rank. A row has ``ranks`` * WIDTH units."""
     peer = (rank + 1 + tl.program_id(0) % ranks) % ranks
     unit = (tl.program_id(0) // ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row, column = unit // WIDTH, unit % WIDTH
@@ -149,16 +154,16 @@ def _send_rows_kernel(
 
 
 def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
-    """Fill the heads of all ranks, each with its own, for the tokens of this one, with one Triton kernel.
+    """Send this rank's tokens to all ranks, to each rank the heads that it holds, with one Triton kernel.
 
     Args:
         rows: (B, n, H, d), contiguous, H divisible by the number of ranks.
         addresses: (P,) int64 on the device: addresses of each rank's contiguous heads (B, N, h, d), of rows' dtype.
-        rank: this one.
-        length: N; tokens past it are padding and are left out.
+        rank: this rank.
+        length: N; tokens past N are padding and are not sent.
 
     Raises:
-        ValueError: the heads don't divide.
+        ValueError: H is not divisible by the number of ranks, or N is larger than the ranks' tokens.
     """
     (B, n, H, d), ranks = rows.shape, len(addresses)
     if H % ranks or length > ranks * n:
@@ -173,6 +178,6 @@ def send_rows(rows: Tensor, addresses: Tensor, rank: int, length: int) -> None:
 
 
 def new_heads(parts: int, B: int, h: int, N: int, d: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Allocate ``parts`` tensors (B, h, N, d) whose tokens are contiguous, as in a projection's output."""
+    """Allocate ``parts`` tensors (B, h, N, d) that are contiguous as (B, N, h, d), as in a projection's output."""
     make = {"dtype": like.dtype, "device": like.device}
     return tuple(torch.empty_strided((B, h, N, d), (N * h * d, d, h * d, 1), **make) for _ in range(parts))

@@ -1,4 +1,4 @@
-"""Pad heads with zeros to a size that an attention kernel supports, or is correct at. The zeros change nothing."""
+"""Pad heads with zeros to a size at which an attention kernel runs correctly. The zeros don't change the result."""
 
 from collections.abc import Callable
 
@@ -13,13 +13,13 @@ from opendit.kernels.language import tl, triton
 
 
 def resize_heads_reference(x: Tensor, size: int) -> Tensor:
-    """Return contiguous x (..., H, d) with heads of ``size`` values: cut, or padded with zeros."""
+    """Return x (..., H, d), cut or padded with zeros to (..., H, size), contiguous."""
     return F.pad(x, (0, size - x.shape[-1])) if size > x.shape[-1] else x[..., :size].contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------------- kernel
 
-ROWS = 32  # of a program
+ROWS = 32  # rows per program
 
 
 @triton.jit(do_not_specialize=("heads", "total"))
@@ -27,7 +27,7 @@ def _resize_heads_kernel(
     x_ptr, out_ptr, heads, total, token_stride,
     HEAD_STRIDE: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy ``total`` rows of D values, ``heads`` per token, to rows of SIZE."""
+    """Copy ``total`` rows of D values, ``heads`` of them per token, to rows of SIZE values."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)[None, :]
     live = (row < total)[:, None]
@@ -39,8 +39,8 @@ def _resize_heads_kernel(
 def resize_heads(x: Tensor, size: int) -> Tensor:
     """Compute :func:`resize_heads_reference` with a Triton kernel, without gradient.
 
-    F.pad first writes zeros to the whole result, and torch copies rows that are part of wider ones value by value; the
-    kernel reads and writes everything once.
+    The kernel reads and writes every value once. F.pad first writes zeros to the whole result, and torch copies parts
+    of wider rows value by value.
     """
     heads, d = x.shape[-2:]
     by_token = x.reshape(-1, heads, d)
@@ -58,8 +58,10 @@ def resize_heads(x: Tensor, size: int) -> Tensor:
 
 
 def with_heads_of(x: Tensor, size: int) -> Tensor:
-    """Return x (..., H, d) as (..., H, size), cut or padded with zeros, with the kernel where it runs; without
-    gradient."""
+    """Return x (..., H, d), cut or padded with zeros to (..., H, size), without gradient.
+
+    The Triton kernel is used where it is available.
+    """
     return (resize_heads if kernels_available(x.device, x.dtype)[0] else resize_heads_reference)(x, size)
 
 
@@ -77,10 +79,11 @@ class _Resize(torch.autograd.Function):
 def with_filled_heads(
     q: Tensor, k: Tensor, v: Tensor, head_size: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Call ``attend`` with q, k, v (..., H, d) padded by zeros to (..., H, head_size); return (..., H, d).
+    """Call ``attend`` with q, k, v (..., H, d) padded with zeros to (..., H, head_size); return its result as
+    (..., H, d).
 
-    The tensors that ``attend`` saves for its backward pass are stored without the zeros, which are added again there:
-    otherwise q, k and v would be stored twice.
+    Tensors that ``attend`` saves for its backward pass are stored without the padding, and padded again in the backward
+    pass. Otherwise q, k and v would be stored twice.
     """
     d = q.shape[-1]
     if head_size == d:
@@ -90,9 +93,9 @@ def with_filled_heads(
 
     def keep(saved: Tensor) -> tuple[Tensor, bool]:
         for own, wide in zip(parts, filled, strict=True):
-            if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # the same memory
+            if saved.data_ptr() == wide.data_ptr() and saved.shape == wide.shape:  # ``saved`` is q, k or v, padded
                 return own.detach(), True
-        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # the output
+        wide = saved.shape[-1:] == (head_size,) and saved.dim() == q.dim()  # ``saved`` is the output
         return (with_heads_of(saved, d) if wide else saved), wide
 
     def restore(kept: tuple[Tensor, bool]) -> Tensor:
@@ -101,6 +104,6 @@ def with_filled_heads(
 
     with torch.autograd.graph.saved_tensors_hooks(keep, restore):
         output = attend(*filled)
-    for held in (filled, parts):  # autograd keeps the closures above alive, and with them these lists
+    for held in (filled, parts):  # autograd keeps the closures alive, which would keep these lists' tensors alive
         held.clear()
     return _Resize.apply(output, d)

@@ -1,9 +1,9 @@
-"""FlashAttention 4 (package flash-attn-4) with heads padded by zeros in its backward pass only.
+"""FlashAttention 4 (package flash-attn-4) with heads padded by zeros in the backward pass only.
 
-At some head sizes its forward pass is correct and its backward pass is not, so only the latter gets wider heads. The
-package's own autograd function can't do that, because it saves what it was given. So its forward pass runs without
-autograd here, and its backward pass is called by its name in the package, which is not public. Before a run uses it,
-the result is tested (``attention.right_head_size``, ``varlen.resolve_varlen``).
+At some head sizes, the package's forward pass is correct and its backward pass is not, so only the backward pass needs
+padding. The package's autograd function saves its inputs as they are and can't pad them later. Therefore this module
+runs the forward pass without autograd, and calls the backward pass by its private name in the package. Before a run
+uses this module, its results are tested (``attention.right_head_size``, ``varlen.resolve_varlen``).
 """
 
 import functools
@@ -29,7 +29,7 @@ class SegmentLengths(NamedTuple):
 
 @functools.cache
 def backward_pass() -> Callable[..., Any] | None:
-    """Return the package's backward pass; None where the package is not installed or no longer has this function."""
+    """Return the package's backward pass; None if the package is not installed or doesn't have this function."""
     try:
         return getattr(importlib.import_module(f"{CUTE}.interface"), BACKWARD)
     except (ImportError, OSError, AttributeError):
@@ -45,12 +45,12 @@ def attend(
     *,
     deterministic: bool = False,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v by FlashAttention 4, with heads of ``head_size`` in its backward pass.
+    """Compute softmax(q k^T / sqrt(d)) v with FlashAttention 4; pad heads to ``head_size`` in the backward pass only.
 
     Args:
         q, k, v: (B, N, H, d) bf16 or fp16, or (N, H, d) with ``lengths``.
         head_size: at least d.
-        lengths: of the samples in a pack.
+        lengths: lengths of the samples in a pack.
         deterministic: compute the same gradients, bit for bit, in every run.
 
     Returns:
@@ -86,7 +86,7 @@ class _FilledBackward(torch.autograd.Function):
 
 
 def _by(offsets: Tensor | None, longest: int | None) -> dict[str, Any]:
-    """Return the package's keyword arguments for lengths."""
+    """Return the package's keyword arguments for a pack; empty without ``offsets``."""
     if offsets is None:
         return {}
     return dict(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest, max_seqlen_k=longest)

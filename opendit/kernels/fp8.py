@@ -1,18 +1,19 @@
-"""Tensors in float8 for ``torch._scaled_mm``: their scales, the cast, the transposed copy, the product.
+"""Tensors in float8 for ``torch._scaled_mm``: scales, casts, transposed copies, and products.
 
-Formats are those of Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights, e5m2
-for gradients. A tensor has one scale, a power of two. The scaling is stateless: it is *current*, computed from the
-tensor itself.
+The formats are those of Micikevicius et al. 2022, "FP8 formats for deep learning": e4m3 for activations and weights,
+e5m2 for gradients. A tensor has one scale, a power of two. The scaling has no state: it is *current* scaling, which
+computes the scale from the tensor itself.
 
-- Weights: from their largest absolute value (amax).
-- LayerNorm + modulate: from a bound, |xhat| <= sqrt(D), so |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above
-  the amax costs no precision, only range at the lower end, and e4m3 has 18 binades.
-- Everything else: from the amax of a sample spread evenly over the tensor's tokens and columns, times a margin: 2^3 in
-  e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number. The sample is some 4 million values,
-  whatever the tensor's size, so that its pass is short compared with the cast.
+- The scale of a weight follows from its largest absolute value (amax).
+- The scale after LayerNorm + modulate follows from a bound: |xhat| <= sqrt(D), so
+  |y| <= sqrt(D) (1 + max|scale|) + max|shift|. A bound above the amax costs no precision, only range at the lower end,
+  and e4m3 covers 18 powers of two.
+- Every other scale follows from the amax of a sample of values, spread evenly over the tensor's tokens and columns,
+  times a margin: 2^3 in e4m3, 2^6 in e5m2. Larger values are clamped to the format's largest number. The sample has
+  about 4 million values for any size of the tensor, so that sampling is short compared with the cast.
 
-The kernel that computes a tensor needs its scale first; so the amax of exactly this tensor can't come for free. Other
-recipes use the amax of earlier steps (delayed scaling), which is state to keep, save and load.
+A kernel needs the scale before it writes the tensor, so the exact amax would cost an extra pass. Other recipes use the
+amax of earlier steps (delayed scaling), which is state that must be kept, saved and loaded.
 """
 
 import functools
@@ -31,24 +32,27 @@ from opendit.kernels.transpose import tiles_of, transpose
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LIMIT = {E4M3: 448.0, E5M2: 57344.0}
-# log2 of the target of the largest known absolute value: below the limit, and for a sample by the margin below that.
+# Scaling brings the largest known absolute value to [2^t, 2^(t + 1)). These are t for an exact amax (or a bound), and
+# for the amax of a sample of an e4m3 or e5m2 tensor, which leaves a margin below LIMIT.
 EXACT, SAMPLED, SAMPLED_GRADIENT = 7, 5, 9
-SAMPLE = 1 << 22  # least number of values looked at, where a sample is enough
+SAMPLE = 1 << 22  # least number of sampled values
 PARTIALS = 256  # programs of the amax kernel; each writes one number, and every program of a cast reads them all
 LINES = 16  # runs of values per tile of the amax kernel
 
 
 @dataclass(frozen=True)
 class Float8:
-    """``data * descale``: data (..., D) in float8, contiguous; descale fp32, (1,), or (rows, 1) with one scale per
-    row."""
+    """A tensor in float8, ``data * descale``.
+
+    data: (..., D), contiguous. descale: fp32, (1,), or (rows, 1) with one scale per row.
+    """
 
     data: Tensor
     descale: Tensor
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, by_row: bool = False) -> "Float8":
-        """Allocate memory for a kernel to fill. by_row: with one scale per row."""
+        """Allocate data and descale for a kernel to fill. by_row: one scale per row."""
         scales = (math.prod(shape[:-1]), 1) if by_row else (1,)
         return cls(
             torch.empty(shape, dtype=dtype, device=device), torch.empty(scales, dtype=torch.float32, device=device)
@@ -60,16 +64,16 @@ class Float8:
 
     @functools.cached_property
     def descale_of_columns(self) -> Tensor:
-        """(1, N) fp32 for a weight (N, K): the form that a product needs if its other factor has one scale per row."""
+        """A weight's descale as (1, N) fp32, for a weight (N, K) whose other factor has one scale per row."""
         return self.descale.expand(1, len(self.data)).contiguous()
 
 
 def kernel_arguments(
     y: Tensor | Float8, partial: Tensor | None = None, target: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the pointers (y, partial, descale) and options of a kernel that writes a tensor or a Float8.
+    """Return the pointers (y, partial, descale) and options for a kernel that writes a tensor or a Float8.
 
-    partial: of :func:`amax`; None with one scale per row, which the kernel computes. target: EXACT, SAMPLED or
+    partial: result of :func:`amax`; None if the kernel computes one scale per row. target: EXACT, SAMPLED or
     SAMPLED_GRADIENT.
     """
     if isinstance(y, Tensor):
@@ -88,7 +92,7 @@ def float8_factor_reference(amax: Tensor, target: int) -> Tensor:
 
 
 def float8_reference(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x * factor in float8, clamped to its range; NaN where it is not finite."""
+    """Return x * factor in float8, clamped to the format's range; infinity becomes NaN."""
     scaled = x.float() * factor
     return torch.where(scaled.isfinite(), scaled.clamp(-LIMIT[dtype], LIMIT[dtype]), torch.nan).to(dtype)
 
@@ -102,7 +106,10 @@ def _amax_kernel(
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, LINES: tl.constexpr,
     PARTIALS: tl.constexpr, TENSORS: tl.constexpr, GELU: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Look at every ``step``-th run of BLOCK values of up to three matrices; the runs of a row are consecutive."""
+    """Compute partial maxima over every ``step``-th run of BLOCK columns of up to three matrices.
+
+    Runs are numbered row by row.
+    """
     largest = tl.zeros((LINES, BLOCK), dtype=tl.float32)
     for line in range(tl.program_id(0) * LINES, lines, PARTIALS * LINES):
         run = (line + tl.arange(0, LINES)) * step
@@ -122,7 +129,7 @@ def _amax_kernel(
             x = tl.load(x2_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.abs(x))
     value = tl.max(tl.max(largest, axis=1), axis=0)
-    if NORMALIZED:  # of shift and scale: the bound of what they make of a normalised row
+    if NORMALIZED:  # the matrices are shift and scale; bound the modulated rows
         value = tl.sqrt(D * 1.0) * (1.0 + value) + value
     tl.store(partial_ptr + tl.program_id(0), value)
 
@@ -147,10 +154,10 @@ CAST = {"ROWS": 16, "num_warps": 4}
 
 
 def sample_step(runs: int, blocks: int) -> int:
-    """Return the step between the runs that are sampled.
+    """Return the step between sampled runs.
 
-    It leaves SAMPLE values at least, and is coprime to the runs of a row, because some columns would never be sampled
-    otherwise.
+    The step leaves at least SAMPLE values. It is coprime to the number of runs per row (``blocks``), because otherwise
+    some columns would never be sampled.
     """
     step = max(1, runs * 128 // SAMPLE)
     while math.gcd(step, blocks) > 1:
@@ -159,14 +166,14 @@ def sample_step(runs: int, blocks: int) -> int:
 
 
 def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, normalized: bool = False) -> Tensor:
-    """Return (up to PARTIALS,) fp32 whose maximum is that of one to three tensors (..., D) of one shape, for
-    float8_factor.
+    """Return partial maxima of the absolute values of one to three tensors (..., D) of one shape, for float8_factor.
+
+    The result is fp32, with up to PARTIALS elements, whose maximum is the amax of all tensors.
 
     Args:
-        bias: (D,); the maximum is that of GELU(x + bias) instead of x.
-        exact: look at all values instead of a sample.
-        normalized: the tensors are a modulation's shift and scale (B, D), and the result is a bound of LN(x) modulated
-            by them.
+        bias: (D,); return the maxima of GELU(x + bias) instead of x.
+        exact: read all values instead of a sample.
+        normalized: the tensors are shift and scale (B, D); return a bound of LN(x) * (1 + scale) + shift.
     """
     matrices = [t.flatten(0, -2) for t in tensors]
     if len({m.stride() for m in matrices}) > 1:
@@ -187,8 +194,11 @@ def amax(*tensors: Tensor, bias: Tensor | None = None, exact: bool = False, norm
 
 
 def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor | None = None) -> Float8:
-    """Cast x (..., D) bf16, fp16 or fp32 to float8; see :func:`amax` for ``exact``. scaled_as: a tensor that contains x
-    and determines the scale."""
+    """Cast x (..., D) bf16, fp16 or fp32 to float8.
+
+    exact: compute the scale from all values instead of a sample. scaled_as: a tensor that contains x and determines the
+    scale; None: x itself.
+    """
     x, y = x.contiguous(), Float8.empty(x.shape, dtype, x.device)
     target = EXACT if exact else SAMPLED if dtype == E4M3 else SAMPLED_GRADIENT
     pointers, options = kernel_arguments(y, amax(x if scaled_as is None else scaled_as, exact=exact), target)
@@ -198,9 +208,9 @@ def cast(x: Tensor, dtype: torch.dtype, exact: bool = False, scaled_as: Tensor |
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return (D, T rounded up to a multiple of 16, padded with zeros) of float8 (..., D) with T rows in all.
+    """Transpose float8 (..., D) with T rows in all to (D, T rounded up to a multiple of 16), padded with zeros.
 
-    It is a separate pass: kernels that write a tensor in both orders took longer (docs/kernels.md).
+    This is a separate pass, because kernels that write a tensor in both orders took longer (docs/kernels.md).
     """
     return transpose(x.flatten(0, -2).view(torch.uint8)).view(x.dtype)
 
@@ -209,13 +219,12 @@ def product(
     a: Tensor, b: Tensor, descales: tuple[Tensor, Tensor], dtype: torch.dtype, bias: Tensor | None = None,
     fast: bool = True, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply a (M, K) by the transpose of b (N, K), both float8 with K and N multiples of 16; add bias; return (M, N)
-    of ``dtype``.
+    """Return a b^T + bias, (M, N) of ``dtype``, for a (M, K) and b (N, K) in float8; K and N are multiples of 16.
 
     Args:
-        descales: fp32, both (1,), or (M, 1) and (1, N).
-        fast: keep the sums in the tensor cores, with some 14 bits, over the whole of K.
-        out: (M, N) of ``dtype``, contiguous, to write to.
+        descales: scales of a and b, fp32: both (1,), or (M, 1) and (1, N).
+        fast: accumulate all of K in the tensor cores, with about 14 bits.
+        out: (M, N) of ``dtype``, contiguous: memory for the result.
     """
     options: dict[str, Any] = dict(zip(("scale_a", "scale_b"), descales, strict=True))
     options |= {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast, **({} if out is None else {"out": out})}

@@ -1,8 +1,9 @@
-"""The block's linear layers in float8 without a backward pass: every row of an activation has its own scale.
+"""A block's linear layers in float8 without a backward pass; each row of an activation has its own scale.
 
-Unlike in fp8_linear.py, which is for training, no pass looks for a scale (fp8_rows.py; LayerNorm + modulate scales rows
-by a bound of the sample), nothing is saved, and a sample does not depend on the others in its batch. An activation that
-no kernel has written in float8, attention's output, is cast where its product gains more than the cast takes.
+fp8_linear.py is for training; this module is for inference. No separate pass computes a scale: fp8_rows.py computes it
+while casting, and LayerNorm + modulate uses a bound for each sample. Nothing is saved, and a sample's result doesn't
+depend on the other samples of the batch. Attention's output, which no kernel writes in float8, is cast if the float8
+product saves more time than the cast takes.
 """
 
 import functools
@@ -26,18 +27,19 @@ from opendit.kernels.split_heads import head_views
 from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import Projection, RMSNorm
 
-# If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales. cuBLAS 13 has only
-# one tile size for products that apply them, which can't fill the GPU. fc2 of DiT-XL/2 on an H200, with and without
-# row scales: 512 rows 15.0 and 8.6 us, 4,096 rows 40.4 and 31.5, 32,768 rows 289 and 304.
+# If a product has fewer output tiles of 128 x 128 than this, the next kernel applies the row scales instead of cuBLAS.
+# For products with row scales, cuBLAS 13 has only one tile size, with which a small product can't fill the GPU. fc2 of
+# DiT-XL/2 on an H200, with and without row scales: 512 rows 15.0 and 8.6 us, 4,096 rows 40.4 and 31.5, 32,768 rows 289
+# and 304.
 TILES = 1024
-# Least rows times columns of a product for which an activation is cast. Casting reads the activation and writes it once
-# more; what it gains grows with the columns. Below this, the product is in the dtype of its input.
+# Smallest product, in rows times output columns, for which an activation is cast. A cast costs one more pass over the
+# activation, and the time that it saves grows with the columns. Smaller products use the dtype of their input.
 CAST_FROM = 8192 * 1152
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """An activation (B, N, D) in float8 as the input of a linear layer whose output has this dtype."""
+    """A float8 activation (B, N, D), the input of a linear layer. ``dtype``: dtype of the layer's output."""
 
     data: Float8
     dtype: torch.dtype
@@ -48,7 +50,7 @@ class QuantizedRows:
 
 
 def _in_float8(x: Tensor | QuantizedRows | Modulated, columns: int) -> Tensor | QuantizedRows:
-    """Cast x for a product with so many columns, or return it unchanged if the product is to be in its own dtype."""
+    """Return x in float8 for a product with ``columns`` output columns; unchanged if the product is too small."""
     if isinstance(x, Modulated):
         return QuantizedRows(x.rows, x.x.dtype)
     if isinstance(x, Tensor) and x.numel() // x.shape[-1] * columns >= CAST_FROM:
@@ -57,7 +59,7 @@ def _in_float8(x: Tensor | QuantizedRows | Modulated, columns: int) -> Tensor | 
 
 
 def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias, (..., out)."""
+    """Compute x W^T + bias, (..., out)."""
     x = _in_float8(x, len(weight))
     if isinstance(x, Tensor):
         return F.linear(x, weight, bias)
@@ -69,10 +71,10 @@ def multiply(x: Tensor | QuantizedRows | Modulated, weight: Tensor, bias: Tensor
 
 
 def _unscaled_product(x: Tensor | QuantizedRows | Modulated, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return y (..., out) and scale (rows, 1) or None: x W^T is y with its rows multiplied by the scale."""
+    """Return y (..., out) and a scale (rows, 1), where x W^T = y * scale; scale None: x W^T = y."""
     x = _in_float8(x, len(weight))
     few = -(-x.shape[:-1].numel() // 128) * -(-len(weight) // 128) < TILES
-    # In fp16 rows without their scale could overflow.
+    # In fp16, y could overflow without the scale.
     if isinstance(x, Tensor) or not few or x.dtype == torch.float16:
         return multiply(x, weight), None
     check_widths(weight)
@@ -94,7 +96,7 @@ def linear(x: Tensor | QuantizedRows | Modulated, layer: Projection) -> Tensor:
 def linear_heads(
     x: Tensor | QuantizedRows | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of x (B, N, D), views of one projection."""
+    """Return q, k, v (B, H, N, d) of x (B, N, D), which are views of one product."""
     return head_views(multiply(x, linear.weight, linear.bias), num_heads)
 
 

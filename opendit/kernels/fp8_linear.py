@@ -1,14 +1,14 @@
-"""The block's linear layers in float8, forward and backward, with the operations next to them.
+"""A block's linear layers in float8, forward and backward, and the operations that write their inputs.
 
     y = x W^T (e4m3 x e4m3),  dx = dy W (e5m2 x e4m3),  dW = dy^T x (e5m2 x e4m3)
 
-Scales and formats: kernels/fp8.py. The tensor cores need the summed dimension contiguous in both factors, so backward
-needs W, dy and x transposed. Weights are cast from their current values in every forward pass, so that there is no
-state; exceptions are the weights that sampling keeps, and those that FSDP2 has gathered in float8 (fp8_weight.py). The
-rest of a block is unchanged.
+kernels/fp8.py describes scales and formats. The tensor cores need the summed dimension contiguous in both factors, so
+the backward pass transposes W, dy and x. Every forward pass casts the weights from their current values, so that there
+is no state. Exceptions are weights that sampling has cast once, and weights that FSDP2 has gathered in float8
+(fp8_weight.py). The rest of a block is unchanged.
 
-An activation that only a linear layer reads is written in float8 by the kernel that computes it, and in no other form.
-Autograd sees a stand-in, a tensor of its shape and dtype without memory, which carries the gradient
+If only linear layers read an activation, the kernel that computes the activation writes it in float8 only. Autograd
+sees a stand-in: a tensor of the activation's shape and dtype that has no memory and carries the gradient
 (:class:`Quantized`).
 """
 
@@ -39,7 +39,7 @@ EPS = 1e-6
 
 
 def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
-    """Return True if blocks can run in float8 on ``device`` with activations of ``dtype``, and the reason."""
+    """Return whether blocks can run in float8 on ``device`` with activations of ``dtype``, and the reason."""
     usable, why = kernels_available(device, dtype)
     if not usable or (interpreting() and not pretending()):
         return usable, why
@@ -49,14 +49,15 @@ def float8_available(device: torch.device, dtype: torch.dtype) -> tuple[bool, st
     return (True, why) if too_old is None else (False, too_old)
 
 
-# -------------------------------------------------------------------------------------------- what operations hand over
+# -------------------------------------------------------------------------------------------- inputs of linear layers
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """An activation (B, N, D) as the input of a linear layer.
+    """A float8 activation (B, N, D), the input of a linear layer.
 
-    stand_in: what autograd sees; its elements have no memory of their own and must not be read. data: the values.
+    stand_in: the tensor that autograd sees; its elements must not be read, because they may have no memory of their
+    own. data: the values.
     """
 
     stand_in: Tensor
@@ -69,12 +70,13 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Modulated:
-    """LN(x) * (1 + scale) + shift, not computed yet: a linear layer of a block computes it in float8.
+    """The deferred result of LN(x) * (1 + scale) + shift, which a linear layer later computes in float8.
 
-    Without ``center`` it is RMSNorm's, whose weight is part of the scale (kernels/rmsnorm_modulate.py).
+    Without ``center``, the norm is RMSNorm, whose weight is part of the scale (kernels/rmsnorm_modulate.py).
 
-    Any torch function (the final layer's linear) gets it in x's dtype, from the ordinary kernel. Linear layers that
-    read the same one, attention's and the MLP's of a parallel block, share what the first of them has computed.
+    A torch function called with this object (such as the final layer's linear) receives the result in x's dtype,
+    computed by the ordinary kernel. If several linear layers read the same object (attention and the MLP of a parallel
+    block), the first of them computes the float8 values, and the others reuse these.
     """
 
     x: Tensor
@@ -96,13 +98,13 @@ class Modulated:
 
     @functools.cached_property
     def quantized(self) -> Quantized:
-        """With one scale, for training."""
+        """The result in float8 with one scale, for training."""
         of_norm = self.sample_of_row, self.eps, self.center
         return Quantized(*_NormModulate.apply(self.x, self.shift, self.scale, *of_norm))
 
     @functools.cached_property
     def rows(self) -> Float8:
-        """With one scale per row, without gradients."""
+        """The result in float8 with one scale per row, without gradients."""
         x, shift, scale = self.x, self.shift, self.scale
         return adaln.layernorm_modulate_float8(x, shift, scale, self.eps, by_row=True, center=self.center)[0]
 
@@ -112,12 +114,12 @@ class Modulated:
 
 
 def quantized(x: Tensor | Quantized | Modulated) -> Quantized:
-    """Return x (B, N, D) in float8, computed from its parts or cast."""
+    """Return x (B, N, D) in float8: as it is, computed by :class:`Modulated`, or cast from a tensor."""
     if isinstance(x, Quantized):
         return x
     if isinstance(x, Modulated):
         return x.quantized
-    if torch.is_autocast_enabled(x.device.type):  # a norm in torch returns fp32 then
+    if torch.is_autocast_enabled(x.device.type):  # under autocast, torch's norms return fp32
         x = x.to(torch.get_autocast_dtype(x.device.type))
     return Quantized(x, fp8.cast(x.detach(), E4M3))
 
@@ -141,7 +143,7 @@ class _Dequantised(Function):
 
 
 def dequantised(x: Tensor | Quantized | Modulated) -> Tensor:
-    """Return x (B, N, D) in its dtype again, for products that are not in float8."""
+    """Return x (B, N, D) converted from float8 to the activations' dtype, for products that are not in float8."""
     return x if isinstance(x, Tensor) else _Dequantised.apply(quantized(x).stand_in, quantized(x).data)
 
 
@@ -152,11 +154,12 @@ def _stand_in(like: Tensor, width: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------- the three products
 
 
-# x and W are the second and the third input of each function here; a frozen W has no gradient, and needs no x for it.
+# In every autograd function below, x is the second input and W the third. If W is frozen, x is not saved, because only
+# the gradient of W needs x.
 
 
 def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: Tensor | None = None):
-    """Return x W^T + bias (..., out) of ``dtype``, and what :func:`_backward_products` needs."""
+    """Return x W^T + bias (..., out) in ``dtype``, and the tensors to save for :func:`_backward_products`."""
     check_widths(weight)
     w = weight_in_float8(weight)
     rows = x.data.flatten(0, -2)
@@ -167,9 +170,10 @@ def _forward_product(ctx, x: Float8, weight: Tensor, dtype: torch.dtype, bias: T
 
 
 def _backward_products(ctx, dy: Float8, saved: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx in x's shape, and dW (out, in); None for what has no gradient.
+    """Return dx in x's shape, and dW (out, in); None if not needed.
 
-    dW sums over the tokens, many more values than the other sums: it moves partial sums to fp32 on the way.
+    dW sums over all tokens, many more values than the other products sum. Its partial sums are therefore accumulated in
+    fp32.
     """
     (x, x_descale, w, w_descale), (dtype, weight_dtype) = saved, ctx.dtypes
     dx = dw = None
@@ -216,8 +220,11 @@ def _sum_of_rows(dy: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _LinearBesideLora(Function):
-    """x W^T + bias + scale * (x a^T) b^T, the thin products in x's dtype. They are added where the wide ones are
-    written, forward and backward. An x that is there in float8 alone is converted for them, and saved as it is."""
+    """x W^T + bias + scale * (x a^T) b^T: the product with W is in float8, and LoRA's products are in x's dtype.
+
+    LoRA's products are added in place to the float8 product's output, forward and backward. If x exists only in float8,
+    x is converted for LoRA's products, and saved in float8.
+    """
 
     @staticmethod
     def forward(ctx, stand_in, x, weight, bias, a, b, scale):
@@ -243,7 +250,7 @@ class _LinearBesideLora(Function):
 
 
 def _thin(thin: Tensor, descale: Tensor | None) -> Tensor:
-    """Return a thin factor scaled as x in float8 is, a power of two."""
+    """Multiply LoRA's thin product by the scale of x in float8, which is a power of two and so causes no rounding."""
     return thin if descale is None else thin * descale.to(thin.dtype)
 
 
@@ -313,8 +320,10 @@ class _GateResidualNormModulate(Function):
 def multiply(
     x: Tensor | Quantized | Modulated, weight: Tensor, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
-    """Return x W^T + bias (..., out) in x's dtype, whose products are in float8, all but those of LoRA: the
-    ``multiply`` of a Projection's ``product``."""
+    """Return x W^T + bias (..., out) in x's dtype, computed in float8; LoRA's products are in x's dtype.
+
+    This is the ``multiply`` argument of ``Projection.product``.
+    """
     x = quantized(x)
     if low_rank is None:
         return _Linear.apply(x.stand_in, x.data, weight, bias)
@@ -323,14 +332,14 @@ def multiply(
 
 
 def linear(x: Tensor | Quantized | Modulated, layer: Projection) -> Tensor:
-    """Return layer(x), whose products are in float8."""
+    """Return layer(x), with the product in float8."""
     return layer.product(cast(Tensor, x), layer.bias, multiply)
 
 
 def residual_rmsnorm_modulate(
     x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Modulated]:
-    """Return x, and RMSNorm(x) * (1 + scale) + shift for the next linear layer."""
+    """Return x, and RMSNorm(x) * (1 + scale) + shift, which the next linear layer computes."""
     vectors = modulation_with_weight(x, norm.weight, shift, scale)
     return x, Modulated(x, *vectors, sample_of_row, norm.eps, center=False)
 
@@ -371,14 +380,14 @@ def linear_gate_residual_rmsnorm_modulate(
     return linear_gate_residual_layernorm_modulate(x, gate, z, linear, *vectors, sample_of_row, norm.eps, center=False)
 
 
-# The others replace the projection: they read its weight instead of calling it. Beside LoRA they call it, because its
-# gradients need those of the product in the activations' dtype.
+# The operations below read the projection's weight instead of calling the projection. For a projection with LoRA they
+# call the projection, because LoRA's gradients need the product's gradient in the activations' dtype.
 
 
 def linear_heads(
     x: Tensor | Quantized | Modulated, linear: Projection, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of x (B, N, D), views of one projection whose product is in float8."""
+    """Return q, k, v (B, H, N, d) of x (B, N, D), which are views of one product in float8."""
     if linear.low_rank is not None:
         return split_heads(linear.product(cast(Tensor, x), linear.bias, multiply), num_heads)
     x = quantized(x)

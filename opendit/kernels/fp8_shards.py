@@ -1,12 +1,13 @@
-"""Cast the shards of many weights to float8, each with the scale of its whole weight, in two passes over all of them.
+"""Cast the shards of many weights to float8, each with the scale of its complete weight, in two passes.
 
     quantizer = ShardQuantizer(shards, bytes_, torch.bfloat16)
-    amax = quantizer.amax()          # several ranks take the maximum of theirs here
+    amax = quantizer.amax()          # with several ranks, take the maximum over them
     quantizer.quantize(amax)
 
-The result is, bit for bit, that of :func:`opendit.kernels.fp8.cast` for the whole weight, rounded to the precision of
-the forward pass and gathered: the largest absolute value of rounded numbers is known from the shards, and the scale is
-a power of two. The kernels process all shards in one launch (opendit/kernels/tensor_table.py).
+The result has the same bits as rounding the weight to the precision of the forward pass, gathering the shards, and
+calling :func:`opendit.kernels.fp8.cast` on the complete weight. This holds because the maximum over the shards' rounded
+values is that of the weight, and the scale is a power of two. The kernels process all shards in one launch
+(opendit/kernels/tensor_table.py).
 """
 
 from collections.abc import Sequence
@@ -19,20 +20,22 @@ from opendit.kernels.language import TRITON, tl, triton
 from opendit.kernels.tensor_table import addresses_of, at, block_table, send, triton_dtype
 from opendit.kernels.tiles import float8_range
 
-BLOCK, WARPS = 4096, 4  # elements per program, and its warps (not tuned: there is one pass over the shards per step)
+BLOCK, WARPS = 4096, 4  # elements and warps per program; not tuned, because the kernels run only once per step
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def amax_reference(shards: Sequence[Tensor], rounded: torch.dtype) -> Tensor:
-    """Return (shards,) fp32, the largest absolute value of each shard rounded to ``rounded``, ignoring NaN; 0 for an
-    empty shard."""
+    """Return the largest absolute value of each shard after rounding to ``rounded``, (shards,) fp32.
+
+    NaNs are ignored, and an empty shard has 0.
+    """
     numbers = (shard.to(rounded).float().abs().flatten() for shard in shards)
     return torch.stack([torch.cat([n.new_zeros(1), n[~n.isnan()]]).amax() for n in numbers])
 
 
 def quantize_reference(shards: Sequence[Tensor], amax: Tensor, rounded: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Return every shard in e4m3, and descales (shards,), with scales from ``amax`` (shards,), all above 0."""
+    """Return each shard in e4m3, and the descales (shards,), for ``amax`` (shards,), which must be above 0."""
     factors = float8_factor_reference(amax, EXACT)
     return [float8_reference(s.to(rounded), f, E4M3) for s, f in zip(shards, factors, strict=True)], 1 / factors
 
@@ -40,7 +43,7 @@ def quantize_reference(shards: Sequence[Tensor], amax: Tensor, rounded: torch.dt
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 _constant = tl.constexpr if TRITON else int
-SIZE, SHARD, BYTES = map(_constant, range(3))  # rows of the table
+SIZE, SHARD, BYTES = map(_constant, range(3))  # rows of the address table
 
 
 @triton.jit
@@ -51,12 +54,12 @@ def _rounded(address, offsets, mask, ROUNDED: tl.constexpr, ALIGNED: tl.constexp
 @triton.jit
 def _amax_block(address, offsets, mask, largest, ROUNDED: tl.constexpr, ALIGNED: tl.constexpr):
     value = tl.max(tl.abs(_rounded(address, offsets, mask, ROUNDED, ALIGNED)), axis=0)
-    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))  # the bits of non-negative floats are ordered as they are
+    tl.atomic_max(largest, value.to(tl.int32, bitcast=True))  # non-negative floats have the order of their bits
 
 
 @triton.jit(do_not_specialize=("tensors",))
 def _shard_amax_kernel(table, blocks, amax, tensors, BLOCK: tl.constexpr, ROUNDED: tl.constexpr):
-    """amax[tensor], the bits of an fp32 number, becomes at least that of the block."""
+    """Update amax[tensor], the bits of an fp32 number, to at least the block's amax."""
     block = tl.program_id(0)
     tensor = tl.load(blocks + 2 * block)
     start = tl.load(blocks + 2 * block + 1).to(tl.int64) * BLOCK
@@ -104,13 +107,13 @@ class ShardQuantizer:
     """Casts a rank's shards to float8.
 
     Args:
-        shards: fp32, contiguous; this rank's, including empty ones, in the same order on all ranks.
-        targets: uint8, contiguous, at least of the shards' sizes; only their beginnings are written.
-        rounded: precision of the forward pass, to which values are rounded first.
+        shards: this rank's shards, including empty ones, in the same order on all ranks; fp32, contiguous.
+        targets: memory for each shard's result, uint8, contiguous, at least as large as the shard.
+        rounded: precision of the forward pass, to which the values are first rounded.
 
     Attributes:
-        descales: (shards,) fp32, the factors for products with the weights; written by :meth:`quantize`. Each begins 16
-            bytes after the one before, because cuBLAS requires aligned addresses.
+        descales: (shards,) fp32, the descale of each weight, written by :meth:`quantize`. The stride is 16 bytes,
+            because cuBLAS requires aligned addresses.
     """
 
     def __init__(self, shards: Sequence[Tensor], targets: Sequence[Tensor], rounded: torch.dtype):
@@ -123,14 +126,14 @@ class ShardQuantizer:
 
     @torch.no_grad()
     def amax(self) -> Tensor:
-        """Return (shards,) fp32: the largest absolute value of each, 0 for an empty one."""
+        """Return the largest absolute value of each shard, (shards,) fp32; 0 for an empty shard."""
         amax = torch.zeros(len(self.descales), dtype=torch.float32, device=self.descales.device)
         self._launch(_shard_amax_kernel, amax.view(torch.int32))
         return amax
 
     @torch.no_grad()
     def quantize(self, amax: Tensor) -> None:
-        """Write the shards. amax: (shards,) fp32, of the whole weights."""
+        """Write the shards in e4m3 to ``targets``. amax: amax of each complete weight, (shards,) fp32."""
         exponent = (amax.view(torch.int32) >> 23).bitwise_and_(0xFF).clamp_(min=EXACT + 1)
         self.descales.view(torch.int32).copy_((exponent - EXACT) << 23)
         self._launch(_shard_quantize_kernel, ((254 + EXACT - exponent) << 23).view(torch.float32), LIMIT=LIMIT[E4M3])

@@ -1,4 +1,4 @@
-"""Weights in float8: cast for one product, cached for many, or stored in no other form."""
+"""Weights in float8: cast for one product, cached for many products, or stored only in float8."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,15 @@ from opendit.models.layers import Projection, StoredWeight, dense
 
 
 class Float8Weight(Tensor):
-    """A weight (out, in) of which only ``float8`` is in memory.
+    """A weight (out, in) that is in memory only as ``float8``.
 
-    Autograd, and any code that asks for its shape, device or dtype, sees a tensor of ``dtype``, and so is its gradient.
-    Operations that support it (:func:`weight_in_float8`) use its ``float8``; any other use raises RuntimeError.
+    To autograd, and to code that reads shape, device or dtype, this is a tensor of ``dtype``, whose gradient also has
+    this dtype. Operations that support the class (:func:`weight_in_float8`) read ``float8``; other uses raise
+    RuntimeError.
     """
 
     float8: Float8
-    # Not overridden, so that it does not count as a tensor that intercepts torch's calls, as Gemini's do.
+    # Disabled, because torch functions must not treat this class as a tensor that intercepts their calls (as Gemini's).
     __torch_function__ = _disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # as torch documents it
 
     @staticmethod
@@ -41,9 +42,9 @@ class Float8Weight(Tensor):
         if function == aten.detach.default or (
             function == aten.as_strided.default
             and (tuple(args[1]), tuple(args[2])) == (tuple(weight.shape), weight.stride())
-        ):  # what nn.Parameter calls
+        ):  # called by nn.Parameter
             return cls(weight.float8, weight.dtype)
-        if function == aten.zeros_like.default:  # a missing gradient
+        if function == aten.zeros_like.default:  # called for a missing gradient
             return torch.zeros(weight.shape, dtype=kwargs.get("dtype") or weight.dtype, device=weight.device)
         raise RuntimeError(f"{function} got a weight of shape {tuple(weight.shape)} that is there in float8 only")
 
@@ -53,7 +54,7 @@ class Float8Weight(Tensor):
 
 @dataclass(frozen=True)
 class KeptWeight:
-    """A weight in float8, and the version of the weight that it was cast from."""
+    """A cached cast of a weight to float8. Address and version identify the weight's values at the cast."""
 
     float8: Float8
     address: int
@@ -61,17 +62,17 @@ class KeptWeight:
 
 
 def keep_weights(model: nn.Module) -> int:
-    """Cast the weights of all projections whose products are in float8 once, and cache them until the weights change.
+    """Cast the weights of all projections that can run in float8, and cache the casts until the weights change.
 
-    Sampling calls a model a hundred times with the same weights. A weight that is changed or moved is cast again in
-    every product. Returns the bytes that this takes.
+    Sampling calls a model a hundred times with the same weights. If a weight is changed or moved, its cached cast is no
+    longer used, and every product casts the weight. Returns the cache's size in bytes.
     """
     taken = 0
     for layer in model.modules():
         weight: Any = layer.matrix if isinstance(layer, Projection) else None
         if isinstance(weight, Tensor) and not weight.is_inference() and not any(n % 16 for n in weight.shape):
             cast = fp8.cast(weight.detach(), E4M3, exact=True)
-            _ = cast.descale_of_columns  # computed here: in a CUDA graph capture it would only exist in replays
+            _ = cast.descale_of_columns  # cached now: a CUDA graph capture would fill it only in replays
             owner: Any = weight
             owner.kept_float8 = KeptWeight(cast, weight.data_ptr(), weight._version)
             taken += cast.data.nbytes
@@ -79,21 +80,20 @@ def keep_weights(model: nn.Module) -> int:
 
 
 def weight_in_float8(weight: Tensor | StoredWeight, take: Callable[[Tensor], Tensor] | None = None) -> Float8:
-    """Return weight (out, in) in e4m3, with a scale from its largest absolute value: the stored one, or a cast.
+    """Return weight (out, in) in e4m3: stored or cached float8 values, or a cast scaled by the weight's amax.
 
-    take: function that selects rows, contiguous, from all rows of a tensor; the scale is still that of the whole
-    weight.
+    take: function that returns some of a tensor's rows, contiguous. The scale is that of the whole weight.
     """
     whole = _there(weight)
     if whole is None:
         weight = dense(weight)
         return fp8.cast(weight if take is None else take(weight), E4M3, exact=True, scaled_as=weight)
-    # As bytes, because not every selection of rows supports float8.
+    # View the rows as bytes, because not every ``take`` supports float8.
     return whole if take is None else Float8(take(whole.data.view(torch.uint8)).view(E4M3), whole.descale)
 
 
 def _there(weight: Tensor | StoredWeight) -> Float8 | None:
-    """Return the weight in float8 if it need not be cast."""
+    """Return the stored or cached float8 values of a weight; None if the weight must be cast."""
     if isinstance(weight, Float8Weight | StoredWeight):
         return getattr(weight, "float8", None)
     kept = getattr(weight, "kept_float8", None)

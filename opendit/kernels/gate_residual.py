@@ -1,9 +1,9 @@
 """adaLN-Zero's residual connection: out = x + gate * (branch + bias).
 
-x, branch (B, N, D) with gate (B, D); or packed, x, branch (rows, D) with sample_of_row (rows,), see kernels/common.py.
-bias (D,), if any, is that of the branch's last linear layer: adding it here costs nothing, and its gradient needs no
-separate pass. Products and sums in fp32, I/O in bf16, fp16 or fp32; out has x's dtype. Backward reads branch and dout
-once and writes dbranch once; dx is dout itself:
+x and branch are (B, N, D), and gate (B, D). In the packed form, x and branch are (rows, D) with sample_of_row (rows,),
+see kernels/common.py. bias (D,), if any, is the bias of the branch's last linear layer. This kernel adds the bias for
+free and needs no separate pass for its gradient. Inputs and outputs are bf16, fp16 or fp32, the computation is fp32,
+and out has x's dtype. Backward reads branch and dout once and writes dbranch once; dx equals dout:
 
     dbranch = gate * dout,  dgate = sum_N (branch + bias) * dout,  dbias = sum_B gate * sum_N dout
 """
@@ -64,7 +64,8 @@ def _gate_residual_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, PACKED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    column = (tl.program_id(0) % BLOCKS) * BLOCK  # neighbours share rows, so that DRAM is read in complete lines
+    # Neighbouring programs share rows, so that DRAM is read in complete lines.
+    column = (tl.program_id(0) % BLOCKS) * BLOCK
     program = tl.program_id(0) // BLOCKS
     sample, first, stop = chunk_of_program(program, rows, length, chunks_per_sample, CHUNK, PACKED)
     if PACKED:
@@ -85,7 +86,7 @@ def _backward_rows(
     dout_ptr, gate_ptr, branch_ptr, bias_ptr, dbranch_ptr, dgate_ptr, dbias_ptr, column, first, stop,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch of rows first .. stop, all of one sample, and, to one slot each, their sums for gate and bias."""
+    """Write dbranch of rows first .. stop, all of one sample; write the sums for dgate and dbias to one slot each."""
     gate = load_columns(gate_ptr, column, D, BLOCK)
     dgate = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over rows at the end: warps hold different rows
     if HAS_BIAS:
@@ -212,7 +213,7 @@ def gate_residual(
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
         gate: (B, D), any of these dtypes; rows may be strided (a chunk of a (B, 6 D) tensor).
         bias: (D,), any of these dtypes, or None.
-        sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
+        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
     Returns:
         x's shape and dtype.

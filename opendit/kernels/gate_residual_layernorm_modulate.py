@@ -1,17 +1,17 @@
-"""The end of one branch fused with the start of the next.
+"""The gated residual connection at the end of a branch, fused with the LayerNorm and modulation of the next branch.
 
     h = x + gate * (branch + bias),  y = LN(h) * (1 + scale) + shift
 
-Returns (h, y). x, branch (B, N, D) with gate, shift, scale (B, D); or packed, x, branch (rows, D) with sample_of_row
-(rows,), see kernels/common.py; bias (D,) or None, see gate_residual.py. h is not read back from memory for its
-LayerNorm: the forward pass moves four activation tensors instead of five, and the backward pass six instead of eight.
-Given dh and dy, it computes
+The operation returns (h, y). x and branch are (B, N, D), and gate, shift and scale (B, D). In the packed form, x and
+branch are (rows, D) with sample_of_row (rows,), see kernels/common.py. bias is (D,) or None, see gate_residual.py. The
+LayerNorm doesn't read h back from memory: the forward pass moves four activation tensors instead of five, and the
+backward pass six instead of eight. From dh and dy, the backward pass computes
 
     dx = dh + LN_backward(dy),  dbranch = gate * dx
     dgate = sum_N (branch + bias) * dx,  dbias = sum_B gate * sum_N dx
     dshift = sum_N dy,  dscale = sum_N dy * hhat,  hhat = (h - mean) * rstd
 
-Without the centring (CENTER) the same kernels compute RMSNorm, see rmsnorm_modulate.py.
+With CENTER false, the same kernels compute RMSNorm in place of LN, see rmsnorm_modulate.py.
 """
 
 import torch
@@ -62,7 +62,7 @@ def gate_residual_layernorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute x + gate * (branch + bias), and LN of it * (1 + scale) + shift, in torch, in the inputs' precision."""
+    """Compute h = x + gate * (branch + bias) and LN(h) * (1 + scale) + shift in torch, in the inputs' precision."""
     h = gate_residual.gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, layernorm_modulate.layernorm_modulate_reference(h, shift, scale, eps, sample_of_row)
 
@@ -71,12 +71,12 @@ def gate_residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int, element_size: int, row_scales: bool = False) -> Launch:
-    """Return two warps for 1024 + 128 columns: gate, shift and scale stay in registers beside two rows.
+    """Return the launch shape: two warps for 1024 + 128 columns; gate, shift, scale and two rows stay in registers.
 
-    row_scales: y is float8 with one scale per row, for which a program reads all of shift and scale before its first
-    row. So it processes more rows, with one warp, which needs no barrier to sum a row and has room for 1,024 + 128
-    columns as long as there are no per-sample sums. (With two warps and 8 rows, 55 such calls were 14 % of a step of 64
-    pictures by DiT-XL/2: H200, benchmarks/bench_sampling.py --profile.)
+    row_scales: y is float8 with one scale per row, so that a program must read all of shift and scale before its first
+    row. A program therefore processes more rows, with one warp. One warp sums a row without a barrier, and its
+    registers are enough for 1,024 + 128 columns because the forward pass has no per-sample sums. (With two warps and 8
+    rows, 55 such calls took 14 % of a step of 64 pictures by DiT-XL/2: H200, benchmarks/bench_sampling.py --profile.)
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -87,9 +87,9 @@ def forward_launch(width: int, element_size: int, row_scales: bool = False) -> L
 
 
 def backward_launch(width: int, element_size: int) -> Launch:
-    """Return a launch with at most 20 columns per thread, which keep four fp32 sums each.
+    """Return the launch shape: at most 20 columns per thread, because each column needs four fp32 sums in registers.
 
-    That is two warps for 1,152 columns: 253 us, where four take 279 (65,536 rows, H200).
+    For 1,152 columns, these are two warps, which take 253 us; four warps take 279 us (65,536 rows, H200).
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -102,9 +102,9 @@ def _load_branch(
     branch_ptr, branch_scale_ptr, bias_ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr,
     ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows of branch, multiplied by one number each if SCALED, and add bias.
+    """Load rows of branch, multiply each row by its scale if SCALED, and add the bias.
 
-    The bias comes from the L1 cache for each tile, because no registers are left to hold it.
+    Every tile reads the bias from the L1 cache, because no registers are left to hold the bias.
     """
     branch, branch_t = load_tiles(branch_ptr, row, live, D, MAIN, TAIL, ROWS)
     if SCALED:
@@ -146,14 +146,14 @@ def _forward_rows(
             gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
             shift, shift_t = load_vectors(shift_ptr, D, MAIN, TAIL)
             scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
-        # The LayerNorm sees h as it is stored, so that backward recomputes the same hhat from it.
+        # Round h to its stored dtype before the LayerNorm, so that backward recomputes the same hhat from the stored h.
         h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
         ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
         store_tiles(h_ptr, h, ht, row, live, D, MAIN, TAIL, ROWS)
         h, ht = normalize_rows(h, ht, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = h * (1.0 + scale) + shift
         yt = ht * (1.0 + scale_t) + shift_t
-        if SCALED_ROWS:  # in range because of the bound; what is not finite is already NaN
+        if SCALED_ROWS:  # the bound keeps values in range, and non-finite values are already NaN
             y *= factor
             yt *= factor
             store_rows(descale_ptr, descale, row, live, ROWS)
@@ -203,7 +203,7 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, CENTER: tl.constexpr, HAS_DH: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx and dbranch of rows first .. stop, all of one sample, and, to one slot each, their sums."""
+    """Write dx and dbranch of rows first .. stop, all of one sample; write each per-sample sum to one slot."""
     if HOLD:
         gate, gate_t = load_vectors(gate_ptr, D, MAIN, TAIL)
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
@@ -327,8 +327,8 @@ def gate_residual_layernorm_modulate_float8(
 ) -> tuple[Tensor, Float8, Tensor, Tensor]:  # fmt: skip
     """Return h (B, N, D), y in e4m3, and the LayerNorm's mean and rstd (B * N,) fp32.
 
-    by_row: y has one scale per row. branch_scale: (B * N, 1) fp32, by which the branch's rows are multiplied first.
-    center: False for RMSNorm, whose mean is of size 0.
+    by_row: give y one scale per row. branch_scale: (B * N, 1) fp32, a factor for each row of the branch.
+    center: False computes RMSNorm, and the mean is of size 0.
     """
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = common.new_statistics(x, center=center)
@@ -388,7 +388,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, _, scale, bias, sample_of_row, _, _ = inputs
     h, _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros are written and read for an output without a gradient
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
     ctx.save_for_backward(h, gate, branch, scale, bias, mean, rstd, sample_of_row)
 
 
@@ -434,17 +434,18 @@ def gate_residual_layernorm_modulate(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute h = x + gate * (branch + bias) and y = LN(h) * (1 + scale) + shift with Triton kernels, differentiable in
-    all six.
+    """Compute h = x + gate * (branch + bias) and y = LN(h) * (1 + scale) + shift with Triton kernels.
+
+    The operation is differentiable in x, gate, branch, shift, scale and bias.
 
     Args:
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
         gate, shift, scale: (B, D), shift and scale of one dtype; rows may be strided (chunks of a (B, 6 D) tensor).
         bias: (D,) bf16, fp16 or fp32, or None.
-        sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
+        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
     Returns:
-        (h, y), both of x's shape and dtype; y is normalised from h as rounded to that dtype.
+        (h, y), both of x's shape and dtype; y is computed from h after its rounding to that dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit.

@@ -1,18 +1,19 @@
-"""The end of a branch that is normalised before its gate (Z-Image), alone or fused with the start of the next.
+"""The gated residual connection of a branch with its own RMSNorm (Z-Image), alone or fused with the next RMSNorm.
 
     h = x + gate * RMSNorm(branch),  y = RMSNorm(h) * (1 + scale) + shift,  RMSNorm(z) = z / rms(z) * weight
 
-x, branch (B, N, D) with gate, shift, scale (B, D); or packed, x, branch (rows, D) with sample_of_row (rows,), see
-kernels/common.py. Both norms have weights (D,) of their own. Statistics and sums in fp32, I/O in bf16, fp16 or fp32; h
-and y have x's dtype. The forward pass reads x and branch once and writes h, and y, once, and saves both 1 / rms (fp32,
-one per row). Given dh and dy, with bhat = branch / rms(branch) and hhat = h / rms(h), the backward pass is
+x and branch are (B, N, D), and gate, shift and scale (B, D). In the packed form, x and branch are (rows, D) with
+sample_of_row (rows,), see kernels/common.py. Each of the two norms has its own weight (D,). Statistics and sums are
+fp32; inputs and outputs are bf16, fp16 or fp32, and h and y have x's dtype. The forward pass reads x and branch once,
+writes h and y once, and saves 1 / rms of both norms (fp32, one per row). With bhat = branch / rms(branch) and
+hhat = h / rms(h), the backward pass computes from dh and dy
 
     g = dy * next_weight * (1 + scale),  dx = dh + (g - hhat * mean_D(g * hhat)) / rms(h)
     f = dx * gate * weight,              dbranch = (f - bhat * mean_D(f * bhat)) / rms(branch)
     dshift = S(dy),  dscale = next_weight * S(dy * hhat),  dnext_weight = sum_B (1 + scale) * S(dy * hhat)
     dgate = weight * S(dx * bhat),  dweight = sum_B gate * S(dx * bhat)
 
-where S sums over a sample's tokens. The kernels make S; the products of a few rows are torch's.
+where S sums over a sample's tokens. The kernels compute S; torch computes the products with S, which have few rows.
 """
 
 import torch
@@ -62,8 +63,10 @@ def gate_rmsnorm_residual_rmsnorm_modulate_reference(
     next_eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute h = x + gate * RMSNorm(branch), and RMSNorm(h) * (1 + scale) + shift, in torch, in the inputs'
-    precision."""
+    """Compute h = x + gate * RMSNorm(branch) and RMSNorm(h) * (1 + scale) + shift in torch.
+
+    The precision is that of the inputs.
+    """
     h = gate_rmsnorm_residual_reference(x, gate, branch, weight, eps, sample_of_row)
     return h, rmsnorm_modulate_reference(h, next_weight, shift, scale, next_eps, sample_of_row)
 
@@ -73,7 +76,7 @@ def gate_rmsnorm_residual_rmsnorm_modulate_reference(
 
 @triton.jit
 def _product(ptr, weight_ptr, ADD: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Load the product of two rows, (vector + ADD) * weight."""
+    """Load two rows, vector and weight, and return (vector + ADD) * weight, main and tail block."""
     vector, vector_t = load_vectors(ptr, D, MAIN, TAIL)
     weight, weight_t = load_vectors(weight_ptr, D, MAIN, TAIL)
     return (vector + ADD) * weight, (vector_t + ADD) * weight_t
@@ -105,7 +108,7 @@ def _forward_rows(
         branch, branch_t = normalize_rows(
             branch, branch_t, branch_rstd_ptr, branch_rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, False
         )  # fmt: skip
-        # The next norm sees h as it is stored, so that backward recomputes the same hhat from it.
+        # Round h to its stored dtype before the next norm, so that backward recomputes the same hhat from the stored h.
         h = (x + gate * branch).to(h_ptr.dtype.element_ty).to(tl.float32)
         ht = (xt + gate_t * branch_t).to(h_ptr.dtype.element_ty).to(tl.float32)
         store_tiles(h_ptr, h, ht, row, live, D, MAIN, TAIL, ROWS)
@@ -146,8 +149,10 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, HAS_DH: tl.constexpr, NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Write dbranch and, with NEXT, dx of rows first .. stop, all of one sample, and, to one slot each, their sums.
-    Without NEXT, dx is dh."""
+    """Write dbranch and, with NEXT, dx of rows first .. stop, all of one sample; write each sum to one slot.
+
+    Without NEXT, dx equals dh and is not written.
+    """
     if HOLD:
         gate, gate_t = _product(gate_ptr, weight_ptr, 0.0, D, MAIN, TAIL)
         if NEXT:
@@ -296,7 +301,7 @@ def _setup_context(ctx, inputs, output) -> None:
     _, gate, branch, weight, next_weight, ctx.shift, scale, sample_of_row, _, _ = inputs
     ctx.shift = None if ctx.shift is None else ctx.shift.dtype
     h, _, branch_rstd, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros are written and read for an output without a gradient
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
     ctx.save_for_backward(h, gate, branch, weight, next_weight, scale, branch_rstd, rstd, sample_of_row)
 
 
@@ -311,7 +316,7 @@ def _autograd_backward(ctx, dh, dy, *_):
     dgate, dweight = (gate_sum * weight).to(gate.dtype), (gate_sum * gate).sum(0).to(weight.dtype)
     if dy is None:
         return dh, dgate, dbranch, dweight, None, None, None, None, None, None
-    assert scale is not None and next_weight is not None  # as y was computed
+    assert scale is not None and next_weight is not None  # true because y was computed
     dscale, dnext = (scale_sum * next_weight).to(scale.dtype), (scale_sum * (1 + scale.float())).sum(0)
     return dx, dgate, dbranch, dweight, dnext.to(next_weight.dtype), shift_sum.to(ctx.shift), dscale, None, None, None
 
@@ -336,13 +341,13 @@ _forward_op = operator(
 def gate_rmsnorm_residual(
     x: Tensor, gate: Tensor, branch: Tensor, weight: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """Compute x + gate * RMSNorm(branch) with Triton kernels, differentiable in all four.
+    """Compute x + gate * RMSNorm(branch) with Triton kernels, differentiable in x, gate, branch and weight.
 
     Args:
         x, branch: (B, N, D) bf16, fp16 or fp32, not necessarily one dtype; or (rows, D) with ``sample_of_row``.
         gate: (B, D), any of these dtypes; rows may be strided (a chunk of a (B, 6 D) tensor).
-        weight: (D,), RMSNorm's, any of these dtypes.
-        sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
+        weight: (D,), RMSNorm's weight, any of these dtypes.
+        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
     Returns:
         x's shape and dtype.
@@ -369,9 +374,10 @@ def gate_rmsnorm_residual_rmsnorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Compute h = x + gate * RMSNorm(branch) and y = RMSNorm(h) * (1 + scale) + shift with Triton kernels.
 
-    Differentiable in all seven. weight and eps are of the branch's norm, next_weight and next_eps of h's. The others as
-    above; shift, scale: (B, D) of one dtype. Returns (h, y), both of x's shape and dtype; y is normalised from h as
-    rounded to that dtype. Raises ValueError as above.
+    The operation is differentiable in all seven tensors. weight and eps belong to the branch's norm, next_weight and
+    next_eps to h's norm. shift and scale are (B, D) of one dtype. For the other arguments and errors, see
+    :func:`gate_rmsnorm_residual`. Returns (h, y), both of x's shape and dtype; y is computed from h after its rounding
+    to that dtype.
     """
     _check_weights(x, weight=weight, next_weight=next_weight)
     check_inputs(x, sample_of_row, {"branch": branch}, weight, gate=gate, shift=shift, scale=scale)

@@ -1,12 +1,13 @@
-"""The end of a sampling step in one kernel, without gradients: tokens to a picture, guidance, the sampler's update.
+"""The end of a sampling step in one kernel, without gradients: unpatchify, guidance, and the sampler's update.
 
-    o = u + g (c - u) of the guided channels, c of the others (c, u: the halves' predictions)
+    o = u + g (c - u) in guided channels, o = c in other channels
     new_j = sum_i a[b, j, i] old_i + a[b, j, n] o + a[b, j, n + 1] noise
 
-It fits samplers whose update is linear in the state, earlier predictions, this prediction, and noise. Every sample has
-its own coefficients a and guidance g. With a learned variance (Nichol, Dhariwal 2021, eq. 15) the noise's coefficient
-in new_0 is exp(p + q v), where v is the prediction's other channels. All is fp32 and element-wise: a sample does not
-depend on the others in its batch, and outputs may overwrite inputs.
+c and u are the conditional and the unconditional prediction, and old_i are n tensors of the sampler's state. The kernel
+suits samplers whose update is linear in the state, earlier predictions, this prediction, and noise. Every sample b has
+its own coefficients a and guidance g. With a learned variance (Nichol, Dhariwal 2021, eq. 15), the noise's coefficient
+in new_0 is exp(p + q v), where v is the second half of the network's output channels. The computation is fp32 and
+element-wise, so that a sample doesn't depend on the other samples of the batch, and outputs may overwrite inputs.
 """
 
 import math
@@ -18,7 +19,7 @@ from opendit.kernels.common import or_unused
 from opendit.kernels.embed_patches import as_clip
 from opendit.kernels.language import tl, triton
 
-MOST_OLD, MOST_NEW = 3, 2  # the kernel's pointers
+MOST_OLD, MOST_NEW = 3, 2  # number of pointers that the kernel has for ``old`` and ``new``
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -72,7 +73,7 @@ def _sum(
     coefficients_ptr, FIRST: tl.constexpr, old0, old1, old2, prediction, noise, factor,
     OLD: tl.constexpr, NOISE: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    """Sum one row of the sample's coefficients times the terms, in their order."""
+    """Sum the terms times one row of the sample's coefficients, in the order of the terms."""
     total = tl.load(coefficients_ptr + FIRST) * old0
     if OLD > 1:
         total += tl.load(coefficients_ptr + FIRST + 1) * old1
@@ -99,7 +100,7 @@ def _guided_update_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = place < size
     c, t, h, w = place // (T * H * W), place // (H * W) % T, place // W % H, place % W
-    # Position of the value among the tokens': (token, frame, row and column in the patch, channel).
+    # Position of the value in ``tokens``: (token; frame, row and column in the patch; channel).
     token = (t // PT * (H // PH) + h // PH) * (W // PW) + w // PW
     inside = ((t % PT * PH + h % PH) * PW + w % PW) * OUT + c
     row = tl.cast(sample, tl.int64) * tokens * (PT * PH * PW * OUT)
@@ -148,16 +149,18 @@ def guided_update(
 
     Args:
         tokens: (B or 2 B, N, prod(patch) * outputs), bf16, fp16 or fp32, contiguous: output of the network's last
-            linear layer. Its first C outputs are the prediction, and the next C, if there are any, v. With
-            ``guidance``, those of the conditional half, then the other.
+            linear layer. The first C output channels are the prediction, and the next C, if any, are v. With
+            ``guidance``, the conditional half comes first, then the unconditional half.
         old: one to three tensors (B, C, ...) fp32, contiguous.
-        new: one or two such tensors to write to; they may be among ``old``.
-        coefficients: (B, len(new), terms) fp32, a sample's contiguous; terms: old, prediction, noise if any.
+        new: one or two tensors (B, C, ...) fp32, contiguous, to write to; may be among ``old``.
+        coefficients: (B, len(new), terms) fp32, contiguous in each sample. The terms are old, the prediction, and noise
+            if any.
         patch: (h, w) or (t, h, w).
         guidance: (B,) fp32.
-        channels: number of guided channels, from the first; None: all.
-        noise: (B, C, ...) fp32, or more rows, of which ``noise_rows`` (B,) int64 selects the samples'.
-        variance: (B, 2) fp32, a sample's contiguous: p and q of the noise's coefficient in the first of ``new``.
+        channels: number of guided channels, counted from the first; None: all.
+        noise: (B, C, ...) fp32; with ``noise_rows``, (rows, C, ...).
+        noise_rows: (B,) int64, the row of ``noise`` for each sample; None: row b for sample b.
+        variance: (B, 2) fp32, contiguous in each sample: p and q of the noise's coefficient in new_0.
     """
     B, C, *sides = old[0].shape
     sides, patch = as_clip(tuple(sides)), as_clip(tuple(patch))

@@ -1,7 +1,7 @@
-"""Give kernels access to state in host memory: in place, or through a ring buffer in device memory.
+"""Give kernels access to state in host memory, directly or through a ring buffer in device memory.
 
-A kernel adds ``shift + row * stride`` bytes to the addresses of the state's row ``row``: 0 where it accesses the host's
-memory directly, otherwise the distance to the ring buffer.
+A kernel adds ``shift + row * stride`` bytes to the addresses of tensors in row ``row`` of the state. For direct access
+the sum is 0; otherwise it is the distance from the host memory to the ring buffer.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,30 +16,33 @@ Launch = Callable[[int, int, int, int], None]  # (first block, end of blocks, sh
 
 
 class InPlace:
-    """Access over the link with the kernel's own loads and stores; also for state on the device."""
+    """Direct access: the kernel's loads and stores go over the link to the host. Also for state on the device."""
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """Launch a kernel for these blocks on the current stream."""
+        """Launch a kernel for blocks ``first`` .. ``last`` - 1 on the current stream."""
         launch(first, last, 0, 0)
 
     def finish(self) -> None:
-        """Make the host wait for the work of :meth:`run` on other streams."""
+        """Do nothing: :meth:`run` uses only the current stream. See :meth:`Staged.finish`."""
 
 
 class Staged:
-    """Access through a ring buffer: while a part is computed, the next ones are copied in and the last one back, on
-    separate streams.
+    """Access through a ring buffer in device memory.
+
+    The state is divided into parts of ``part`` blocks. While the kernel processes a part, the next parts are copied to
+    the device and the previous part is copied back, on separate streams.
 
     Args:
         rows: the state, (rows, elements) fp32 in host memory, pinned if the kernel's device is a GPU.
-        tensors: for every row, its views, in order; each begins at a multiple of the block's elements.
-        table: how the kernel divides them into blocks.
-        device: the kernel's.
+        tensors: for each row, the tensors that are views of it, in order. Each tensor must begin at the first element
+            of its first block.
+        table: division of the tensors into blocks.
+        device: device of the kernel.
         part: blocks per part.
         depth: parts in the ring buffer.
 
     Raises:
-        ValueError: a tensor does not begin where its first block does.
+        ValueError: a tensor does not begin at its first block.
     """
 
     def __init__(
@@ -62,15 +65,18 @@ class Staged:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the ring buffer on the kernel's device."""
+        """Size of the ring buffer in bytes."""
         return self._ring.nbytes
 
     def run(self, launch: Launch, first: int, last: int) -> None:
-        """Run like :meth:`InPlace.run`; the last parts may still be copied back when the current stream is done."""
+        """Launch a kernel for each part of blocks ``first`` .. ``last`` - 1.
+
+        The last parts may still be on their way back to the host when the current stream is done.
+        """
         stride = 4 * (self._ring.shape[2] - self._rows.shape[1])
         gone: list[Any] = []
         if self._coming is not None and self._going is not None:
-            self._coming.wait_stream(self._going)  # the state and the ring buffer must be as the last run left them
+            self._coming.wait_stream(self._going)  # the last run's copies back must be complete
             self._coming.wait_stream(torch.cuda.current_stream(self._ring.device))
         for number, begin in enumerate(range(first, last, self._part)):
             end, slot = min(begin + self._part, last), self._ring[number % len(self._ring)]
@@ -91,7 +97,10 @@ class Staged:
             self._going.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream | None, after: "torch.Event | None", source: Tensor, target: Tensor):
-        """Copy row by row, because only contiguous copies run without the host; record the event at the end."""
+        """Copy row by row on ``stream`` after the event ``after``, and return an event that marks the end.
+
+        Only contiguous copies are asynchronous, hence the copies by row.
+        """
         if stream is None:
             target.copy_(source)
             return None

@@ -1,9 +1,9 @@
-"""Queries, keys and values of several streams to one sequence: normalised, rotated and joined, without gradients.
+"""Normalise, rotate and join the queries, keys and values of several streams to one sequence, without gradients.
 
-Each stream, captions or media, has q (B, n, H, d), k and v (B, n, K, d), strided views of its projection, and norms and
-rotations of its own (rotate_heads.py). One launch a stream reads each value once, and writes it to its place in the
-joint sequence; torch would write q and k twice and copy v. In training torch does it, as the gradients of a
-concatenation are free.
+A stream is a caption or media. Each stream has q (B, n, H, d) and k and v (B, n, K, d), which are strided views of its
+projection, and its own norms and rotations (rotate_heads.py). One launch per stream reads each value once and writes it
+to its position in the joint sequence; torch would write q and k twice and copy v. Training uses torch, because the
+gradients of a concatenation are free.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,11 @@ from opendit.kernels.rotate_heads import (
 
 @dataclass(frozen=True)
 class StreamHeads:
-    """A stream's q (B, n, H, d), k and v (B, n, K, d), the weights (d,) of the norms of q and k or None, and its table
-    of rotations as :func:`rotate_heads` takes it."""
+    """The heads of one stream.
+
+    q: (B, n, H, d). k, v: (B, n, K, d). q_weight, k_weight: weights (d,) of RMSNorm; None: no norms. table: cosines and
+    sines, see :func:`opendit.kernels.rotate_heads.rotate_heads`; None: no rotation.
+    """
 
     q: Tensor
     k: Tensor
@@ -43,7 +46,7 @@ class StreamHeads:
 
 
 def join_heads_reference(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of all streams, computed in torch."""
+    """Compute :func:`join_heads` in torch."""
     turned = [rotate_heads_reference(s.q, s.k, s.q_weight, s.k_weight, s.table, eps) for s in streams]
     q, k = (torch.cat(parts, dim=1) for parts in zip(*turned, strict=True))
     return q, k, torch.cat([stream.v for stream in streams], dim=1)
@@ -76,7 +79,7 @@ def _join_heads_kernel(
     K_UNIT: tl.constexpr, V_UNIT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """The first programs do q, then k, the last v."""
+    """Process q in the first programs, k in the next programs, and v in the last programs."""
     q_rows = tokens * H
     k_rows = tokens * K
     q_programs = (q_rows + CHUNK - 1) // CHUNK
@@ -106,8 +109,9 @@ def _join_heads_kernel(
 
 
 def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (B, N, H, d), k and v (B, N, K, d) of the sequence of all streams, one after the other, by a Triton
-    kernel. q and k are normalised where there are weights, and rotated where there is a table; not differentiable.
+    """Return q (B, N, H, d), k and v (B, N, K, d) of all streams, joined in order, computed by a Triton kernel.
+
+    q and k of a stream are normalised if it has weights, and rotated if it has a table. Not differentiable.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit.
@@ -131,7 +135,7 @@ def join_heads(streams: Sequence[StreamHeads], eps: float = 1e-6) -> tuple[Tenso
 
 
 def _launch(stream: StreamHeads, outputs: list[Tensor], out_length: int, eps: float) -> None:
-    """Write a stream's part of the outputs."""
+    """Write a stream's q, k and v to its views of the outputs."""
     (B, n, H, d), K = stream.q.shape, stream.k.shape[2]
     prepared = [in_rows(x) for x in (stream.q, stream.k, stream.v)]
     q, units = prepared[0][0], dict(zip(("Q_UNIT", "K_UNIT", "V_UNIT"), (unit for _, unit in prepared), strict=True))

@@ -1,11 +1,11 @@
-"""Triton, where it is installed, and as type checkers and machines without it see it."""
+"""Import Triton, with stand-ins for type checkers and for machines without Triton."""
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-TRITON: bool  # True if it is installed
+TRITON: bool  # True if Triton is installed
 if TYPE_CHECKING:
-    # Triton's language shares only its grammar with Python, so type checkers would report false errors in kernels, and
-    # in calls kernel[grid](...) with arguments that no kernel declares (num_warps). To them, all of it is Any.
+    # Triton's language shares only its grammar with Python. Type checkers would report false errors in kernels, and in
+    # calls kernel[grid](...) with arguments that no kernel declares (num_warps). So type checkers see Any for Triton.
     class _Language(type[Any]):
         def __getattr__(cls, name: str) -> Any: ...
 
@@ -21,7 +21,7 @@ else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # CPU-only or macOS torch: references work, and kernels_available explains why kernels don't
+    except ImportError:  # torch for CPU or macOS: the references work, and kernels_available returns False
 
         class _MissingTriton:
             constexpr = object

@@ -1,15 +1,16 @@
-"""adaLN: y = LN(x) * (1 + scale) + shift, LN over D without affine part; and the modulation alone, without LN.
+"""adaLN: y = LN(x) * (1 + scale) + shift, LN over D without weights; and the modulation alone, without LN.
 
-x (B, N, D) with shift, scale (B, D); or packed, x (rows, D) with sample_of_row (rows,), see kernels/common.py.
-Statistics and sums in fp32, I/O in bf16, fp16 or fp32; y has x's dtype. Forward reads x once and writes y once, and
-saves mean and rstd (fp32, one per row). Backward reads x and dy once, writes dx once and recomputes the normalised x:
+x is (B, N, D), and shift and scale (B, D). In the packed form, x is (rows, D) with sample_of_row (rows,), see
+kernels/common.py. Statistics and sums are fp32; inputs and outputs are bf16, fp16 or fp32, and y has x's dtype. Forward
+reads x once, writes y once, and saves mean and rstd (fp32, one per row). Backward reads x and dy once, writes dx once
+and recomputes the normalised x:
 
     xhat = (x - mean) * rstd,  g = dy * (1 + scale)
     dx = rstd * (g - mean_D(g) - xhat * mean_D(g * xhat))
     dshift = sum_N dy,  dscale = sum_N dy * xhat
 
-Without the centring (CENTER) the same kernels compute RMSNorm, see rmsnorm_modulate.py: no mean is computed or saved,
-and dx lacks mean_D(g).
+With CENTER false, the same kernels compute RMSNorm in place of LN, see rmsnorm_modulate.py: no mean is computed or
+saved, and dx has no term mean_D(g).
 """
 
 from typing import Any
@@ -67,7 +68,7 @@ def layernorm_modulate_reference(
 def residual_layernorm_modulate_reference(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x, and LN(x) * (1 + scale) + shift, computed in torch."""
+    """Return x and LN(x) * (1 + scale) + shift, computed in torch."""
     return x, layernorm_modulate_reference(x, shift, scale, eps, sample_of_row)
 
 
@@ -75,22 +76,22 @@ def residual_layernorm_modulate_reference(
 
 
 def forward_launch(width: int) -> Launch:
-    """Return one warp for up to 2,047 columns: 36 values per lane at D = 1152, and the row's sums need no barrier.
+    """Return the launch shape: one warp for up to 2,047 columns, which sums a row without a barrier.
 
-    Shift and scale come from the L1 cache for each row: 96 registers per thread instead of 128, so that each
-    multiprocessor processes a quarter more rows at once.
+    At D = 1152 a lane has 36 values. Every tile reads shift and scale from the L1 cache, which takes 96 registers per
+    thread instead of 128, so that each multiprocessor processes a quarter more rows at once.
     """
     main = split_width(width)[0]
     return Launch(rows=max(1, 1024 // main), tiles=8, warps=max(1, main // 1024), hold=False)
 
 
 def backward_launch(width: int, element_size: int, packed: bool = False) -> Launch:
-    """Return two warps for 1024 + 128 columns: the sums keep two more fp32 values per column in registers.
+    """Return the launch shape: two warps for 1024 + 128 columns, with two fp32 sums per column in registers.
 
-    More warps were slower (measured: eight, by 3 to 4 times), because the row's own sums then wait for all of them. In
-    the packed form the compiler uses 20 more registers, and fewer programs run at once; limited to 128 for 18 columns
-    per thread it is as fast (H200, 65,536 x 1,152: 160 us without the limit, 136 with it, 131 for samples of equal
-    length).
+    More warps were slower (measured: eight, by 3 to 4 times), because the sums over a row then wait for all warps. In
+    the packed form the compiler uses 20 more registers, so that fewer programs run at once. With at most 18 columns per
+    thread, a limit of 128 registers avoids this (H200, 65,536 x 1,152: 160 us without the limit, 136 with it, 131 in
+    the (B, N, D) form).
     """
     main = split_width(width)[0]
     rows = max(1, 512 // main)
@@ -125,7 +126,7 @@ def _forward_rows(
             x, xt = normalize_rows(x, xt, mean_ptr, rstd_ptr, row, live, eps, D, MAIN, TAIL, ROWS, CENTER)
         y = x * (1.0 + scale) + shift
         yt = xt * (1.0 + scale_t) + shift_t
-        if SCALED_ROWS:  # in range because of the bound; what is not finite is already NaN
+        if SCALED_ROWS:  # the bound keeps values in range, and non-finite values are already NaN
             y *= factor
             yt *= factor
             store_rows(descale_ptr, descale, row, live, ROWS)
@@ -170,7 +171,7 @@ def _backward_rows(
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HOLD: tl.constexpr, NORMALIZE: tl.constexpr, CENTER: tl.constexpr, HAS_OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows first .. stop, all of one sample, and, to one slot, their sums for shift and scale."""
+    """Write dx of rows first .. stop, all of one sample; write the sums for dshift and dscale to one slot each."""
     if HOLD:
         scale, scale_t = load_vectors(scale_ptr, D, MAIN, TAIL)
     dshift, dshift_t = zero_vectors(MAIN, TAIL)
@@ -237,7 +238,7 @@ def _launch_forward(
     x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None, eps: float,
     y: Tensor | Float8, mean: Tensor, rstd: Tensor, partial: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Normalise with the statistics that memory was allocated for: both, rstd only, or none."""
+    """Run the forward kernel. The sizes of mean and rstd choose LN, RMSNorm (empty mean), or no norm (both empty)."""
     shift, scale = unit_columns(shift, scale)
     cut = common.cut_rows("layernorm_modulate_forward", forward_launch(x.shape[-1]), x, shift.shape[0], sample_of_row)
     main, tail = split_width(x.shape[-1])
@@ -261,8 +262,10 @@ def layernorm_modulate_float8(
     x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, by_row: bool = False,
     sample_of_row: Tensor | None = None, center: bool = True,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
-    """Return LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3, and mean and rstd (B * N,) fp32. by_row: with one
-    scale per row. center: False for RMSNorm, whose mean is of size 0."""
+    """Return LN(x) * (1 + scale) + shift of x (B, N, D) in e4m3, and mean and rstd (B * N,) fp32.
+
+    by_row: give the result one scale per row. center: False computes RMSNorm, and the mean is of size 0.
+    """
     mean, rstd = common.new_statistics(x, center=center)
     y = Float8.empty(x.shape, fp8.E4M3, x.device, by_row)
     partial = None if by_row else fp8.amax(*unit_columns(shift, scale), normalized=True)
@@ -308,7 +311,7 @@ def _backward_fake(
 def _setup_context(ctx, inputs, output) -> None:
     x, _, scale, sample_of_row, _, ctx.normalize, _ = inputs
     _, mean, rstd = output
-    ctx.set_materialize_grads(False)  # no zeros for mean and rstd, which have no gradient
+    ctx.set_materialize_grads(False)  # a missing gradient is None, not a tensor of zeros
     ctx.save_for_backward(x, scale, mean, rstd, sample_of_row)
 
 
@@ -343,8 +346,8 @@ def layernorm_modulate(
 
     Args:
         x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
-        shift, scale: (B, D), one dtype, which need not be x's; rows may be strided (chunks of a (B, 6 D) tensor).
-        sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
+        shift, scale: (B, D) of one dtype, not necessarily x's; rows may be strided (chunks of a (B, 6 D) tensor).
+        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
     Returns:
         x's shape and dtype.
@@ -357,8 +360,10 @@ def layernorm_modulate(
 
 
 class ResidualNormModulate(torch.autograd.Function):
-    """Return (x, normalised and modulated x). Not an operator of the library like the others, because it returns its
-    input."""
+    """Return (x, normalised and modulated x).
+
+    This is not a registered operator, because an operator must not return its input.
+    """
 
     @staticmethod
     def forward(
@@ -381,14 +386,14 @@ def residual_layernorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Return (x, LN(x) * (1 + scale) + shift), for a caller that also uses x.
 
-    The backward pass adds both gradients of x in the same pass over memory, where autograd would make another pass over
-    three tensors. Arguments as above.
+    The backward kernel adds both gradients of x. Autograd would add them in a separate pass over three tensors. For the
+    arguments, see :func:`layernorm_modulate`.
     """
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, True)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """Compute x * (1 + scale) + shift with the same kernels, without the normalisation; arguments as above."""
+    """Compute x * (1 + scale) + shift with the same kernels; for the arguments, see :func:`layernorm_modulate`."""
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return layernorm_modulate_forward(x, shift, scale, sample_of_row, 0.0, False, False)[0]

@@ -1,8 +1,8 @@
-"""x W^T with the faster of two equivalent matrix products for its weight gradient.
+"""x W^T whose weight gradient is computed by the faster of two equivalent matrix products.
 
-dW (out, in) is dy^T x, or the transpose of x^T dy. For a layer that narrows, cuBLAS is faster at the second: on an
-H200, 32,768 rows in bf16, 4608 to 1152, 490 us against 598 (then 10 MB are transposed). For a layer that widens the
-first is faster, 478 us against 582; with in = out they are equal.
+dW (out, in) is dy^T x, or the transpose of x^T dy. If out < in, cuBLAS computes x^T dy faster: on an H200, 32,768 rows
+in bf16, 4608 to 1152, takes 490 us against 598 us for dy^T x (with x^T dy, 10 MB must then be transposed). If
+out > in, dy^T x is faster, 478 us against 582; if in = out, both take the same time.
 """
 
 import torch
@@ -41,11 +41,11 @@ def _turned(x: Tensor) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
-    """x W^T, x (..., in), weight (out, in) to (..., out); results equal those of ``opendit.models.layers.multiply``."""
-    # No layer with LoRA, nor one whose weight is stored, has a gradient of its weight.
+    """Compute x W^T (..., out) for x (..., in), weight (out, in), as ``opendit.models.layers.multiply`` does."""
+    # Weights with LoRA and stored weights have no gradient.
     if bias is not None or low_rank is not None or isinstance(weight, StoredWeight):
         return multiply(x, weight, bias, low_rank)
-    # Gemini's parameters intercept torch's own calls, and autocast casts inside them.
+    # Gemini's parameters intercept torch functions, and autocast casts inside torch functions, so both need F.linear.
     if weight.shape[1] <= weight.shape[0] or x.dtype != weight.dtype or has_torch_function((x, weight)):
         return F.linear(x, weight)
     return _Narrowing.apply(x, weight)

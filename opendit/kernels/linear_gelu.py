@@ -1,7 +1,7 @@
-"""GELU(x W^T + bias), tanh form, without a backward pass: computed in the product's epilogue.
+"""GELU(x W^T + bias), tanh form, without a backward pass, computed in the product's epilogue.
 
-Training needs the product itself, so its activation is a separate pass (bias_gelu.py). Where nothing is saved, cuBLAS
-applies bias and GELU to the fp32 sums before it writes them: a hidden layer is written once and not read.
+Training saves the product itself, so its activation is a separate pass (bias_gelu.py). Without a backward pass, cuBLAS
+applies bias and GELU to the fp32 sums before writing, so that the hidden layer is written once and never read back.
 """
 
 import torch
@@ -12,8 +12,10 @@ from opendit.models.layers import TORCH_OPS, Projection, StoredWeight
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """Return (..., out) for x (..., in); without gradients. Off a GPU, and for a layer without bias or with
-    a stored weight, torch's expression."""
+    """Return GELU(linear(x)) (..., out) for x (..., in), without gradients.
+
+    torch's reference is used on CPUs, for a layer without bias, and for a stored weight.
+    """
     if linear.bias is None or not x.is_cuda or isinstance(linear.matrix, StoredWeight):
         return TORCH_OPS.linear_gelu(x, linear)
     return cublaslt.linear_gelu(x, linear.matrix, linear.bias, product_and_gelu)

@@ -1,12 +1,13 @@
-"""The registry of kernels: for every operation of a block, the kernels that can replace its torch reference.
+"""The registry of kernels: for each operation of a block, the kernels that can replace its torch reference.
 
-Operations and references are the fields of :class:`opendit.models.layers.BlockOps`; a kernel is a row of
-:data:`KERNELS`. :func:`chosen` gives a block those that a run's switches turn on. A row also states the kernel's
-properties (float8 or not, whether it replaces the projection, what it keeps for the backward pass), which
-``BlockOps.kernel`` looks up. To add a kernel: its file, its test, its benchmark, and a row here.
+Operations and their references are the fields of :class:`opendit.models.layers.BlockOps`. A kernel is a row of
+:data:`KERNELS`. :func:`chosen` returns a BlockOps with the kernels that a run's switches turn on. A row also states the
+kernel's properties: whether it computes in float8, whether it replaces the projection, and which activations it saves
+for the backward pass. ``BlockOps.kernel`` looks these up. To add a kernel, write its file, test and benchmark, and add
+a row here.
 
-What all of them require of device, dtype and widths: :func:`opendit.kernels.common.kernels_available`, and for float8
-:func:`opendit.kernels.fp8_linear.float8_available`.
+:func:`opendit.kernels.common.kernels_available` checks whether device and dtype suit the kernels, and
+:func:`opendit.kernels.fp8_linear.float8_available` whether they suit float8.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,15 +34,16 @@ from opendit.kernels.swiglu import swiglu
 from opendit.models.blocks import NormalisedProjection
 from opendit.models.layers import TORCH_OPS, BlockOps, Kernel, Projection, RMSNorm, layer_norm, multiply
 
-# ------------------------------------------------------------------------ next to a projection: the biases move to them
+# ------------------------------------------------------------------------ operations that take over a projection's bias
 
 
 def _linear_heads(
     x: Tensor, linear: Projection, num_heads: int, multiply: Callable[..., Any] = multiply
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = linear.bias
-    # The matrix product adds a bias for free; only its gradient moves to the kernel. Not so for a parameter that
-    # intercepts torch's calls: Gemini fetches it for one call and may free it before the next, despite the detach().
+    # The matrix product adds the bias for free; only the bias's gradient is computed by the kernel. This is impossible
+    # for parameters that intercept torch's calls: Gemini fetches such a parameter for one call and may free it before
+    # the next, despite the detach().
     if bias is None:
         return split_heads(linear.product(x, multiply=multiply), num_heads)
     if torch.overrides.has_torch_function((bias,)):
@@ -104,7 +106,7 @@ def _linear_gate_residual_rmsnorm_modulate(
     return gate_residual_rmsnorm_modulate(x, gate, branch, *vectors, linear.bias, norm.eps, sample_of_row)
 
 
-# ----------------------------------------------------------------------------------------------------------- the others
+# --------------------------------------------------------------------------------------------------- other operations
 
 
 def _residual_rmsnorm_modulate(
@@ -143,7 +145,7 @@ def _normalise_rotate(
 ) -> tuple[Tensor, Tensor]:
     if q_norm is None or k_norm is None:
         return rotate_heads(q, k, table=table)
-    # Ranks that each have some of a norm's channels add up their squares in between.
+    # If ranks share a norm's channels, they must add up their sums of squares within the norm. No kernel does this.
     divided = q_norm.sum_of_ranks is not None or k_norm.sum_of_ranks is not None
     if divided or (across and not fits_across(q.shape[2], q.shape[3])):
         return TORCH_OPS.normalise_rotate(q, k, q_norm, k_norm, table, across)
@@ -161,8 +163,8 @@ def _join_heads(streams: Sequence[tuple[Any, ...]]) -> tuple[Tensor, Tensor, Ten
 
 MODULATE, NORM, SPLIT, FLOAT8, INFERENCE = "modulate", "norm", "split", "float8", "inference"  # switches
 
-# The last row of an operation that the switches allow is used. ``keeps``: activations for the backward pass, by the
-# names of the arguments; u is a projection's product, y the result.
+# For each operation, the last row whose switches are all on is used. ``keeps`` names the activations that are saved for
+# the backward pass: arguments, u for a projection's product, and h for the new residual stream.
 KERNELS = (
     Kernel("layernorm_modulate", _modulate_after_layernorm, {MODULATE}, keeps=("x", "norm(x)")),
     Kernel("layernorm_modulate", _layernorm_modulate, {MODULATE, NORM}, keeps=("x",)),
@@ -201,7 +203,7 @@ KERNELS = (
     Kernel("add_table", add_table, {MODULATE}),
     Kernel("normalise_rotate", _normalise_rotate, {MODULATE}, keeps=("q", "k")),
     Kernel("join_heads", _join_heads, {MODULATE, INFERENCE}),
-    # In float8 every input of a projection is saved in one byte per value, and so is its weight.
+    # With float8, the inputs and the weight of a projection are saved in one byte per value.
     Kernel("layernorm_modulate", fp8_linear.Modulated, {FLOAT8}, keeps=("x",), float8=True),
     Kernel("residual_rmsnorm_modulate", fp8_linear.residual_rmsnorm_modulate, {FLOAT8}, keeps=("x",)),
     Kernel("linear", fp8_linear.linear, {FLOAT8}, keeps=("x",), float8=True),
@@ -244,9 +246,9 @@ KERNELS = (
 
 
 def chosen(switches: Collection[str], others: Collection[Kernel] = ()) -> BlockOps:
-    """Return a block's operations with these switches on; torch's reference where there is no kernel.
+    """Return a block's operations with these switches on. Operations without a kernel use torch's reference.
 
-    ``others``: kernels outside the table; those of the table take precedence.
+    ``others``: kernels that are not in the table; the table's kernels take precedence.
     """
     found = {kernel.operation: kernel for kernel in (*others, *KERNELS) if kernel.switches <= set(switches)}
     return BlockOps(**{name: kernel.function for name, kernel in found.items()}, kernels=tuple(found.values()))

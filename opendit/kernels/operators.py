@@ -18,13 +18,13 @@ def operator(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Return a function of tensors that runs kernels: in eager mode, in torch.compile (opaque, shapes from ``fake``),
-    with autograd.
+    """Return a function that runs ``implementation`` in eager mode, under torch.compile, and with autograd.
 
-    It is registered as ``torch.ops.opendit.NAME``, which compilers, dispatch modes and tensors that intercept torch's
-    calls (Gemini's) get. Plain calls go straight to the implementation, because the dispatcher's way through Python
-    costs the host more than such a kernel takes for a small batch. The implementation serves every device, since
-    Triton's interpreter works on CPU tensors.
+    To torch.compile, the operator is opaque, and ``fake`` gives the shapes of its outputs. The operator is registered
+    as ``torch.ops.opendit.NAME``. Compilers, dispatch modes, and tensors that intercept torch's calls (Gemini's) use
+    the registered operator. Plain calls go directly to the implementation, because the dispatcher's way through Python
+    costs more host time than a kernel takes for a small batch. The implementation is registered for every device,
+    because Triton's interpreter works on CPU tensors.
     """
     name = schema.partition("(")[0]
 
@@ -56,7 +56,7 @@ def _differentiable(
 ) -> Callable[..., Any]:
     class Operator(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *args):  # (with a separate setup_context, apply would inspect the signature in every call)
+        def forward(ctx, *args):  # a separate setup_context would make apply inspect the signature in every call
             output = implementation(*args)
             setup_context(ctx, args, output)
             return output

@@ -1,9 +1,8 @@
-"""The random bits of opendit/diffusion/random.py with one kernel; in torch, ten rounds of Philox are some 120
-operations.
+"""Compute the random bits of opendit/diffusion/random.py with one kernel.
 
-Word k of counter (block, index, step, stream) under the key ``seed`` is number 4 block + k of a sample. Reference:
-``opendit.diffusion.random.random_bits`` for a device without kernels. There are integers only, so that the bits are the
-same everywhere.
+In torch, ten rounds of Philox are about 120 operations. Number 4 block + k of a sample is word k of the counter
+(block, index, step, stream) under the key ``seed``. The reference is ``opendit.diffusion.random.random_bits`` on a
+device without kernels. The computation uses integers only, so that the bits are the same on every device.
 """
 
 import torch

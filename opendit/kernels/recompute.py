@@ -1,25 +1,28 @@
-"""Rematerialization policies: activations of a block that are recomputed in the backward pass instead of being saved
-for it (``--recompute``).
+"""Rematerialization policies (``--recompute``): which activations of a block the backward pass recomputes instead of
+reading them from memory.
 
-With the fused kernels a block saves, in tensors of tokens x D: its input 1, the first LayerNorm's output 1 (for qkv's
-weight gradient), q, k, v 3, the attention's output 1, its projection 1 (for the gate's gradient), the residual stream
-between the branches 1, the second LayerNorm's output 1 (fc1), fc1's output 4 (GELU), GELU's output 4 (fc2), fc2's
-output 1: 18 in all.
+With the fused kernels, a block saves 18 tensors of tokens x D:
 
-    norms   without the LayerNorms' outputs: 16. One pass over memory each recomputes them.
-    cheap   also without GELU's output, likewise: 12.
-    mlp     also without fc1's output, which repeats its product, a ninth of a block's products: 8.
-    half    mlp in every other block, cheap in the others: 10 on average.
+    block input 1, first LayerNorm's output 1 (for qkv's weight gradient), q, k, v 3, attention's output 1,
+    attention's projection 1 (for the gate's gradient), residual stream between the branches 1,
+    second LayerNorm's output 1 (for fc1), fc1's output 4 (for GELU), GELU's output 4 (for fc2), fc2's output 1
 
-Whole blocks, with or without their attention, are recomputed by ``opendit.models.blocks.run_blocks``.
+The policies:
 
-Without the fused LayerNorm + modulate, the modulation's normalised input is one more tensor at each of the two (20 in
-all), which is not saved either.
+    norms   recompute the LayerNorms' outputs, in one pass over memory each; 16 tensors are left.
+    cheap   also recompute GELU's output, in one pass; 12 are left.
+    mlp     also recompute fc1's output, which repeats a ninth of a block's matrix products; 8 are left.
+    half    mlp in every other block, cheap in the rest; 10 are left on average.
 
-Instead of such a tensor, autograd saves a :class:`Recomputed`. The same functions of the same inputs give the same
-bits, with one exception: a LayerNorm's output that the forward pass computes together with the residual stream
-(gate_residual_layernorm_modulate) is recomputed from that stream by the LayerNorm's own kernel. Both compute the same,
-but a GPU may sum a row in another order, so that now and then a value in half precision rounds to its neighbour.
+``opendit.models.blocks.run_blocks`` recomputes complete blocks, with or without their attention.
+
+Without the fused LayerNorm + modulate, a block also saves the normalised input of both modulations (20 tensors). The
+policies recompute these, too.
+
+In place of a recomputed tensor, autograd saves a :class:`Recomputed`. Recomputing gives the same bits, with one
+exception. If the forward pass computes a LayerNorm's output together with the residual stream
+(gate_residual_layernorm_modulate), the output is recomputed from the stream by a different kernel. On a GPU this kernel
+may sum a row in another order, so that a value in half precision sometimes rounds to its neighbour.
 """
 
 import functools
@@ -39,13 +42,13 @@ from opendit.models.layers import BlockOps, Projection
 
 
 class Recomputed:
-    """A tensor that is recomputed by ``make(*inputs)``, without gradients, under the autocast that is on now.
+    """A tensor that ``make(*inputs)`` recomputes, without gradients, under the autocast state at construction.
 
-    Inputs are tensors, which are saved, or Recomputed themselves. Every use is announced by ``share`` and ended by
-    ``take``: the tensor is computed for the first use and freed with the last, so that several uses cost one ``make``.
-    Another backward pass through the same graph computes it once more.
+    Inputs are tensors, which are kept, or Recomputed objects. ``share`` registers a use of the tensor, and ``take``
+    returns the tensor for one use. The first ``take`` computes the tensor, and the last ``take`` frees it, so that
+    several uses cost one ``make``. A second backward pass through the same graph computes the tensor again.
 
-    result: the tensor between its first and its last use; else None.
+    result: the tensor between its first and its last use, else None.
     """
 
     def __init__(self, device: torch.device, make: Callable[..., Tensor], *inputs: "Tensor | Recomputed"):
@@ -56,12 +59,12 @@ class Recomputed:
         self.result: Tensor | None = None
 
     def share(self) -> "Recomputed":
-        """Announce one more use; return self."""
+        """Register one more use; return self."""
         self._uses += 1
         return self
 
     def take(self) -> Tensor:
-        """Return the tensor: computed for the first of the announced uses, freed with the last."""
+        """Return the tensor. The first of the registered uses computes it, and the last frees it."""
         if self.result is None:
             inputs = [i.take() if isinstance(i, Recomputed) else i for i in self._inputs]
             enabled, dtype = self._autocast
@@ -76,8 +79,10 @@ class Recomputed:
 
 
 def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Record on ``tensor``, which make(*inputs) has computed, how to recompute it; inputs are recomputed, too, if they
-    can be."""
+    """Attach to ``tensor``, the result of make(*inputs), a :class:`Recomputed`, and return ``tensor``.
+
+    Inputs that have a Recomputed attached are recomputed, too, instead of being kept.
+    """
     if torch.is_grad_enabled():
         made: Any = tensor  # for the type checker: Tensor has no such attribute
         made.recomputed = Recomputed(tensor.device, make, *(getattr(i, "recomputed", i) for i in inputs))
@@ -85,10 +90,12 @@ def _remember(tensor: Tensor, make: Callable[..., Tensor], *inputs: Tensor) -> T
 
 
 def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Inside, make autograd save how to recompute ``tensor``, if that is known, wherever it would save ``tensor``.
+    """Return a context in which autograd saves the :class:`Recomputed` attached to ``tensor`` instead of ``tensor``.
 
-    The tensor and its views are recognised by their memory address, because autograd hands a new tensor object to these
-    hooks each time. That costs the host one comparison.
+    Without a Recomputed attached, the context has no effect.
+
+    The hooks recognise the tensor and its views by their memory address, because autograd passes a new tensor object
+    each time. This costs the host one comparison per saved tensor.
     """
     recomputed = getattr(tensor, "recomputed", None)
     if recomputed is None:
@@ -96,7 +103,7 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
     place = tensor.data_ptr(), tensor.numel()
 
     def pack(kept: Tensor):
-        # (A matrix product saves a view of its input, (tokens, D).)
+        # A matrix product saves a view (tokens, D) of its input.
         return (recomputed.share(), kept.shape) if (kept.data_ptr(), kept.numel()) == place else kept
 
     def unpack(packed) -> Tensor:
@@ -106,8 +113,10 @@ def _not_keeping(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _as_a_linear_sees(x: Tensor) -> Tensor:
-    """Convert ``x`` to autocast's dtype. A linear layer would make and save this copy itself, and it could not be
-    recomputed."""
+    """Convert ``x`` to autocast's dtype, as a recomputable tensor.
+
+    Otherwise the linear layer would convert ``x`` itself and save the copy.
+    """
     if not torch.is_autocast_enabled(x.device.type):
         return x
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -115,11 +124,11 @@ def _as_a_linear_sees(x: Tensor) -> Tensor:
 
 
 def recomputing(ops: BlockOps, level: str) -> BlockOps:
-    """Wrap ``ops`` (torch's or the kernels' of opendit.kernels.select, not FP8's) so that they save less for the
-    backward pass.
+    """Wrap a block's operations so that they save less for the backward pass.
 
-    Gradients are the same but for the LayerNorm's rounding, see above. Weights must not change or be freed between
-    forward and backward. Not for torch.compile, which has no such hooks.
+    ``ops`` are torch's references or the kernels of opendit.kernels.select, except FP8. Gradients are the same except
+    for the LayerNorm's rounding, see the module's docstring. Weights must not change or be freed between forward and
+    backward. torch.compile is not supported, because it ignores these hooks.
 
     Args:
         level: none, norms, cheap or mlp.
@@ -130,11 +139,11 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
     joined = ops.linear_gate_residual_layernorm_modulate
     kernel, gelu_kernel = ops.kernel("layernorm_modulate"), ops.kernel("linear_gelu")
     fused = kernel is not None and kernel.keeps == ("x",)
-    # The fused kernel saves only its input; torch's expressions also save what lies between norm and modulation.
+    # The fused kernel saves only its input. torch's expressions also save the tensor between norm and modulation.
     thrifty = norm if fused else functools.partial(checkpoint, norm, use_reentrant=False, preserve_rng_state=False)
     activation = gelu_kernel and gelu_kernel.after_product  # adds the bias, too
 
-    # of_rows: nothing, or a pack's sample_of_row.
+    # of_rows: empty, or the sample_of_row of a pack.
     def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, *of_rows: Tensor) -> Tensor:
         return _remember(thrifty(x, shift, scale, *of_rows), norm, x, shift, scale, *of_rows)
 
@@ -150,7 +159,7 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
     def linear_gelu(x: Tensor, layer: Projection) -> Tensor:
         x = _as_a_linear_sees(x)
-        after = None if layer.bias is None else activation  # without a bias, kernels leave GELU to torch
+        after = None if layer.bias is None else activation  # layers without a bias use torch's GELU
         product = layer if after is None else layer.product
 
         def gelu(u: Tensor) -> Tensor:
@@ -188,8 +197,10 @@ def recomputing(ops: BlockOps, level: str) -> BlockOps:
 
 
 def recompute_in(model: DiT, level: str) -> None:
-    """Make the blocks and the final layer of ``model`` (any model with BlockOps) recompute what ``level`` says: none,
-    norms, cheap, half or mlp. Call it after ``model.use``, which sets the operations that this wraps."""
+    """Apply policy ``level`` (none, norms, cheap, half or mlp) to the blocks and the final layer of ``model``.
+
+    ``model`` may be any model with BlockOps. Call this after ``model.use``, which sets the operations to wrap.
+    """
     for number, block in enumerate(model.blocks):
         alternating = "mlp" if number % 2 else "cheap"
         block.ops = recomputing(block.ops, alternating if level == "half" else level)

@@ -1,4 +1,4 @@
-"""Record work as a CUDA graph. Only this file uses torch's private names for that."""
+"""Record work as a CUDA graph. Only this module uses torch's private functions for CUDA graphs."""
 
 import contextlib
 import weakref
@@ -10,7 +10,7 @@ import torch
 from opendit.common.utils import collection_paused
 
 _ALIVE: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-_FAILED: list[torch.cuda.CUDAGraph] = []  # recordings that torch still refers to, see _clear_up
+_FAILED: list[torch.cuda.CUDAGraph] = []  # failed recordings, to which torch still refers; see _clear_up
 
 
 T = TypeVar("T")
@@ -23,10 +23,10 @@ class Recorder(Protocol):
 
 
 class GraphRecorder:
-    """Records on its own side stream, into one memory pool that all its recordings share.
+    """Records work on its own side stream, with one memory pool for all of its recordings.
 
-    Autograd runs on the stream where a weight was first used, and a recording must not touch the default one. So work
-    between recordings belongs on the side stream, too.
+    Work between recordings must run on the side stream, too, because autograd runs on the stream where a weight was
+    first used, and a recording must not use the default stream.
     """
 
     def __init__(self):
@@ -35,7 +35,7 @@ class GraphRecorder:
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """Record on this recorder's stream and in its memory pool; see :func:`record`."""
-        if not self._graphs:  # torch gives a pool up with the last graph in it, and takes no graph after that
+        if not self._graphs:  # torch frees a pool with its last graph, and then rejects new graphs for this pool
             self._pool = torch.cuda.graph_pool_handle()
         result, replay = record(work, self._stream, self._pool)
         self._graphs.add(cast(Any, replay).__self__)
@@ -43,7 +43,7 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Enqueue the block's work on the side stream, in order with the current one."""
+        """Run the body of the ``with`` statement on the side stream, in order with the current stream's work."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -52,20 +52,22 @@ class GraphRecorder:
 
 
 def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple[T, Callable[[], None]]:
-    """Record what ``work`` enqueues without running it. Return its result's memory, and a function that runs it.
+    """Record the kernels that ``work`` enqueues, without running them.
 
-    Raises RuntimeError if something in it can't be recorded; the pool can't be used for other recordings then.
+    Returns the result of ``work``, whose memory has no values yet, and a function that runs the recorded kernels.
+
+    Raises RuntimeError if part of ``work`` can't be recorded. The pool can't be used for other recordings after that.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     try:
-        # thread_local: other threads, which pin batches and watch communicators, may call CUDA meanwhile.
+        # thread_local: other threads, which pin batches or watch communicators, may call CUDA during the capture.
         recording = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        # To free an older recording during a capture breaks the capture.
+        # Pause garbage collection, because freeing an older recording would break the capture.
         with collection_paused(), torch.cuda.stream(torch.cuda.current_stream()), recording:
             try:
                 result = work()
             except RuntimeError as error:
-                failure = error  # the end of a failed recording fails, too, with a less useful message
+                failure = error  # leaving the failed recording raises another error, with a less useful message
                 raise
     except RuntimeError as error:
         _clear_up(graph, pool)
@@ -75,9 +77,9 @@ def record(work: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> tuple
 
 
 def end_recordings() -> None:
-    """Free everything this process has recorded, which can't be replayed any more.
+    """Free all recordings of this process. They can't be replayed after that.
 
-    A NCCL communicator waits to be closed until no recording uses it.
+    Call this before closing NCCL communicators: closing waits until no recording uses the communicator.
     """
     for graph in tuple(_ALIVE):
         graph.reset()
@@ -85,9 +87,10 @@ def end_recordings() -> None:
 
 
 def _clear_up(graph: torch.cuda.CUDAGraph, pool) -> None:
-    """Clear the state that torch keeps after a failed capture, which it regards as still running.
+    """Clear the state that torch keeps after a failed capture, because torch regards the capture as still running.
 
-    Otherwise freed memory that another stream has used would never be reused, and no random numbers could be drawn.
+    With this state, freed memory that another stream has used would never be reused, and random numbers could not be
+    drawn.
     """
     _FAILED.append(graph)  # the pinned-memory allocator still queries the graph's streams
     with contextlib.suppress(RuntimeError):  # raised if the capture ended without failure

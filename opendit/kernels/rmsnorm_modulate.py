@@ -1,12 +1,12 @@
-"""RMSNorm instead of LayerNorm: y = RMSNorm(x) * (1 + scale) + shift with RMSNorm(x) = x / rms(x) * weight.
+"""RMSNorm and modulation: y = RMSNorm(x) * (1 + scale) + shift with RMSNorm(x) = x / rms(x) * weight.
 
-The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can be used, without their centring:
+The weight (D,) is folded into the scale (B, D), so that LayerNorm's kernels can compute this with CENTER false:
 
     weight * (1 + scale) = 1 + scale',  scale' = (weight - 1) + weight * scale
 
-torch differentiates scale', a tensor of a few rows; the weight's gradient comes from the kernel's sums for scale'.
-Shapes and dtypes as in layernorm_modulate.py and gate_residual_layernorm_modulate.py; eps is that of RMSNorm in
-opendit/models/layers.py.
+torch differentiates this formula, whose tensors have few rows, so the weight's gradient follows from the kernel's
+gradient of scale'. Shapes and dtypes are those of layernorm_modulate.py and gate_residual_layernorm_modulate.py. eps is
+the eps of RMSNorm in opendit/models/layers.py.
 """
 
 import torch
@@ -31,7 +31,7 @@ def rmsnorm_modulate_reference(
 def residual_rmsnorm_modulate_reference(
     x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return x, and RMSNorm(x) * (1 + scale) + shift, computed in torch."""
+    """Return x and RMSNorm(x) * (1 + scale) + shift, computed in torch."""
     return x, rmsnorm_modulate_reference(x, weight, shift, scale, eps, sample_of_row)
 
 
@@ -46,8 +46,10 @@ def gate_residual_rmsnorm_modulate_reference(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute x + gate * (branch + bias), and RMSNorm of it * (1 + scale) + shift, in torch, in the inputs'
-    precision."""
+    """Compute h = x + gate * (branch + bias) and RMSNorm(h) * (1 + scale) + shift in torch.
+
+    The precision is that of the inputs.
+    """
     h = gate_residual_reference(x, gate, branch, bias, sample_of_row)
     return h, rmsnorm_modulate_reference(h, weight, shift, scale, eps, sample_of_row)
 
@@ -56,10 +58,10 @@ def gate_residual_rmsnorm_modulate_reference(
 
 
 def modulation_with_weight(x: Tensor, weight: Tensor | None, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return shift and scale' (B, D) in fp32, which make LayerNorm's kernels without their centring RMSNorm's.
+    """Return shift and scale' (B, D) in fp32, for LayerNorm's kernels with CENTER false.
 
-    In half precision, scale' would be rounded again for every column, and the weight's gradient would be a sum of
-    rounded parts. The weight only passes through torch's operations, because Gemini must see its uses. None: no weight.
+    In half precision, scale' would be rounded once more, and the weight's gradient would be a sum of rounded terms. The
+    weight is used in torch operations only, because Gemini must see its uses. weight None: RMSNorm without weight.
     """
     if weight is None:
         return shift.float(), scale.float()
@@ -82,9 +84,9 @@ def rmsnorm_modulate(
 
     Args:
         x: (B, N, D) bf16, fp16 or fp32; or (rows, D) with ``sample_of_row``.
-        weight: (D,), RMSNorm's, any of these dtypes; None for none.
+        weight: (D,), RMSNorm's weight, any of these dtypes; None: no weight.
         shift, scale: (B, D), any of these dtypes; rows may be strided (chunks of a (B, 6 D) tensor).
-        sample_of_row: (rows,) int32 or int64, non-decreasing, the sample each row belongs to.
+        sample_of_row: (rows,) int32 or int64, non-decreasing: the sample of each row.
 
     Returns:
         x's shape and dtype.
@@ -105,8 +107,10 @@ def residual_rmsnorm_modulate(
     eps: float = 1e-6,
     sample_of_row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x, RMSNorm(x) * (1 + scale) + shift), whose gradients for x are added in one pass over memory; arguments
-    as above."""
+    """Return (x, RMSNorm(x) * (1 + scale) + shift), for a caller that also uses x.
+
+    The backward kernel adds both gradients of x. For the arguments, see :func:`rmsnorm_modulate`.
+    """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {}, shift=shift, scale=scale)
     return ResidualNormModulate.apply(x, shift, scale, eps, sample_of_row, False)
@@ -125,8 +129,9 @@ def gate_residual_rmsnorm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """Compute h = x + gate * (branch + bias) and y = RMSNorm(h) * (1 + scale) + shift with Triton kernels.
 
-    Differentiable in all seven. Arguments as above, and those of gate_residual_layernorm_modulate. Returns (h, y), both
-    of x's shape and dtype; y is normalised from h as rounded to that dtype. Raises ValueError as above.
+    The operation is differentiable in all seven tensors. For arguments and errors, see :func:`rmsnorm_modulate` and
+    gate_residual_layernorm_modulate. Returns (h, y), both of x's shape and dtype; y is computed from h after its
+    rounding to that dtype.
     """
     shift, scale = modulation_with_weight(x, weight, shift, scale)
     check_inputs(x, sample_of_row, {"branch": branch}, bias, gate=gate, shift=shift, scale=scale)

@@ -1,18 +1,19 @@
-"""Queries and keys: RMSNorm over a head's channels, or over those of all heads, then a rotation of neighbouring pairs.
+"""RMSNorm of queries and keys, then rotary position embedding (a rotation of neighbouring pairs of channels).
 
-q (B, N, H, d) and k (B, N, K, d) may be strided views of one projection; the results are contiguous, of x's dtype. The
-norm's weight is (d,), or (H d,) across heads; the table of cosines and sines (N, d / 2, 2) or (B, N, d / 2, 2) fp32 has
-no gradient. Either of the two may be missing. One launch does both q and k, forward and backward, in fp32 inside:
+The RMSNorm is over the channels of each head, or "across heads", over all channels of a token. q (B, N, H, d) and
+k (B, N, K, d) may be strided views of one projection; the results are contiguous and keep the dtype. The norm's weight
+is (d,), or (H d,) across heads. The table of cosines and sines is (N, d / 2, 2) or (B, N, d / 2, 2) fp32 and has no
+gradient. The norm or the rotation may be missing. One launch processes both q and k. With x = q or k, in fp32:
 
     xhat = x / rms(x),  z = xhat * weight,  y_2i = z_2i cos_i - z_2i+1 sin_i,  y_2i+1 = z_2i sin_i + z_2i+1 cos_i
 
-Forward reads x once and writes y once. Only x is kept, and with no norm nothing is. Backward reads x and dy once and
-writes dx once; g is dy turned back:
+Forward reads x once, writes y once, and saves only x, or without a norm nothing. Backward reads x and dy once and
+writes dx once; g is dy rotated by the opposite angles:
 
     dx = rstd * (g * weight - xhat * mean(g * weight * xhat)),  dweight = sum over rows of g * xhat
 
-A row is a head of a token, and a tile has some rows of several tokens; across heads a tile is one token, whose rows are
-its heads, and differs in what is summed.
+A row is one head of one token. A tile consists of rows of several tokens, and each row has its own norm. Across heads,
+a tile consists of the heads of one token, and has one norm.
 """
 
 from dataclasses import replace
@@ -39,7 +40,7 @@ def rotate_heads_reference(
     eps: float = 1e-6,
     across: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return q and k normalised and rotated, computed in torch in the inputs' precision."""
+    """Compute q and k normalised and rotated in torch, in the inputs' precision."""
     found = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         if weight is not None:
@@ -54,26 +55,28 @@ def rotate_heads_reference(
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-VALUES = 2048  # of a tile of several tokens
-LARGEST = 8192  # of a tile across heads
+VALUES = 2048  # values in a tile of several tokens
+LARGEST = 8192  # most values in a tile across heads
 
 
 def forward_launch(size: int, across: bool) -> Launch:
-    """Return 16 values a thread, or 32 of a large tile across heads; ``size``: values of a tile's row, across heads of
-    a tile."""
+    """Return a launch with 16 values per thread, or up to 32 for large tiles across heads.
+
+    ``size``: values of a row; across heads, values of a tile.
+    """
     if across:
         return Launch(rows=1, tiles=1, warps=min(8, max(1, size // 512)))
     return Launch(rows=max(1, VALUES // size), tiles=1, warps=4)
 
 
 def backward_launch(size: int, across: bool) -> Launch:
-    """Return the same with several tiles a program, which adds up the weight's gradient in registers."""
+    """Return the forward launch with 32 tiles per program: a program sums the weight's gradient over its tiles."""
     return replace(forward_launch(size, across), tiles=32)
 
 
 @triton.jit
 def _rows_of_tile(start, stop, H: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr):
-    """Return token and head of a tile's rows, and which of them there are."""
+    """Return the token, the head, and the mask of existing rows for each row of a tile."""
     lane = tl.arange(0, ROWS)
     if ACROSS:
         token = lane * 0 + start
@@ -88,8 +91,10 @@ def _rows_of_tile(start, stop, H: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.c
 
 @triton.jit
 def _place(token, head, length, batch_stride, token_stride, head_stride, UNIT: tl.constexpr):
-    """Return the offsets of rows in a strided tensor. Strides count UNITs, so that the compiler knows the alignment and
-    reads 16 bytes at once."""
+    """Return the offsets of rows in a strided tensor.
+
+    Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once.
+    """
     batch = (token // length).to(tl.int64)
     return (batch * batch_stride + (token % length).to(tl.int64) * token_stride + head * head_stride) * UNIT
 
@@ -105,7 +110,7 @@ def _columns(place, live, HEAD: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_pairs(ptr, place, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Load rows of HEAD values as fp32: those at even columns and those at odd ones, (ROWS, BLOCK / 2) each."""
+    """Load rows of HEAD values as fp32: the even columns and the odd columns, (ROWS, BLOCK / 2) each."""
     offsets, mask = _columns(place, live, HEAD, BLOCK)
     values = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     even, odd = tl.split(tl.reshape(values, (ROWS, BLOCK // 2, 2)))
@@ -114,7 +119,7 @@ def _load_pairs(ptr, place, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS:
 
 @triton.jit
 def _store_pairs(ptr, even, odd, place, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Store what _load_pairs loads, rounded to the pointer's dtype."""
+    """Store even and odd columns, the counterpart of _load_pairs, rounded to the pointer's dtype."""
     offsets, mask = _columns(place, live, HEAD, BLOCK)
     values = tl.reshape(tl.join(even, odd), (ROWS, BLOCK))
     tl.store(ptr + offsets, values.to(ptr.dtype.element_ty), mask=mask)
@@ -124,7 +129,7 @@ def _store_pairs(ptr, even, odd, place, live, HEAD: tl.constexpr, BLOCK: tl.cons
 def _load_weight(
     ptr, head, live, HEAD: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr
 ):  # fmt: skip
-    """Load the weight of a tile's rows, or of one row for all of them."""
+    """Load the norm's weight, even and odd columns: one row for each head if ACROSS, else one row for all heads."""
     if ACROSS:
         even, odd = _load_pairs(ptr, head * HEAD, live, HEAD, BLOCK, ROWS)
     else:
@@ -136,7 +141,7 @@ def _load_weight(
 
 @triton.jit
 def _sums(x, ACROSS: tl.constexpr):
-    """Return the sums that a norm divides by: of each row, or of all rows."""
+    """Return the sum over a norm's channels: of all rows if ACROSS, else of each row."""
     if ACROSS:
         total = tl.sum(tl.sum(x, axis=1), axis=0)
     else:
@@ -151,8 +156,10 @@ def forward_rows(
     H: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Write y of rows, across heads of tokens, first .. stop. y has ``out_length`` tokens a sample, x the first of
-    them."""
+    """Write y of rows first .. stop (if ACROSS, of tokens first .. stop).
+
+    A sample has ``length`` tokens in x and ``out_length`` in y; x's are the first of them.
+    """
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -196,7 +203,7 @@ def _rotate_heads_forward_kernel(
     K_UNIT: tl.constexpr, Q_ROWS: tl.constexpr, K_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs do q, the others k."""
+    """Process q in the first programs, and k in the remaining programs."""
     q_rows = tokens if ACROSS else tokens * H
     k_rows = tokens if ACROSS else tokens * K
     q_programs = (q_rows + CHUNK - 1) // CHUNK
@@ -224,7 +231,10 @@ def _backward_rows(
     ROWS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of rows, across heads of tokens, first .. stop, and their sum for the weight to one slot."""
+    """Write dx of rows first .. stop (if ACROSS, of tokens first .. stop).
+
+    If SUMS, also write these rows' sum for the weight's gradient to one slot.
+    """
     STEP: tl.constexpr = 1 if ACROSS else ROWS
     if NORM:
         _, head, live = _rows_of_tile(first, stop, H, ROWS, ACROSS)
@@ -296,7 +306,7 @@ def _rotate_heads_backward_kernel(
     CHUNK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, ACROSS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The first programs do q, the others k."""
+    """Process q in the first programs, and k in the remaining programs."""
     q_rows = tokens if ACROSS else tokens * H
     k_rows = tokens if ACROSS else tokens * K
     q_programs = (q_rows + CHUNK - 1) // CHUNK
@@ -329,7 +339,10 @@ def fits_across(num_heads: int, head_dim: int) -> bool:
 
 
 def in_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x with unit stride in a head, and the number of values that all of its strides are multiples of."""
+    """Return x with unit stride in the last dimension, and the UNIT that divides the head size and all strides.
+
+    UNIT is the number of values in 16 bytes, or 1 if that number doesn't divide them.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     unit = 16 // x.element_size()
     return x, 1 if any(size % unit for size in (x.shape[-1], *x.stride()[:3])) else unit
@@ -341,7 +354,10 @@ def strides_of(x: Tensor, unit: int) -> list[int]:
 
 
 def pointer_of_table(table: Tensor | None, other: Tensor) -> tuple[Tensor, int]:
-    """Return the table's pointer, and the rows from a sample's table to the next one's."""
+    """Return the table as a pointer argument, and the number of rows between the tables of two samples.
+
+    The number is 0 if all samples share one table, or if there is no table.
+    """
     if table is None:
         return other, 0
     if table.stride()[-3:] != (2 * table.shape[-2], 2, 1):
@@ -469,11 +485,11 @@ def rotate_heads(
     Args:
         q: (B, N, H, d) bf16, fp16 or fp32, of any strides.
         k: (B, N, K, d), q's dtype.
-        q_weight, k_weight: RMSNorm's weights (d,), any of these dtypes; across heads (H d,) and (K d,). None: of
-            neither are there norms.
+        q_weight, k_weight: RMSNorm's weights (d,), any of these dtypes; across heads (H d,) and (K d,). None (only
+            for both): no norms.
         table: (N, d / 2, 2) or (B, N, d / 2, 2) fp32, cosines and sines of each token's pairs. None: no rotation.
-        eps: RMSNorm's.
-        across: the norms are over all channels of a token.
+        eps: RMSNorm's eps.
+        across: compute each norm over all channels of a token instead of each head's.
 
     Returns:
         q and k, contiguous.

@@ -1,4 +1,4 @@
-"""Choose a run's kernels from its flags and hardware, with one line each that gives the reason."""
+"""Choose a run's kernels from its flags and hardware, and give a one-line reason for each choice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KernelSwitches:
-    """The switches that :func:`select_kernels` reads, for callers without flags."""
+    """Switches for :func:`select_kernels`, for callers that have no flags."""
 
     enable_modulate_kernel: bool = False
     enable_layernorm_kernel: bool = False
@@ -32,13 +32,13 @@ class KernelSwitches:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The arguments of ``model.use``, with one line each that gives the reason."""
+    """The arguments of ``model.use``, with one-line reasons for the log."""
 
     ops: BlockOps
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     ops_note: str
     attention_note: str
-    varlen: VarlenAttention | None = None  # for packs: the kernel for samples of unequal length
+    varlen: VarlenAttention | None = None  # the kernel for samples of unequal length in packs
 
 
 def select_kernels(
@@ -52,15 +52,15 @@ def select_kernels(
     shared: bool = False,
     packs: bool = False,
 ) -> KernelChoice:
-    """Return the operations for activations of ``dtype`` on ``device``, heads of ``head_dim``, ``tokens`` tokens per
+    """Return the kernels for activations of ``dtype`` on ``device``, heads of ``head_dim``, and ``tokens`` tokens per
     sample.
 
-    Args:
-        inference: no gradients will be needed, so operations that save nothing for them can be used.
-        shared: ranks share a sample's tokens and must agree on the scales of FP8.
-        packs: samples of unequal size will be in one sequence.
+    If a requested kernel can't be used, its torch reference replaces it, and the note gives the reason.
 
-    A requested kernel that can't be used is replaced by its torch reference; the note gives the reason.
+    Args:
+        inference: True if no gradients are needed; this allows operations that save nothing for a backward pass.
+        shared: True if ranks share a sample's tokens, and so must agree on the scales of FP8.
+        packs: True if one sequence holds several samples of unequal length.
 
     Raises:
         ValueError: the attention kernel that ``--attention`` names does not run here.
@@ -107,7 +107,7 @@ def _attention(flags, device, dtype, head_dim, tokens):
 
 
 def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
-    """Return the registered kernels that are on, the others that are used, and a description of both."""
+    """Return the switches that are on, kernels outside the kernel table (apex's), and a description of both."""
     if not (flags.enable_modulate_kernel or flags.enable_layernorm_kernel):
         return set(), (), "off (--enable_modulate_kernel and --enable_layernorm_kernel are)"
     norm, norm_note = (_apex_layer_norm() if flags.enable_layernorm_kernel else None), "torch's LayerNorm"
@@ -127,7 +127,7 @@ def _switches(flags, device, dtype) -> tuple[set[str], tuple[Kernel, ...], str]:
 
 
 def _after(norm, modulation):
-    """Compute adaLN from a separate LayerNorm and modulation."""
+    """Return a function that computes adaLN with a separate norm and modulation."""
     return lambda x, *modulated_by: modulation(norm(x), *modulated_by)
 
 

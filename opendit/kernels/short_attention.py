@@ -1,8 +1,9 @@
-"""softmax(q k^T / sqrt(d)) v of short sequences, without gradients, for heads whose size is not a power of two.
+"""Attention for short sequences, without gradients, for heads whose size is not a power of two.
 
-Training kernels pad a head of 72 to 128 and multiply the zeros, too. Here it is two blocks, 64 + 16, whose products are
-added, so that a head of 72 costs as much as one of 80. Scores, sums and the softmax are fp32; probabilities are rounded
-to the inputs' dtype, as in every tiled kernel (Dao 2023, "FlashAttention-2", algorithm 1).
+Training kernels pad a head of size 72 to 128, and also multiply the padding. This kernel divides the head into two
+blocks, 64 + 16, and adds their products, so that a head of size 72 costs as much as one of size 80. Scores, sums and
+the softmax are fp32; probabilities are rounded to the inputs' dtype, as in every tiled kernel (Dao 2023,
+"FlashAttention-2", algorithm 1).
 """
 
 import math
@@ -16,12 +17,12 @@ from opendit.kernels.common import kernels_available, next_power_of_2
 from opendit.kernels.language import tl, triton
 from opendit.models.layers import Attend
 
-LONGEST = 1024  # tokens; longer sequences are for kernels with more tiles in flight
+LONGEST = 1024  # tokens; other kernels, with more tiles in flight, are better for longer sequences
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Queries per program, keys per tile, tiles in flight, and warps."""
+    """Queries per program, keys per tile, tiles in flight, and warps per program."""
 
     rows: int
     keys: int
@@ -29,32 +30,34 @@ class AttentionTiles:
     warps: int
 
 
-# Both have tiles of 64 keys, so that a sample's bits do not depend on how many are drawn with it. With one stage they
-# cause an illegal access on the GPU (Triton 3.6).
+# Both configurations have tiles of 64 keys, so that a sample's bits don't depend on the batch size. With one stage, the
+# kernel causes an illegal memory access on the GPU (Triton 3.6).
 FEW, MANY = AttentionTiles(64, 64, 3, 4), AttentionTiles(128, 64, 3, 4)
-# Largest number of heads (of all samples) for FEW, and smallest for cuDNN. Measured on an H200 in DiT-XL/2 at 256 px
-# (benchmarks/bench_short_attention.py): 32, one guided picture, 6.1 us, 7.9 with MANY and 9.1 with cuDNN; 256, eight
-# pictures, 24.4 us with MANY, 26.1 with FEW, 25.2 with cuDNN, which also clears memory in separate kernels; 2,048, 64
-# pictures, 177 us, 148 with cuDNN.
+# Largest number of heads, over all samples, for FEW, and for this kernel; cuDNN is faster for more. Measured on an H200
+# with DiT-XL/2 at 256 px (benchmarks/bench_short_attention.py). 32 heads, one guided picture: FEW 6.1 us, MANY 7.9,
+# cuDNN 9.1. 256 heads, eight pictures: MANY 24.4 us, FEW 26.1, cuDNN 25.2 plus separate kernels that clear memory.
+# 2,048 heads, 64 pictures: 177 us, cuDNN 148.
 HEADS_OF_FEW, HEADS = 96, 320
 
 
 def short_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute (B, H, N, d) in torch, in float32 or wider."""
+    """Compute softmax(q k^T / sqrt(d)) v of (B, H, N, d) in torch, in fp32 or fp64."""
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1) @ v
 
 
 def split_head(size: int) -> tuple[int, int]:
-    """Return the widths of the blocks that cover a head: (64, 16) for 72, (64, 0) for 64; each is 0 or a power of two
-    from 16 on."""
+    """Return the widths of the two blocks that cover a head: (64, 16) for size 72, (64, 0) for size 64.
+
+    A width is 0, or a power of two that is at least 16.
+    """
     main = max(16, next_power_of_2(size + 1) // 2)
     rest = size - main
     return main, 0 if rest <= 0 else max(16, next_power_of_2(rest))
 
 
 def takes(q: Tensor, k: Tensor) -> bool:
-    """Return True if the kernel supports such q and k: both (B, H, N, d)."""
+    """Return True if the kernel supports dtype, shape and device of q and k (B, H, N, d), and is the faster choice."""
     if q.dtype not in (torch.bfloat16, torch.float16) or not kernels_available(q.device, q.dtype)[0]:
         return False
     batch, heads, tokens, size = q.shape
@@ -64,13 +67,13 @@ def takes(q: Tensor, k: Tensor) -> bool:
 
 
 def short_is_faster(device: torch.device) -> bool:
-    """Return True for cards on which it was measured to be faster: Hopper."""
+    """Return True for GPUs on which this kernel was measured to be faster: Hopper."""
     return device.type == "cuda" and missing("short_attention", device) is None
 
 
 @triton.jit
 def _load(ptr, rows, stride, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, UNIT: tl.constexpr):
-    """Load rows of a head, columns START .. START + WIDTH, zero beyond D; the stride counts UNITs."""
+    """Load columns [START, START + WIDTH) of a head's rows; zero from D on. ``stride`` is in units of UNIT values."""
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None] & (cols < D)[None, :]
     return tl.load(ptr + (rows * stride * UNIT)[:, None] + cols[None, :], mask=mask, other=0.0)
@@ -84,8 +87,11 @@ def _short_attention_kernel(
     D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     EVEN: tl.constexpr, UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of queries of one head. Strides count UNITs, so that the compiler knows that 16 bytes are
-    aligned; EVEN: all tiles of keys are full."""
+    """Compute attention for one tile of queries of one head.
+
+    Strides are in units of UNIT values, so that the compiler knows the alignment to 16 bytes. EVEN: all tiles of keys
+    are full.
+    """
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_ptr += (tl.cast(sample, tl.int64) * q_batch + head * q_head) * UNIT
     k_ptr += (tl.cast(sample, tl.int64) * k_batch + head * k_head) * UNIT
@@ -109,7 +115,7 @@ def _short_attention_kernel(
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, out_dtype=tl.float32)
         if not EVEN:
             scores = tl.where(there[None, :], scores, -float("inf"))
-        bound = tl.maximum(largest, tl.max(scores, axis=1) * scale)  # scale has log2(e) in it
+        bound = tl.maximum(largest, tl.max(scores, axis=1) * scale)  # scale includes the factor log2(e)
         shrink = tl.exp2(largest - bound)
         p = tl.exp2(scores * scale - bound[:, None])
         weight = weight * shrink + tl.sum(p, axis=1)
@@ -132,8 +138,10 @@ def _short_attention_kernel(
 
 
 class ShortAttention:
-    """Attention without gradients: :func:`short_attention` for what it :func:`takes`, else ``otherwise``: so for a
-    caption's keys, which are not as many as the queries."""
+    """Attention without gradients: :func:`short_attention` if it :func:`takes` q and k, else ``otherwise``.
+
+    Cross-attention to a caption uses ``otherwise``, because the numbers of keys and queries differ.
+    """
 
     def __init__(self, otherwise: Attend):
         self.otherwise = otherwise
@@ -148,7 +156,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, tiles: AttentionTiles | Non
     parts = [x if x.stride(3) == 1 and not any(s % 8 for s in x.stride()[:3]) else x.contiguous() for x in (q, k, v)]
     out = torch.empty(B, N, H, d, dtype=q.dtype, device=q.device)
     main, rest = split_head(d)
-    if tiles is None:  # (For wider heads the registers only suffice for FEW.)
+    if tiles is None:  # with heads wider than 80, registers are enough only for FEW
         tiles = MANY if B * H * -(-N // 256) > HEADS_OF_FEW and main + rest <= 80 else FEW
     strides = [stride // 8 for x in parts for stride in x.stride()[:3]]
     keys = min(tiles.keys, max(16, next_power_of_2(N)))

@@ -1,8 +1,8 @@
-"""q, k, v (B, H, N, d) as views of one projection qkv (B, N, 3 D), D = H * d, whose gradient is assembled in one pass.
+"""Split a projection qkv (B, N, 3 D), D = H * d, into views q, k, v (B, H, N, d), with one kernel for the gradient.
 
-torch's own backward of the view stacks dq, dk, dv and then copies the stack into qkv's order: 12 activation tensors
-read or written instead of 6. Here one kernel writes each where it belongs. It also computes the gradient of the bias
-that the projection has added already:
+torch's backward stacks dq, dk and dv and then copies the stack into qkv's order, which reads or writes 12 activation
+tensors. This kernel writes dq, dk and dv directly to their positions in dqkv, which reads or writes 6. The kernel also
+computes the gradient of the projection's bias:
 
     dqkv[b, n, (s, h, j)] = (dq, dk, dv)[s][b, h, n, j],  dbias = sum over b, n of dqkv
 """
@@ -21,15 +21,17 @@ from opendit.kernels.tiles import column_block, float8_factor, float8_range, sto
 
 
 def split_heads_reference(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch; ``bias`` (3 D,) is contained in qkv and gets its
-    gradient here."""
+    """Return q, k, v (B, H, N, d) of qkv (B, N, 3 D) in torch.
+
+    qkv already includes ``bias`` (3 D,), but this function computes the gradient of ``bias``.
+    """
     if bias is not None:
         qkv = qkv + (bias - bias.detach())
     return head_views(qkv, num_heads)
 
 
 def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d): views of qkv (B, N, 3 D), whose gradient the caller computes."""
+    """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D)."""
     B, N, width = qkv.shape
     q, k, v = qkv.view(B, N, 3, num_heads, width // (3 * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
     return q, k, v
@@ -38,7 +40,7 @@ def head_views(qkv: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------------------------------- kernel
 
 BACKWARD = Launch(rows=32, tiles=4, warps=4)
-BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)  # fewer programs, because each first reads all partial maxima
+BACKWARD_FLOAT8 = Launch(rows=32, tiles=16, warps=4)  # fewer programs, because each reads all partial maxima
 
 
 @triton.jit
@@ -47,9 +49,9 @@ def _gather_rows(
     D: tl.constexpr, HEAD: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, SUMS: tl.constexpr, FLOAT8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Copy rows first .. stop of one of the three to their place; ``total_ptr`` is that place in the slot of sums.
+    """Copy rows first .. stop of dq, dk or dv to dqkv, and write their sum to ``total_ptr``, a part of a slot.
 
-    Strides count UNITs, so that the compiler knows the alignment and reads 16 bytes at once.
+    Strides are in units of UNIT values, so that the compiler knows the alignment and reads 16 bytes at once.
     """
     cols = column + tl.arange(0, BLOCK)
     inside = (cols // HEAD) * (head_stride * UNIT) + cols % HEAD
@@ -144,12 +146,14 @@ def _gather(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tup
 
 
 def gather_heads_float8(dq: Tensor, dk: Tensor, dv: Tensor, sums: torch.dtype | None) -> tuple[Float8, Tensor | None]:
-    """Return dqkv (B, N, 3 D) in e5m2 and dbias (3 D,) in the dtype ``sums``, from dq, dk, dv (B, H, N, d); dbias is
-    None if ``sums`` is."""
+    """Return dqkv (B, N, 3 D) in e5m2, and dbias (3 D,) in the dtype ``sums``, from dq, dk, dv (B, H, N, d).
+
+    dbias is None if ``sums`` is None.
+    """
     grads = _of_one_layout(dq, dk, dv)
     B, H, N, d = dq.shape
     dqkv = Float8.empty((B, N, 3 * H * d), fp8.E5M2, dq.device)
-    # The maximum does not depend on the order, so dense memory is read in its own order.
+    # The amax does not depend on the order of the values, so read them in the order of memory.
     rows = [(g if g.is_contiguous() else g.transpose(1, 2)).flatten(2) for g in grads]
     return dqkv, _launch(*grads, dqkv, sums, fp8.amax(*rows))
 
@@ -168,7 +172,7 @@ _gather_op = operator(
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Not an operator of the library like the others, because its outputs are views of its input."""
+    """Split qkv into views. This is not a registered operator, because operators must not return views of inputs."""
 
     @staticmethod
     def forward(ctx, qkv: Tensor, bias: Tensor | None, num_heads: int):
@@ -182,14 +186,13 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def split_heads(qkv: Tensor, num_heads: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, H, N, d): views of qkv (B, N, 3 D), for attention, whose gradients return through one Triton
-    kernel.
+    """Return q, k, v (B, H, N, d) as views of qkv (B, N, 3 D); one Triton kernel computes the gradient of qkv.
 
     Args:
         qkv: (B, N, 3 D) bf16, fp16 or fp32, contiguous; D is divisible by num_heads.
         num_heads: H.
-        bias: (3 D,), any of these dtypes: the bias that the projection has added to qkv outside the graph. It is not
-            added here, but its gradient is computed here. None if the projection's own backward computes it.
+        bias: (3 D,), any of these dtypes: a bias that the projection has already added to qkv, detached. The bias is
+            not added again, but the kernel computes its gradient. None if the projection computes the gradient itself.
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit.

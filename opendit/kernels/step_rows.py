@@ -1,7 +1,7 @@
-"""Look up the tables of a sampling step: every sample's rows, by its own step, which is incremented.
+"""Look up each sample's rows of a sampler's tables by the sample's own step, and increment the step.
 
-A few wide rows (DiT-XL/2's modulations: 195,840 values) are gathered by a special kernel: torch's took 17 us for 16
-rows on an H200, four times what their bytes need.
+A special kernel gathers a few wide rows, such as DiT-XL/2's modulations with 195,840 values. torch's kernel took 17 us
+for 16 rows on an H200, four times as long as the memory traffic takes.
 """
 
 import torch
@@ -60,12 +60,12 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 
     Args:
         step: (B,) int64.
-        rows: (halves, B) int64, contiguous: the samples' rows of a table at step 0. Each step adds ``stride``.
-        numbers: (steps, K) fp32, the values of each step.
+        rows: (halves, B) int64, contiguous: each sample's row number in a table at step 0. Each step adds ``stride``.
+        numbers: (steps, K) fp32, K values for each step.
 
     Returns:
-        (halves * B,) int64: the samples' rows of the table at their steps.
-        (B, K) fp32: the samples' rows of ``numbers``.
+        (halves * B,) int64: each sample's row number in the table at its step.
+        (B, K) fp32: each sample's row of ``numbers``.
         (B,) int64: step * B + b, the row of sample b in a table of all steps and samples.
     """
     B, count = len(step), numbers.shape[1]
@@ -79,7 +79,7 @@ def take_step(step: Tensor, rows: Tensor, stride: int, numbers: Tensor) -> tuple
 
 
 def gather_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """``table.index_select(0, rows)`` of table (R, W), which may be columns of a wider one; rows: (n,) int64."""
+    """Return ``table.index_select(0, rows)``. table: (R, W), may be a slice of columns; rows: (n,) int64."""
     out = torch.empty(len(rows), table.shape[1], dtype=table.dtype, device=table.device)
     _gather_rows_kernel[(-(-table.shape[1] // WIDTH), len(rows))](
         table, rows, out, table.shape[1], table.stride(0), WIDTH=WIDTH, num_warps=8

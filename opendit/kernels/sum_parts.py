@@ -1,7 +1,7 @@
 """Sum a few tensors in one pass over memory, in fp32.
 
-torch's sum over a short first dimension takes 2.5 to 3 times as long: for three parts of 2,048 x 3,072 in bf16 on an
-H200 31 us, this kernel 12.
+torch's sum over a short first dimension takes 2.5 to 3 times as long as this kernel. Three parts of 2,048 x 3,072 in
+bf16 on an H200: torch 31 us, this kernel 12 us.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _sum_parts_kernel(parts_ptr, out_ptr, numel, PARTS: tl.constexpr, BLOCK: tl.
 
 
 def sum_parts(parts: Tensor) -> Tensor:
-    """Return the sum (...) of contiguous parts (P, ...) in bf16, fp16 or fp32, with one Triton kernel."""
+    """Sum parts (P, ...), contiguous, bf16, fp16 or fp32, over the first dimension with one Triton kernel."""
     assert parts.is_contiguous()
     out = torch.empty_like(parts[0])
     block, warps = 1024, 4  # 16 bytes per thread and part

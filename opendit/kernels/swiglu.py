@@ -1,8 +1,9 @@
 """SwiGLU's activation: y = SiLU(a) * b, where a, b are the halves of x = [a | b] (Shazeer 2020, "GLU Variants Improve
 Transformer").
 
-x (..., 2 H), the output of one projection; y (..., H). Computed in fp32, I/O in bf16, fp16 or fp32; y has x's dtype.
-Forward reads x once and writes y once; backward reads x and dy once and writes dx = [da | db] once:
+x (..., 2 H) is the output of one projection, and y is (..., H). Inputs and outputs are bf16, fp16 or fp32, the
+computation is fp32, and y has x's dtype. Forward reads x once and writes y once. Backward reads x and dy once and
+writes dx = [da | db] once:
 
     s = sigmoid(a),  da = dy * b * s * (1 + a * (1 - s)),  db = dy * a * s
 """
@@ -28,7 +29,7 @@ def swiglu_reference(x: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
-# Nothing is summed, so many tiles per program gain nothing. Backward has twice the tensors in registers.
+# One tile per program, because these kernels sum nothing. Backward holds twice as many tensors in registers.
 FORWARD = Launch(rows=32, tiles=1, warps=4)
 BACKWARD = Launch(rows=16, tiles=1, warps=4)
 
@@ -40,7 +41,7 @@ def _sigmoid(a, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def _halves(column, start, stop, H: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return offsets in y, offsets of the same columns of a in x, and the mask; those of b are H further."""
+    """Return the offsets of a tile in y, the offsets of a in x, and the mask. Offsets of b in x are H larger."""
     offsets, mask = column_block(column, start, stop, H, BLOCK, ROWS)
     wide, _ = column_block(column, start, stop, 2 * H, BLOCK, ROWS)
     return offsets, wide, mask
@@ -52,7 +53,7 @@ def _swiglu_forward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """D: y's columns, H."""
+    """Compute y. D: number of y's columns, H."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     first = (tl.program_id(0) // BLOCKS) * CHUNK
     stop = tl.minimum(first + CHUNK, rows)
@@ -70,7 +71,7 @@ def _swiglu_backward_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, HOLD: tl.constexpr, APPROXIMATE: tl.constexpr,
 ):  # fmt: skip
-    """D: dy's columns, H."""
+    """Compute dx. D: number of dy's columns, H."""
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     first = (tl.program_id(0) // BLOCKS) * CHUNK
     stop = tl.minimum(first + CHUNK, rows)

@@ -1,5 +1,7 @@
-"""Kernels over many tensors at once: a table of addresses locates the tensors, and a table of blocks tells a program
-which block of which tensor it processes."""
+"""Tables for kernels that process many tensors in one launch.
+
+The address table holds the tensors' addresses. The block table holds the tensor and the block for each program.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,33 +14,35 @@ from opendit.kernels.language import tl, triton
 
 @triton.jit
 def at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return pointers to elements of the tensor at ``address``, an int64 of a table."""
+    """Return pointers to the elements at ``offsets`` of the tensor at ``address``, an int64 from an address table."""
     pointer = address.to(tl.pointer_type(DTYPE))
-    if ALIGNED:  # lets the compiler move 16 bytes per thread
+    if ALIGNED:  # allows accesses of 16 bytes per thread
         pointer = tl.multiple_of(pointer, 16)
     return pointer + offsets
 
 
 def block_table(counts: Tensor) -> Tensor:
-    """Return (blocks, 2) int32: each block's tensor number, and the block's number in that tensor. counts: blocks of
-    every tensor."""
+    """Return (blocks, 2) int32: for each block, the tensor's number and the block's number in the tensor.
+
+    counts: number of blocks of each tensor.
+    """
     tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
     first = torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
     return torch.stack([tensor, torch.arange(len(tensor)) - first], 1).int()
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return the tensors' addresses; 0 where there is no tensor."""
+    """Return the address of each tensor; 0 for None."""
     return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def send(host: Tensor, device: torch.device) -> Tensor:
-    """Copy ``host`` to the device without waiting; pinned memory is not reused before the copy is done."""
+    """Copy ``host`` to the device without waiting. torch doesn't reuse the pinned memory before the copy is done."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's name of a torch dtype."""
+    """Return Triton's dtype for a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
@@ -46,8 +50,9 @@ class BlockTable:
     """Tensors of ``sizes`` elements divided into blocks of ``block``; each tensor's last block may be shorter.
 
     Attributes:
-        blocks: (blocks, 2) int32 on the device: each block's tensor number, and its number in that tensor.
-        first: the first block of every tensor, followed by the number of all blocks.
+        blocks: (blocks, 2) int32 on the device: for each block, the tensor's number and the block's number in the
+            tensor.
+        first: number of the first block of each tensor, and at the end the number of all blocks.
         block: elements per block.
     """
 
@@ -58,10 +63,12 @@ class BlockTable:
 
 
 class AddressTable:
-    """(1 + rows, tensors) int64 on the device: sizes, and for every row of tensors their addresses; 0: no tensor.
+    """A table (1 + rows, tensors) int64 on the device: sizes in the first row, and addresses in the other rows.
+
+    Address 0 means that there is no tensor.
 
     Attributes:
-        table: as of the last :meth:`refresh`.
+        table: the table as of the last :meth:`refresh`.
     """
 
     table: Tensor
@@ -70,7 +77,7 @@ class AddressTable:
         self._sizes, self._device, self._sent = list(sizes), device, None
 
     def refresh(self, rows: Sequence[Sequence[Tensor | None]]) -> None:
-        """Send the table again if an address has changed."""
+        """Copy the table to the device again if an address in ``rows`` has changed."""
         addresses = [address for row in rows for address in addresses_of(row)]
         if addresses != self._sent:
             self._sent, self.table = addresses, send(torch.tensor(self._sizes + addresses), self._device)
@@ -79,11 +86,13 @@ class AddressTable:
 def check_tensors_fit(
     tensors: Sequence[Tensor], name: str, masters: Sequence[Tensor], dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Return ``tensors``, detached, which a kernel accesses together with ``masters``: on their device, or in pinned
-    host memory.
+    """Check that a kernel can access ``tensors`` together with ``masters``, and return ``tensors``, detached.
+
+    The tensors must be contiguous, of ``dtype`` and the masters' sizes, on the masters' device or in pinned host
+    memory.
 
     Raises:
-        ValueError: sizes, dtypes, layouts or devices that don't fit.
+        ValueError: sizes, dtypes, layouts or devices don't fit.
     """
     tensors, device = [tensor.detach() for tensor in tensors], masters[0].device
     if len(tensors) != len(masters):

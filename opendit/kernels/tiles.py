@@ -1,8 +1,10 @@
-"""Device functions that the row kernels share: loading and storing tiles of rows, sums over rows, normalisation of a
-tile, factors of float8.
+"""Device functions that the row kernels share.
 
-A row of D columns is held as two blocks, main and tail (common.split_width). Without a tail, its place in an argument
-list or a returned pair holds the main block and is not used. Values are fp32 between load and store.
+They load and store tiles of rows, sum over rows, normalise tiles, and compute the scale factors of float8.
+
+A row of D columns is held as two blocks, main and tail (common.split_width). If there is no tail (TAIL = 0), the tail's
+position in an argument list or a returned pair holds the main block and is not used. Values are fp32 between load and
+store.
 """
 
 from opendit.kernels.language import tl, triton
@@ -22,7 +24,7 @@ def _load_vector(ptr, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr)
 
 @triton.jit
 def load_vectors(ptr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Load one row of modulation as fp32 (1, MAIN) and (1, TAIL); zero beyond D."""
+    """Load one row of modulation as fp32 (1, MAIN) and (1, TAIL); columns from D on are zero."""
     main = _load_vector(ptr, 0, MAIN, D)
     tail = main
     if TAIL > 0:
@@ -32,7 +34,7 @@ def load_vectors(ptr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def zero_vectors(MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Return two fp32 sums, (MAIN,) and (TAIL,), initialised with zero."""
+    """Return two fp32 accumulators of zeros, (MAIN,) and (TAIL,)."""
     main = tl.zeros((MAIN,), dtype=tl.float32)
     tail = main
     if TAIL > 0:
@@ -42,7 +44,7 @@ def zero_vectors(MAIN: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
-    """Store (MAIN,) and (TAIL,), rounded to the pointer's dtype."""
+    """Store vectors (MAIN,) and (TAIL,), rounded to the pointer's dtype."""
     cols = tl.arange(0, MAIN)
     tl.store(ptr + cols, main.to(ptr.dtype.element_ty), mask=cols < D)
     if TAIL > 0:
@@ -52,7 +54,10 @@ def store_vectors(ptr, main, tail, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl
 
 @triton.jit
 def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Return offsets and mask of rows row .. row + ROWS, columns START .. START + WIDTH; only ``row`` is 64-bit."""
+    """Return the offsets, relative to ``row``, and the mask of a (ROWS, WIDTH) tile that begins at column START.
+
+    The offsets are 32-bit; only ``row`` is 64-bit.
+    """
     cols = START + tl.arange(0, WIDTH)
     mask = live[:, None]
     if START + WIDTH > D:
@@ -62,15 +67,17 @@ def _tile(row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, 
 
 @triton.jit
 def load_tile(ptr, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Load a tile of a contiguous (rows, D) tensor as fp32, zero beyond it. It is read once, so it is evicted first
-    from the L1 cache."""
+    """Load a tile of a contiguous (rows, D) tensor as fp32; elements outside the tensor are zero.
+
+    A tile is read only once, so the load marks the tile for early eviction from the L1 cache.
+    """
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     return tl.load(ptr + row * D + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
 def store_tile(ptr, value, row, live, START: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
-    """Store what load_tile loads, rounded to the pointer's dtype."""
+    """Store a tile, the counterpart of load_tile, rounded to the pointer's dtype."""
     offsets, mask = _tile(row, live, START, WIDTH, D, ROWS)
     tl.store(ptr + row * D + offsets, value.to(ptr.dtype.element_ty), mask=mask)
 
@@ -89,18 +96,18 @@ def load_tiles(ptr, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.con
 def store_tiles(
     ptr, main, tail, row, live, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Store what load_tiles loads."""
+    """Store complete rows, the counterpart of load_tiles."""
     store_tile(ptr, main, row, live, 0, MAIN, D, ROWS)
     if TAIL > 0:
         store_tile(ptr, tail, row, live, MAIN, TAIL, D, ROWS)
 
 
-# --------------------------------------------------------------------------- blocks of columns, where no row is summed
+# --------------------------------------------------------------------------- blocks of columns, without sums along rows
 
 
 @triton.jit
 def load_columns(ptr, column, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Load columns column .. column + BLOCK of one row, fp32 (1, BLOCK); zero beyond D."""
+    """Load columns [column, column + BLOCK) of one row as fp32 (1, BLOCK); columns from D on are zero."""
     cols = column + tl.arange(0, BLOCK)
     return tl.load(ptr + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
 
@@ -114,7 +121,7 @@ def store_column_sums(ptr, sums, column, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def column_block(column, start, stop, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Return offsets and mask of a tile of rows from ``start`` to before ``stop``, in these columns."""
+    """Return offsets and mask of a tile: rows from ``start``, before ``stop``; columns [column, column + BLOCK)."""
     cols = tl.arange(0, BLOCK)
     mask = (start + tl.arange(0, ROWS) < stop)[:, None]
     if D % BLOCK != 0:
@@ -142,7 +149,7 @@ def row_sums(x, ROWS: tl.constexpr):
 
 @triton.jit
 def row_sums_of_two(a, b, ROWS: tl.constexpr):
-    """Return row_sums of two tiles at the price of one set of barriers."""
+    """Return row_sums of two tiles, with the barriers of only one sum."""
     pair = tl.sum(tl.join(a, b), axis=1)
     if ROWS == 1:
         pair = tl.sum(pair, axis=0)
@@ -156,7 +163,7 @@ def row_sums_of_two(a, b, ROWS: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row, live, ROWS: tl.constexpr):
-    """Load one value for each row of a tile, in the form of row_sums."""
+    """Load one value for each row of a tile: (ROWS, 1), or a scalar if ROWS is 1, as row_sums returns."""
     if ROWS == 1:
         value = tl.load(ptr + row)
     else:
@@ -166,7 +173,7 @@ def load_rows(ptr, row, live, ROWS: tl.constexpr):
 
 @triton.jit
 def store_rows(ptr, value, row, live, ROWS: tl.constexpr):
-    """Store what load_rows loads."""
+    """Store one value for each row of a tile, the counterpart of load_rows."""
     if ROWS == 1:
         tl.store(ptr + row, value)
     else:
@@ -178,10 +185,10 @@ def normalize_rows(
     x, xt, mean_ptr, rstd_ptr, row, live, eps,
     D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute xhat = (x - mean) * rstd of rows, which must be zero beyond D; store mean and rstd.
+    """Compute xhat = (x - mean) * rstd for each row, and store mean and rstd. Columns of x from D on must be zero.
 
-    Mean, then variance: two passes over registers. Without CENTER, xhat = x * rstd with rstd = 1 / rms(x), and there is
-    no mean (RMSNorm).
+    The mean is computed first, and then the variance, both from registers. Without CENTER (RMSNorm) there is no mean:
+    xhat = x * rstd with rstd = 1 / rms(x).
     """
     if CENTER:
         total = row_sums(x, ROWS)
@@ -207,7 +214,7 @@ def normalize_rows(
 
 @triton.jit
 def normalize_rows_again(x, xt, mean_ptr, rstd_ptr, row, live, ROWS: tl.constexpr, CENTER: tl.constexpr):
-    """Return xhat, its tail, and rstd of rows, from what normalize_rows has stored."""
+    """Return xhat, the tail of xhat, and rstd, from the mean and rstd that normalize_rows stored."""
     if CENTER:
         mean = load_rows(mean_ptr, row, live, ROWS)
         x = x - mean
@@ -221,7 +228,7 @@ def normalize_backward(
     dy, dyt, xhat, xhat_t, gain, gain_t, rstd,
     D: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * gain, for rows; without CENTER, no mean(g)."""
+    """Compute dx = rstd * (g - mean(g) - xhat * mean(g * xhat)), g = dy * gain, per row; without CENTER, no mean(g)."""
     g = dy * gain
     gt = g
     if TAIL > 0:
@@ -252,7 +259,7 @@ def normalize_backward(
 
 @triton.jit
 def logistic(power, APPROXIMATE: tl.constexpr):
-    """1 / (1 + 2^power): the sigmoid of -ln(2) * power.
+    """Compute 1 / (1 + 2^power), the sigmoid of -ln(2) * power.
 
     APPROXIMATE: use the hardware's reciprocal, exact to the last bit of fp32, instead of a division.
     """
@@ -266,10 +273,10 @@ def logistic(power, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gelu_coarse(u, APPROXIMATE: tl.constexpr):
-    """GELU(u), tanh form, for a result that is rounded to few bits.
+    """Compute GELU(u) in its tanh form, for results that are rounded to few bits.
 
-    APPROXIMATE: use the hardware's tanh, whose error is 2^-11, instead of an exponential and a reciprocal, because the
-    units that compute these, and not memory, limited the kernel.
+    APPROXIMATE: use the hardware's tanh, whose error is 2^-11. With an exponential and a reciprocal instead, the kernel
+    was limited by the units that compute these functions, not by memory.
     """
     if APPROXIMATE:
         z = u * (0.7978845608028654 + 0.035677408136300125 * (u * u))
@@ -283,18 +290,23 @@ def gelu_coarse(u, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def gelu_sigmoid(u, square, APPROXIMATE: tl.constexpr):
-    """sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3). GELU is u times this: (1 + tanh(z)) / 2 = sigmoid(2 z)."""
-    # exp(-2 z) as a power of 2
+    """Compute sigmoid(2 z), z = sqrt(2 / pi) * (u + 0.044715 u^3).
+
+    GELU(u) = u * sigmoid(2 z), because (1 + tanh(z)) / 2 = sigmoid(2 z).
+    """
+    # The constants express exp(-2 z) as a power of 2.
     return logistic(u * (-2.302208198144325 - 0.1029432395800235 * square), APPROXIMATE)
 
 
-# -------------------------------------------------------------------------------------------- which rows, which sample
+# -------------------------------------------------------------------------------------- rows and samples of programs
 
 
 @triton.jit
 def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Return sample, first row, and row after the last of a program; in the packed form, the sample is not known
-    yet."""
+    """Return a program's sample, its first row, and the row after its last.
+
+    In the packed form the sample is returned as 0: next_segment finds the samples.
+    """
     sample = 0
     if PACKED:
         first = program * CHUNK
@@ -308,8 +320,10 @@ def chunk_of_program(program, rows, length, chunks_per_sample, CHUNK: tl.constex
 
 @triton.jit
 def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
-    """Return the sample of ``row``, and the row after its last one before ``stop``; a sample's rows are contiguous, so
-    counting them is enough."""
+    """Return the sample of ``row``, and the end of that sample's rows, at most ``stop``.
+
+    A sample's rows are contiguous, so the end is ``row`` plus their number.
+    """
     sample = tl.load(sample_ptr + row).to(tl.int32)
     rows = row + tl.arange(0, CHUNK)
     same = tl.load(sample_ptr + rows, mask=rows < stop, other=-1).to(tl.int32) == sample
@@ -318,7 +332,7 @@ def next_segment(sample_ptr, row, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def of_sample(ptr, sample, stride):
-    """Return a pointer to a sample's row of modulation; 64-bit, because the row may lie in a wide (B, 6 D) tensor."""
+    """Return a pointer to a sample's row of modulation. The offset is 64-bit: the tensor may be a wide (B, 6 D) one."""
     return ptr + tl.cast(sample, tl.int64) * stride
 
 
@@ -329,18 +343,21 @@ def of_sample(ptr, sample, stride):
 def power_of_2(largest, TARGET: tl.constexpr):
     """Return the power of two that brings ``largest`` to [2^TARGET, 2^(TARGET + 1)), and its inverse.
 
-    A power of two causes no rounding. It is computed from the exponent's bits, so that it is the same everywhere.
+    Multiplying by a power of two doesn't round. The factor is computed from the exponent's bits, so that every program
+    and device computes the same factor.
     """
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    exponent = tl.maximum(exponent, TARGET + 1)  # for values near zero: keeps both powers normal numbers
+    exponent = tl.maximum(exponent, TARGET + 1)  # keeps both powers normal numbers when ``largest`` is near zero
     factor = ((254 + TARGET - exponent) << 23).to(tl.float32, bitcast=True)
     return factor, ((exponent - TARGET) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.constexpr):
-    """Return the power of two for the largest of the partial maxima; the first program stores its inverse, which the
-    matrix product multiplies by."""
+    """Return the power of two for the largest of the partial maxima.
+
+    The first program stores the inverse, which the matrix product multiplies by.
+    """
     largest = tl.max(tl.load(partial_ptr + tl.arange(0, PARTIALS)), axis=0)
     factor, inverse = power_of_2(largest, TARGET)
     if tl.program_id(0) == 0:
@@ -350,7 +367,7 @@ def float8_factor(partial_ptr, descale_ptr, PARTIALS: tl.constexpr, TARGET: tl.c
 
 @triton.jit
 def largest_of(x, xt, TAIL: tl.constexpr):
-    """Return the largest absolute value of a row held as main and tail block."""
+    """Return the largest absolute value of a row that is held as main and tail block."""
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     if TAIL > 0:
         largest = tl.maximum(largest, tl.max(tl.max(tl.abs(xt), axis=1), axis=0))
@@ -359,8 +376,10 @@ def largest_of(x, xt, TAIL: tl.constexpr):
 
 @triton.jit
 def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.constexpr, TARGET: tl.constexpr):
-    """Return factor and inverse for all rows LN(x) * (1 + scale) + shift of a sample, from the bound |LN(x)| <=
-    sqrt(D)."""
+    """Return the float8 factor, and its inverse, for all rows LN(x) * (1 + scale) + shift of a sample.
+
+    The factor follows from the bound |LN(x)| <= sqrt(D), without reading x.
+    """
     root = tl.sqrt(D * 1.0)
     bound, bound_t = root * tl.abs(1.0 + scale) + tl.abs(shift), root * tl.abs(1.0 + scale_t) + tl.abs(shift_t)
     return power_of_2(largest_of(bound, bound_t, TAIL), TARGET)
@@ -368,7 +387,9 @@ def modulated_factor(shift, shift_t, scale, scale_t, D: tl.constexpr, TAIL: tl.c
 
 @triton.jit
 def float8_range(value, factor, LIMIT: tl.constexpr):
-    """Return value * factor, clamped to the format's range; what is not finite becomes NaN, so that no cast hides
-    it."""
+    """Return value * factor, clamped to the format's range.
+
+    Infinity becomes NaN, because a cast of a clamped infinity would hide the error.
+    """
     value = value * factor
     return tl.where(tl.abs(value) < float("inf"), tl.clamp(value, -LIMIT, LIMIT), float("nan"))

@@ -1,4 +1,4 @@
-"""Transpose a matrix at the memory's speed: torch's copy of a transposed view takes about seven times as long."""
+"""Transpose a matrix at memory bandwidth. torch's copy of a transposed view takes about seven times as long."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ TILE = {"ROWS": 64, "num_warps": 4}
 def _transpose_kernel(
     x_ptr, y_ptr, rows, sixteens, D: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """x (rows, D) to y (D, 16 * sixteens). ROWS is a multiple of 16, so the last tile covers the zeros, too."""
+    """Transpose x (rows, D) to y (D, 16 * sixteens).
+
+    ROWS is a multiple of 16, so that the last tile also writes the padding.
+    """
     column = (tl.program_id(0) % BLOCKS) * BLOCK
     start = (tl.program_id(0) // BLOCKS) * ROWS
     offsets, mask = column_block(column, start, rows, D, BLOCK, ROWS)
@@ -28,7 +31,7 @@ def _transpose_kernel(
 
 
 def tiles_of(x: Tensor, launch: dict[str, Any]) -> tuple[tuple[int], int, dict[str, Any]]:
-    """Return grid, rows and options of a kernel whose programs process one tile each of x (..., D)."""
+    """Return grid, number of rows, and options for a kernel whose programs each process one tile of x (..., D)."""
     width = x.shape[-1]
     rows, block = x.numel() // width, block_width(width)
     blocks = -(-width // block)
@@ -36,8 +39,10 @@ def tiles_of(x: Tensor, launch: dict[str, Any]) -> tuple[tuple[int], int, dict[s
 
 
 def transpose(x: Tensor) -> Tensor:
-    """Return (D, T rounded up to a multiple of 16, padded with zeros) of contiguous x (T, D), of any dtype that Triton
-    supports."""
+    """Transpose x (T, D) to (D, T rounded up to a multiple of 16), padded with zeros.
+
+    x must be contiguous, and may have any dtype that Triton supports.
+    """
     grid, rows, shape = tiles_of(x, TILE)
     sixteens = -(-rows // 16)
     y = torch.empty(x.shape[1], 16 * sixteens, dtype=x.dtype, device=x.device)

@@ -1,10 +1,12 @@
-"""Choose the attention kernel for samples of unequal length in a pack, with the reason: FlashAttention 4 where it is
-installed and correct, torch's ``varlen_attn``, or none, in which case every run of equal lengths gets a dense call.
+"""Choose the attention kernel for samples of unequal length in a pack, and give the reason.
 
-FlashAttention 4 is as fast on unequal lengths as on equal ones, and processes whole packs (docs/kernels.md has
-figures). torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length that was measured on an H200, 256
-to 32,768. But cuDNN plans for 50 ms whenever it meets a new number of samples or length, and a call for each of many
-short runs costs the host more time than the GPU: so runs of few tokens use ``varlen_attn``, and others stay dense.
+The choice is FlashAttention 4 if it is installed and correct, else torch's ``varlen_attn``, else None. With None, each
+run (neighbouring samples of equal length) is one dense call.
+
+FlashAttention 4 is as fast on unequal lengths as on equal ones, and processes complete packs (figures:
+docs/kernels.md). torch's ``varlen_attn`` is slower than cuDNN's dense kernel at every length measured on an H200, 256
+to 32,768. But cuDNN needs 50 ms to plan for each new number of samples or length, and calls for many short runs cost
+the host more time than the GPU. So with ``varlen_attn``, only runs of few tokens use it; longer runs are dense calls.
 """
 
 import functools
@@ -24,17 +26,17 @@ from opendit.kernels.filled_heads import with_filled_heads
 from opendit.kernels.flash_attention_4 import CUTE, SegmentLengths
 from opendit.models.segments import SegmentRun
 
-# A run is dense if one of its segments, or several neighbours together, have at least this many tokens: on an H200 the
-# dense kernel is faster for them by a third to a half, and runs longer than the host needs for the call.
+# A run is a dense call if each of its segments has at least LONG tokens, or two or more segments have at least TOGETHER
+# tokens in all. On an H200, the dense kernel is then faster by a third to a half, and takes longer than the host needs
+# for the call.
 LONG, TOGETHER = 1024, 4096
 
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """A kernel of ``package`` for segments of unequal length, see ``opendit.models.segments``.
+    """The attention kernel of ``package`` for segments of unequal length, see ``opendit.models.segments``.
 
-    head_size: size that heads are padded to with zeros, which change nothing; FlashAttention 4 pads them in its
-    backward pass only.
+    head_size: size to which heads are padded with zeros. With FlashAttention 4, only the backward pass needs padding.
     """
 
     package: str
@@ -58,7 +60,7 @@ def _torch_varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     def call(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float) -> Tensor:
-        # Older versions have no argument for the scale, and always use the one of this head size.
+        # Older versions have no argument ``scale``, and always use head_size ** -0.5.
         how: dict[str, Any] = {} if scale == q.shape[-1] ** -0.5 else {"scale": scale}
         return cast(Tensor, varlen_attn(q, k, v, offsets, offsets, longest, longest, **how))
 
@@ -78,16 +80,16 @@ def _flash_attention_4() -> Callable[..., Tensor]:
 
 
 TORCH = "torch.nn.attention.varlen"
-# Packages in order of preference -> function that imports the kernel, a function of (q, k, v, offsets, longest, scale).
+# Package -> function that imports its kernel, in order of preference. Kernels take (q, k, v, offsets, longest, scale).
 PACKAGES = {CUTE: _flash_attention_4, TORCH: _torch_varlen}
 
 
 def resolve_varlen(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, asked: str = "auto"
 ) -> tuple[VarlenAttention | None, str]:
-    """Return the kernel for runs that don't fill the GPU, and the reason; None: every run gets its own dense call.
+    """Return the kernel for segments of unequal length, and the reason; None: each run is a dense call.
 
-    asked: ``--attention``; a kernel requested by name is used for everything.
+    asked: value of ``--attention``. If it names a kernel, that kernel is used for all runs, in dense calls.
     """
     device = torch.device(device)
     if asked != "auto":
@@ -101,7 +103,7 @@ def resolve_varlen(
     wrong = []
     for package in PACKAGES:
         if package == CUTE and torch.are_deterministic_algorithms_enabled():
-            continue  # whether it is deterministic on unequal lengths is unknown
+            continue  # its determinism with unequal lengths is unknown
         size = right_size(package, device.type, dtype, head_dim)
         if size is None:
             wrong.append(package)
@@ -114,8 +116,10 @@ def resolve_varlen(
 
 @functools.cache
 def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> int | None:
-    """Return the size that heads must be padded to for correct results of the package here; None: it is wrong, or not
-    installed."""
+    """Return the size to which heads must be padded for correct results of ``package`` on this device.
+
+    Return None if no size gives correct results, or the package is not installed.
+    """
     sizes = sorted({head_dim, -(-head_dim // 32) * 32})
     return next((size for size in sizes if _right(package, device, dtype, head_dim, size)), None)
 
@@ -123,17 +127,17 @@ def right_size(package: str, device: str, dtype: torch.dtype, head_dim: int) -> 
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _right(package: str, device: str, dtype: torch.dtype, head_dim: int, size: int) -> bool:
-    """Compare output and gradients of a few segments with those of the formula in float64."""
+    """Return True if output and gradients for three segments agree with the formula in float64."""
     lengths, generator = (70, 193, 1), torch.Generator().manual_seed(0)
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
     qkv, grad = (torch.randn(sum(lengths), n, 3, head_dim, generator=generator).to(device, dtype) for n in (3, 1))
     grad = grad.squeeze(1)
-    # Views of one tensor, as a projection returns them.
+    # q, k and v are views of one tensor, as in a model.
     made, exact = ([x.detach().requires_grad_() for x in qkv.to(kind).unbind(1)] for kind in (dtype, torch.float64))
     try:
         out = VarlenAttention(package, size)(*made, offsets=offsets, longest=max(lengths))
         found = [out, *torch.autograd.grad(out, made, grad)]
-    except Exception:  # missing, of another version, or unable to run here
+    except Exception:  # the package is missing, of another version, or can't run here
         return False
     parts = zip(*(x.split(lengths) for x in exact), strict=True)
     out = torch.cat([_formula(*(x.transpose(0, 1) for x in part)).transpose(0, 1) for part in parts])
