@@ -1,4 +1,4 @@
-"""Check the header of a clip's file before a decoder opens the file. The check is fast, and decoders trust every header.
+"""Check the header of a clip's file before a decoder opens the file. The check is fast; decoders trust every header.
 
 FFmpeg allocates 24 bytes or more for every sample that an MP4's tables declare, and decord allocates another entry. So
 a file of 2 KB can make them allocate gigabytes, and the failure ends the process. Therefore the tables are checked
