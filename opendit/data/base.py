@@ -1,10 +1,10 @@
-"""Data sets, and the reading of samples from them.
+"""The interface of data sets, and the reading of samples from them.
 
-A data set is five methods: ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. Whatever combines data
-sets (blends, held-out shares, shapes near a sample's own) is a data set that wraps others. A training step asks for a
-sample by a ``SampleKey``, which says where in the run the sample is used. Everything random about the sample is keyed
-by it (see ``opendit.diffusion.random``), so the same key gives the same numbers in any process, on any number of GPUs
-and after any resume.
+A data set implements five methods: ``__len__``, ``read``, ``shapes``, ``fingerprint`` and ``describe``. A combination
+of data sets (a blend, a held-out share, shapes near a sample's own) is itself a data set that wraps other data sets. A
+training step requests a sample with a ``SampleKey``, which says where in the run the sample is used. All random numbers
+of the sample are keyed by the ``SampleKey`` (see ``opendit.diffusion.random``), so the same key gives the same numbers
+in any process, on any number of GPUs and after any resume.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from opendit.data.order.schedule import SourceRows
 from opendit.data.row_arrays import next_of_key
 from opendit.diffusion.random import Stream, integers, uniform
 
-USUALLY_COUNTED = 10_000  # captions that are looked up before a start
+USUALLY_COUNTED = 10_000  # number of captions that are checked before training starts
 Size = tuple[int, int, int]  # frames, height and width; all 0 for a medium that can't be read
 
 
 class SampleKey(NamedTuple):
-    """Asks a data set for one sample of the run."""
+    """Request to a data set for one sample of the run."""
 
     sample: int  # row of the data set
     step: int  # global optimizer step
@@ -40,8 +40,13 @@ class SampleKey(NamedTuple):
 
 
 class Embedding(NamedTuple):
-    """A caption as a frozen text encoder gave it, read from a cache: tokens (L, D) and pooled (D,) float16, and mask
-    (L,) bool, False where the tokens are padding. In a batch all three have B in front."""
+    """A caption's embedding by a frozen text encoder, read from a cache. A batch adds a leading dimension B.
+
+    Attributes:
+        tokens: (L, D) float16.
+        mask: (L,) bool, False where the tokens are padding.
+        pooled: (D,) float16.
+    """
 
     tokens: Tensor
     mask: Tensor
@@ -49,15 +54,19 @@ class Embedding(NamedTuple):
 
 
 class View(NamedTuple):
-    """The way in which a row is read.
+    """Options for reading one row.
 
-    flip: mirror it left to right. place: where it is cropped, (down, across) in [0, 1) of the room there is; None: in
-    the middle. tags: key of the order of its caption's tags, see ``recaptioned``. start: the place in [0, 1) at which a
-    clip's window begins; None: its middle. shape: (frames, height, width) in pixels instead of the data set's
-    ``sample_shape``; cached latents ignore it. as_bytes: give pixels as uint8, for ``to_pixels`` to turn into [-1, 1]
-    where the batch is needed; a data set whose samples are not made of bytes ignores it. enlarge: False gives clips
-    that are smaller than asked for as small as they are, for the device to enlarge (``opendit.data.enlarging``); it
-    requires as_bytes, and only files of clips heed it.
+    Attributes:
+        flip: mirror the sample left to right.
+        place: position of the crop, (down, across), each in [0, 1) of the possible range; None: the middle.
+        tags: random key for the order of the caption's tags, see ``recaptioned``.
+        start: position in [0, 1) at which a clip's window begins; None: the middle window.
+        shape: (frames, height, width) in pixels instead of the data set's ``sample_shape``; cached latents ignore
+            this option.
+        as_bytes: return pixels as uint8; ``to_pixels`` later converts the batch to [-1, 1]. Data sets whose samples are
+            not made of bytes ignore this option.
+        enlarge: False returns a clip that is smaller than requested at its own size, so that the device can enlarge it
+            (``opendit.data.enlarging``). False requires ``as_bytes``; only files of clips use this option.
     """
 
     flip: bool = False
@@ -77,12 +86,14 @@ class Item(NamedTuple):
 
     Attributes:
         x: float32 of the data set's ``sample_shape``, or uint8, see :class:`View`.
-        y, text: its class, or its caption.
+        y: class of the sample, if the conditioning is by label.
+        text: caption of the sample, if the conditioning is by text.
         skipped: "path: reason" of each unreadable file that this sample replaces.
-        embedding: of the caption, if it is cached.
-        small, whole: if ``x`` is smaller than requested, the enlargement still to do, and the (height, width) to reach.
+        embedding: embedding of the caption, if it is cached.
+        small: if ``x`` is smaller than requested, the enlargement that is still to be done.
+        whole: if ``x`` is smaller than requested, the (height, width) after the enlargement.
         shortened: True if the clip was too short, so that its frames are closer together than requested.
-        bytes_read: from files and tars; 0 if samples are generated or in memory.
+        bytes_read: number of bytes read from files and tars; 0 if samples are generated or in memory.
     """
 
     x: Tensor
@@ -97,7 +108,7 @@ class Item(NamedTuple):
 
 
 class BadSample(Exception):
-    """One file can't be read; another sample replaces it."""
+    """Raised when one file can't be read; the caller replaces the sample with another one."""
 
     def __init__(self, path: str, reason: object):
         super().__init__(f"{printable(path)}: {printable(str(reason))}")
@@ -109,7 +120,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipReading:
-    """The frames that are read of a clip: see ``clips.read_clip``."""
+    """Settings that choose the frames to read from a clip, see ``clips.read_clip``."""
 
     num_frames: int
     frame_interval: int
@@ -119,7 +130,7 @@ class ClipReading:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Description of a data set, for models, logs and training.
+    """Description of a data set, used by models, logs and training.
 
     Attributes:
         text: one line for the log.
@@ -127,24 +138,25 @@ class Description:
         conditioning: "label" (items have a class ``y``) or "text" (items have a caption ``text``).
         class_names: one name per class, in the order of the labels; empty for "text".
         sample_shape: (C, H, W) or (C, T, H, W) of an item.
-        clips: how clips are read; None without clips.
+        clips: settings for reading clips; None if the data set has no clips.
         random_flip: training mirrors half of the samples, keyed by Stream.FLIP.
-        random_window: training begins each clip at a place keyed by Stream.CROP instead of in its middle.
-        random_crop: training crops at a place keyed by Stream.PLACE instead of in the middle.
+        random_window: training starts each clip at a random position, keyed by Stream.CROP, instead of using its
+            middle.
+        random_crop: training crops at a random position, keyed by Stream.PLACE, instead of in the middle.
         random_tags: training shuffles or drops tags of captions, keyed by Stream.TAGS.
-        seed: the run's.
+        seed: seed of the run.
         max_bad: the largest share of unreadable files that training skips.
-        vae, scaling_factor, shift_factor: of latents, see ``latents.LatentDataset``.
-        text_encoder, max_tokens, empty_caption: of cached embeddings of captions.
-        cut_captions: lines about captions that were cut when they were embedded.
-        notes: lines about what was left out when it was opened.
-        counted_captions: (rows, number of captions that are checked before a start) of each source: more for captions
-            in memory, fewer for slow storage; empty: ``USUALLY_COUNTED``.
-        sources: of a blend.
-        blend: its weights, for people and for the resume fingerprint.
-        files: returns (rows, file number of each or None) for each source, since several rows may show one file, such
-            as a picture with several captions; None if each row shows its own.
-        largest_label: returns the largest label and a sample that has it, None if that is not known.
+        vae, scaling_factor, shift_factor: see ``latents.LatentDataset``; only for latents.
+        text_encoder, max_tokens, empty_caption: settings of cached caption embeddings.
+        cut_captions: lines for the log about captions that were truncated before they were embedded.
+        notes: lines for the log about files that were left out when the data set was opened.
+        counted_captions: (rows, number of captions that are checked before training starts) for each source. The number
+            is larger for captions in memory and smaller for slow storage. Empty means ``USUALLY_COUNTED``.
+        sources: the sources of a blend.
+        blend: the weights of a blend as text, for people and for the resume fingerprint.
+        files: returns (rows, file number of each row or None) for each source, because several rows may use one file,
+            such as a picture with several captions; None if each row has its own file.
+        largest_label: returns the largest label and the name of a sample that has it; None if they are not known.
     """
 
     text: str
@@ -180,15 +192,17 @@ class Description:
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The shapes of a data set's samples, and the sizes of the media that they are made of.
+    """The shapes of a data set's samples, and the sizes of the underlying media files.
 
     Attributes:
-        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Rows with equal keys have samples
-            of one shape; only those may share a micro-batch.
-        media: returns (rows, 3) int32, the upright :data:`Size` of each row's file; None if all have ``sample_shape``.
-        read_as: identifies everything besides the media that these sizes depend on.
-        latents: returns the sizes of cached latents as runs (row after the run, size), from the first row on.
-        frame_rates: returns the frames per second of some clips, spread evenly; empty if there are no clips or nothing
+        keys: (rows,) integers, possibly memory-mapped, or one integer for all rows. Samples of rows with equal keys
+            have the same shape; only such samples may share a micro-batch.
+        media: returns (rows, 3) int32, the :data:`Size` of each row's file after rotation to upright; None if all files
+            have ``sample_shape``.
+        read_as: text that identifies all settings, besides the files, that determine the sizes.
+        latents: returns the sizes of cached latents as runs of equal size, each (row after the run, size), from the
+            first row on.
+        frame_rates: returns the frames per second of some evenly spaced clips; empty if there are no clips or no rate
             is known.
     """
 
@@ -204,7 +218,7 @@ class Shapes:
 
     @property
     def array(self) -> np.ndarray | None:
-        """The keys where there are several; None if all rows have one shape."""
+        """The keys as an array; None if all rows have one shape."""
         return self.keys if isinstance(self.keys, np.ndarray) else None
 
     def frame_rate(self) -> float | None:
@@ -214,10 +228,10 @@ class Shapes:
 
 
 class Fingerprint:
-    """Identity of a data set; each hash is computed when it is first asked for.
+    """Identity of a data set. Each hash is computed at its first use.
 
     Attributes:
-        checksums: of the files, None if none are known.
+        checksums: checksums of the files; None if none are known.
     """
 
     def __init__(
@@ -230,25 +244,28 @@ class Fingerprint:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of what the rows are: names and labels, or contents."""
+        """A hash of the rows: of their file names and labels, or of their contents."""
         return self._identity()
 
     @cached_property
     def contents(self) -> str | None:
-        """A hash of what the files hold whose names :attr:`identity` knows (see ``contents.hash_files``); None if that
-        knows the contents themselves."""
+        """A hash of the files' contents (see ``contents.hash_files``), if :attr:`identity` covers only their names;
+        None if :attr:`identity` already covers the contents."""
         return self._contents()
 
 
 class MediaDataset(Dataset[Any]):
-    """Base class of all data sets. A subclass writes ``__len__``, ``read``, ``fingerprint`` and ``describe``, and
-    ``shapes`` if its samples have several; it overrides the other methods where it can do better."""
+    """Base class of all data sets.
+
+    A subclass implements ``__len__``, ``read``, ``fingerprint`` and ``describe``, and also ``shapes`` if its samples
+    have several shapes. The other methods have defaults, which a subclass overrides where a faster way exists.
+    """
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def read(self, row: int, view: View = PLAIN) -> Item:
-        """Read the sample of a row. Raises BadSample if it can't be read."""
+        """Read the sample of a row. Raises BadSample if the row can't be read."""
         raise NotImplementedError
 
     def shapes(self) -> Shapes:
@@ -256,43 +273,44 @@ class MediaDataset(Dataset[Any]):
         return Shapes()
 
     def fingerprint(self) -> Fingerprint:
-        """Return what tells this data set from another one."""
+        """Return the hashes that distinguish this data set from others."""
         raise NotImplementedError
 
     def describe(self) -> Description:
-        """Return what the data set holds. It may take milliseconds: keep the result in a loop."""
+        """Return the data set's description. A call may take milliseconds: call it once before a loop, not in it."""
         raise NotImplementedError
 
-    # --- parts of reading
+    # --- methods that read only a part of a row
 
     def source(self, row: int) -> str:
-        """Name the file that a row comes from, for messages."""
+        """Return the name of a row's file, for messages."""
         return f"row {row} of {type(self).__name__}"
 
     def label(self, row: int) -> int:
-        """Read only a row's class; 0 if the conditioning is by caption. Raises BadSample."""
+        """Read only the class of a row; return 0 if the conditioning is by caption. Raises BadSample."""
         return self.read(row).y
 
     def caption(self, row: int) -> str | None:
-        """Read only a row's caption; None if the conditioning is by label. Raises BadSample."""
+        """Read only the caption of a row; return None if the conditioning is by label. Raises BadSample."""
         return self.read(row).text
 
     def preview(self, row: int) -> tuple[Medium, np.ndarray]:
-        """Show a row to people: what its file holds, and its first, middle and last frame, uint8 (n, H, W) or
-        (n, H, W, 3), at their own size. Raises an exception of any kind."""
+        """Return a preview of a row for people: facts about its file, and its first, middle and last frame, uint8
+        (n, H, W) or (n, H, W, 3), at their original size. May raise any exception."""
         x = self.read(row).x
         return of_moments(x) if self.describe().kind == "latents" else of_pixels(x)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Begin to fetch rows that are read next, in this order, if the storage answers late."""
+        """Start fetching ``rows``, which are read next and in this order, if the storage has a high latency."""
 
     def next_row(self, row: int) -> int:
-        """Return the row that replaces an unreadable one: the next one of the same shape, in a circle."""
+        """Return the replacement for an unreadable row: the next row of the same shape. After the last row, the search
+        continues at the first one."""
         keys = self.shapes().array
         return (row + 1) % len(self) if keys is None else next_of_key(keys, row)
 
     def __getitem__(self, sample_key: SampleKey) -> Item:
-        """Read the key's sample as training does; see :class:`SampleReader`."""
+        """Read the sample for a key as training does, see :class:`SampleReader`."""
         return next(SampleReader(self).items([sample_key]))
 
     def __getitems__(self, sample_keys: list[SampleKey]) -> list[Item]:
@@ -300,9 +318,11 @@ class MediaDataset(Dataset[Any]):
 
 
 class SampleReader:
-    """Reads the samples that keys ask for: draws what is random about them, and replaces unreadable rows.
+    """Reader of the samples for given keys. It draws their random numbers, and replaces unreadable rows.
 
-    as_bytes, enlarge: see :class:`View`. augment: False reads samples unmirrored, their middle, with whole captions.
+    Args:
+        as_bytes, enlarge: see :class:`View`.
+        augment: False disables all random changes: no mirroring, crops and windows in the middle, complete captions.
     """
 
     def __init__(self, dataset: MediaDataset, *, as_bytes: bool = False, enlarge: bool = True, augment: bool = True):
@@ -310,10 +330,13 @@ class SampleReader:
         self.view, self.augment = View(as_bytes=as_bytes, enlarge=enlarge or not as_bytes), augment
 
     def items(self, sample_keys: Sequence[SampleKey], on_read: Callable[[int], None] | None = None) -> Iterator[Item]:
-        """Yield the samples of one step. Their random numbers are drawn at once, in 0.3 ms for all of them. on_read:
-        called with each row right before it is read.
+        """Yield the samples of one step. The random numbers of all samples are drawn together, in 0.3 ms.
 
-        Raises DataError when so many rows in turn are unreadable that more than ``max_bad`` of the data set must be.
+        Args:
+            on_read: called with each row right before the row is read.
+
+        Raises:
+            DataError: more consecutive rows are unreadable than a share ``max_bad`` of the data set, and than 100.
         """
         key = self.about.seed, sample_keys[0].step, torch.tensor([each.index for each in sample_keys])
         drawn: dict[str, list[Any]] = {}
@@ -333,7 +356,8 @@ class SampleReader:
     def _item(self, first: int, view: View, on_read: Callable[[int], None] | None) -> Item:
         skipped: list[str] = []
         row = first
-        # A gap of up to max_bad of the rows may lie in one place (one broken class folder): only a longer one is fatal.
+        # All of the up to max_bad unreadable rows may be consecutive (a broken class folder). Only a longer run of
+        # unreadable rows is fatal.
         for _ in range(max(100, int(self.about.max_bad * len(self.dataset))) + 1):
             if on_read is not None:
                 on_read(row)
@@ -343,32 +367,34 @@ class SampleReader:
                 skipped.append(str(bad))
             row = self.dataset.next_row(row)
             if row == first:
-                break  # all the rows of this shape
+                break  # all rows of this shape were tried
         raise DataError(f"{len(skipped)} files in turn can't be read: {name_few(skipped)}")
 
 
 def to_pixels(x: Tensor) -> Tensor:
-    """Convert pixels of 8 bits, in any memory order, to contiguous float32 in [-1, 1]; return anything else as is."""
+    """Convert uint8 pixels, in any memory order, to contiguous float32 in [-1, 1]. Return other dtypes unchanged."""
     if x.dtype != torch.uint8:
         return x
     return x.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1)
 
 
 class BadFileCounter:
-    """Counts the files read and the unreadable ones, reports each of these once, and stops at too many.
+    """Counter of files and of unreadable files. It reports each unreadable file once, and raises DataError when there
+    are too many.
 
-    max_bad: largest share of unreadable files, judged once ``minimum`` files were read.
-    on_skip: called with "path: reason", once per file.
+    Args:
+        max_bad: largest allowed share of unreadable files, checked once ``minimum`` files were read.
+        on_skip: called with "path: reason", once per unreadable file.
     """
 
     def __init__(self, max_bad: float, on_skip: Callable[[str], None] | None = None, minimum: int = 100):
         self.max_bad, self.on_skip, self.minimum = max_bad, on_skip, minimum
-        self.read = 0  # files tried, the unreadable ones included
+        self.read = 0  # number of files tried, including unreadable ones
         self.skipped = 0
-        self.files: dict[str, None] = {}  # the distinct ones, in order
+        self.files: dict[str, None] = {}  # distinct unreadable files, in order of their first failure
 
     def add(self, good: int, skipped: tuple[str, ...] | list[str]) -> None:
-        """Count ``good`` readable files and the ``skipped`` ones. Raises DataError past ``max_bad``."""
+        """Count ``good`` readable files and the ``skipped`` ones. Raises DataError if the share exceeds ``max_bad``."""
         self.read += good + len(skipped)
         self.skipped += len(skipped)
         for file in skipped:
@@ -384,7 +410,7 @@ class BadFileCounter:
 
 
 def name_few(messages: list[str], count: int = 5) -> str:
-    """Join the first few of many messages in one line."""
+    """Join the first ``count`` messages in one line, and append the number of the remaining ones."""
     more = f"; and {len(messages) - count:,} more" if len(messages) > count else ""
     return "; ".join(messages[:count]) + more
 

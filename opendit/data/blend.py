@@ -46,14 +46,18 @@ WHAT_TO_DO = {
 
 
 class BlendedDataset(MediaDataset):
-    """The rows of several data sets, one set after the other.
+    """Data set of the concatenated rows of several data sets. Each source keeps its own settings for mirroring and for
+    windows of clips.
 
-    names, parts: of the sources. stages, epochs: see ``SourceRows``; with epochs the first stage's weights are made of
-    them, and without, a pass over the data has as many samples as there are rows. classes: for every source its
-    classes' names -> theirs in the blend, where they differ. union: the blend's classes are all that any source has;
-    otherwise the sources' must be the same. Samples are mirrored, and clips' windows drawn, as each source has it.
+    Args:
+        names: names of the sources.
+        parts: data sets of the sources.
+        stages, epochs: see ``SourceRows``. Without ``epochs``, a pass over the data has as many samples as rows.
+        classes: for each source, its class names -> class names in the blend, where the names differ.
+        union: True if the blend has the classes of all sources; False requires the same classes in all sources.
 
-    Raises ValueError, saying what to do, for sources that can't be trained on together.
+    Raises:
+        ValueError: the sources can't be trained on together; the message says what to do.
     """
 
     def __init__(
@@ -91,14 +95,14 @@ class BlendedDataset(MediaDataset):
         return int(self.ends[-1])
 
     def _find(self, row: int) -> tuple[int, int]:
-        """Return (source, row there)."""
+        """Return (number of the source, row in the source)."""
         source = int(np.searchsorted(self.ends, row, side="right"))
         return source, row - (int(self.ends[source - 1]) if source else 0)
 
     def read(self, row: int, view: View = PLAIN) -> Item:
         source, row = self._find(row)
         about = self._abouts[source]
-        # Some types of data sets give float32 whatever is asked for, and a batch has one dtype.
+        # Some types of data sets ignore as_bytes and return float32, but all samples of a batch need one dtype.
         as_bytes = view.as_bytes and self._one_type
         view = view._replace(
             flip=view.flip and about.random_flip,
@@ -228,7 +232,7 @@ class BlendedDataset(MediaDataset):
         )
 
     def _named(self, lines: str) -> tuple[str, ...]:
-        """Return the lines of all sources, with their names."""
+        """Return the lines of this field of all sources, each with the name of its source."""
         of = zip(self.names, self._abouts, strict=True)
         return tuple(f"{name}: {line}" for name, about in of for line in getattr(about, lines))
 
@@ -248,7 +252,7 @@ def _merged(
     union: bool,
     shown: str,
 ) -> tuple[list[str], list[np.ndarray]]:
-    """Return the blend's classes, and each source's labels -> the blend's."""
+    """Return the blend's classes, and for each source an array that maps its labels to the blend's labels."""
     renamed = []
     for name, about, mapped in zip(names, abouts, classes, strict=True):
         if unknown := sorted(mapped.keys() - set(about.class_names)):
@@ -266,14 +270,14 @@ def _merged(
     return merged, [np.array([number[each] for each in own], dtype=np.int64) for own in renamed]
 
 
-MOST = 1_000  # sources, and changes
-LONGEST = 4096  # characters of a path
-OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that a source may have for itself
+MOST = 1_000  # most sources, and most changes of weights
+LONGEST = 4096  # most characters of a path
+OF_CAPTIONS = ("caption_prefix", "file_column", "caption_column")  # flags that each source may set separately
 EXAMPLE = "sources: [{path: pictures, weight: 0.7}, {path: more.csv, weight: 0.3}]"
 
 
 def open_source(asked: Request) -> BlendedDataset | None:
-    """Open the sources of a YAML file, or those of ``A:0.7,B:0.3``."""
+    """Open a blend from a YAML file of sources, or from a text like ``A:0.7,B:0.3``."""
     if inline := inline_sources(asked.data_path):
         sources = [{"path": path, "weight": _number(weight)} for path, weight in inline]
         return _open({"sources": sources}, asked, Path())

@@ -39,8 +39,9 @@ CHECKED_CLIPS, DECODED_FILES = 200, 100  # of a folder
 
 
 class CaptionedDataset(PicturesAndClips):
-    """Rows of a table of ``path,text``, or of a folder of captioned files (``found``). columns: of the table.
-    image_size, options: see ``PicturesAndClips``, which describes the samples.
+    """Data set of the rows of a table ``path,text``, or of a folder of captioned files (``found``).
+
+    columns: names of the table's columns. image_size, options: see ``PicturesAndClips``, which describes the samples.
 
     Raises ValueError or FileNotFoundError, naming the flag and what to do.
     """
@@ -134,7 +135,7 @@ class CaptionedDataset(PicturesAndClips):
 
 
 def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, bool]]:
-    """Return each row, and whether it is a picture. Without ``use_video`` the first frame of an animation is one."""
+    """Return (row, True if it is a picture) for each row. Without ``use_video`` an animation counts as a picture."""
     if not use_video:
         return [(row, row.is_named_picture) for row in rows]
     picture_suffixes()  # else the threads would race to register Pillow's formats
@@ -142,8 +143,10 @@ def _with_kinds(rows: list[TableRow], use_video: bool) -> list[tuple[TableRow, b
 
 
 def _readable(rows: list[tuple[TableRow, bool]], path: str) -> tuple[list[tuple[TableRow, bool]], list[str]]:
-    """Return the rows without those whose files are found unreadable, and a line about these. Up to 100 pictures are
-    decoded; of more files the headers of up to 2,000 pictures, or 200 with clips, spread evenly, are read.
+    """Return the rows except those whose files were found to be unreadable, and a line about the unreadable files.
+
+    If there are at most 100 files, pictures are decoded. Otherwise the headers of evenly spaced files are read: up to
+    2,000 files if all are pictures, up to 200 if there are clips.
 
     Raises ValueError if no file that was tried can be read."""
 

@@ -31,10 +31,14 @@ ALONE = "--caption_prefix alone"  # where the caption of a file without one come
 
 @dataclass
 class CaptionedFiles:
-    """The rows of a folder, where their captions come from, and what is left out.
+    """The rows of a folder, the sources of their captions, and the files that are left out.
 
-    sources: number of captions by where they come from. left_out: "path" or "path: reason" by kind. table: the one that
-    was read. has_captions: False if nothing in the folder is meant as a caption. ignored: other files.
+    Attributes:
+        sources: number of captions from each kind of source.
+        left_out: "path" or "path: reason" of left-out files, by kind.
+        table: path of the table that was read, if any.
+        has_captions: False if the folder contains nothing that is meant as a caption.
+        ignored: other files.
     """
 
     rows: list[TableRow] = field(default_factory=list)
@@ -52,7 +56,7 @@ class CaptionedFiles:
         self.left_out.setdefault(kind, []).append(printable(name))
 
     def lines(self) -> list[str]:
-        """Return a line about each kind of what is left out."""
+        """Return a line about each kind of left-out file."""
         return [f"left out {len(names):,} {kind}: {name_few(names)}" for kind, names in self.left_out.items()]
 
     def shown_sources(self) -> str:
@@ -123,8 +127,8 @@ def _list(root: Path, ignored: Ignored) -> tuple[list[str], dict[str, dict[str, 
 
 
 def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableRow]]:
-    """Return the table of a folder and its rows. A table without the usual columns is none of captions, unless the
-    flags ask for others."""
+    """Return the table of a folder and its rows. A table without the usual columns is ignored, unless the flags name
+    other columns."""
     read = {}
     for path in (root / name for name in TABLES):
         if os.path.lexists(path):
@@ -140,7 +144,7 @@ def _read_tables(root: Path, columns: Columns) -> tuple[Path | None, list[TableR
 
 
 def _match(found: CaptionedFiles, rows: list[TableRow], media: list[str], bare: bool) -> None:
-    """Add the rows of a table whose files are there."""
+    """Add the rows of a table whose files exist; record all other rows and files as left out."""
     assert found.table is not None
     listed = set(map(os.path.normpath, media))
     for row in rows:

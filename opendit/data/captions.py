@@ -1,7 +1,7 @@
-"""Count captions that a text encoder cuts, and captions that say nothing.
+"""Count captions that a text encoder truncates, and captions without content.
 
-Programs count before they start, so that no part of a data set is lost in silence. They count as many captions as a
-data set can look up soon (``Description.counted_captions``).
+Programs count captions before they start, so that no part of a data set is lost silently. The number of captions that
+are counted depends on how fast a data set can read them (``Description.counted_captions``).
 """
 
 import math
@@ -32,7 +32,7 @@ Measure = Callable[[list[str]], Sequence[int]]  # captions to their numbers of t
 
 def says_nothing(caption: str) -> bool:
     """Return True if a caption has no visible character except punctuation."""
-    if caption[:1].isalnum():  # nearly all, and soon known
+    if caption[:1].isalnum():  # fast path for nearly all captions
         return False
     return all(unicodedata.category(char)[0] in "ZP" or unicodedata.category(char) in ("Cc", "Cf") for char in caption)
 
@@ -46,10 +46,15 @@ def stands_for_nothing(caption: str) -> bool:
 class CaptionCount:
     """Statistics of some of a data set's captions.
 
-    rows: of the data set. name: the beginning of every line. counted: captions that were looked at. tokens, words: how
-    many captions have each number of tokens and of words. empty: captions that say nothing. missing: words that stand
-    for a missing value, by their spelling. unreadable: captions that can't be read, whose samples the loader replaces.
-    longest_at, empty_at, missing_at: where the longest and the first ones are; unreadable_at also gives the reason.
+    Attributes:
+        rows: number of rows of the data set.
+        name: beginning of every line that is returned.
+        counted: number of captions that were read.
+        tokens, words: number of tokens, or of words -> number of captions with that length.
+        longest_at: name of the sample with the longest caption.
+        empty, empty_at: number of captions without visible characters, and the first sample with one.
+        missing, missing_at: counts of words that mean a missing value, by spelling, and the first sample with one.
+        unreadable, unreadable_at: number of captions that can't be read, and the first such sample with the reason.
     """
 
     rows: int
@@ -160,9 +165,10 @@ def takes_whole(tokens: int) -> str:
 
 
 def caption_rows(dataset: MediaDataset, most: int | None = None) -> np.ndarray:
-    """Return the rows whose captions are counted before a start, rising int64: all, or of many as many as each source
-    has in ``Description.counted_captions``, and ``most`` at most. They are spread evenly, in lots of neighbours, which
-    lie in one file."""
+    """Return the rows whose captions are counted before training starts, ascending int64.
+
+    Each source contributes at most its number in ``Description.counted_captions``, and at most ``most``. The rows are
+    spread evenly in groups of neighbours, because neighbours are usually in the same file."""
     found, start = [], 0
     for rows, counted in dataset.describe().counted_captions or ((len(dataset), USUALLY_COUNTED),):
         count = counted if most is None else min(most, counted)

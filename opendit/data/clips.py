@@ -1,7 +1,8 @@
-"""Clips: choose the frames of a file, and read them upright, resized and cropped.
+"""Clips: choose frames of a file, and read them upright, resized and cropped.
 
-One of ``opendit.data.video_readers`` decodes only what the wanted frames need. PyAV reads the files that it fails on or
-is not known to get right, and decodes those whose frames have no times from the start.
+A reader of ``opendit.data.video_readers`` decodes only the parts of a file that the chosen frames need. PyAV reads the
+file instead if that reader fails, or if the reader is not known to be right for the file. If frames have no times, PyAV
+decodes the file from its start.
 """
 
 import os
@@ -66,14 +67,14 @@ Result = TypeVar("Result")
 
 
 class Clip(NamedTuple):
-    """The result of ``read_clip``: the pixels, and whether their frames are closer together than asked for."""
+    """The result of ``read_clip``. shortened: True if the frames are closer together than requested."""
 
     pixels: Tensor
     shortened: bool
 
 
 class Crop(NamedTuple):
-    """Part of a frame that is kept, at height x width pixels. place: where it lies, see ``start_of_crop``."""
+    """A crop of height x width pixels. place: position of the crop, see ``start_of_crop``."""
 
     height: int
     width: int
@@ -90,22 +91,25 @@ class FileMemory(OrderedDict[str, tuple[Any, ...]]):
             self.popitem(last=False)
 
 
-# For this process. A file that hung would cost its time limit again in every epoch, and decord leaks about 1 KB each
-# time that it fails to open a file. _counts: the number of frames of files whose frames only decoding counts.
+# Files that hung, files that could not be opened, and frame counts that needed decoding; one memory per process. A file
+# that hung would cost its time limit again in every epoch, and decord leaks about 1 KB at each failure to open a file.
 _hung, _unopened, _counts = FileMemory(), FileMemory(), FileMemory()
 
 
 def resize_and_crop(
     frames: Tensor, size: int | tuple[int, int] | Crop, as_bytes: bool = False, enlarge: bool = True
 ) -> Tensor:
-    """Return the middle of every frame at size x size pixels, or at size = (height, width), or what a crop keeps,
-    bicubic with antialiasing.
+    """Crop each frame to the aspect ratio of ``size`` and resize it, bicubic with antialiasing.
 
-    frames: (T, H, W, 3) uint8. enlarge: False leaves a smaller middle at its size, for ``opendit.data.enlarging``.
-    Returns (3, T, height, width) float32 in [-1, 1], or uint8 with the colours next to each other in memory, as a
-    decoder gives them.
+    Args:
+        frames: (T, H, W, 3) uint8.
+        size: side of a square, (height, width), or a ``Crop`` with a position; otherwise the middle is used.
+        enlarge: False does not resize a crop that is smaller than ``size``, see ``opendit.data.enlarging``.
+
+    Returns:
+        (3, T, height, width) float32 in [-1, 1]; with ``as_bytes`` uint8, with the colours adjacent in memory.
     """
-    # Cut first, so that both axes have one scale (of a square exactly) and a long thin frame costs no more than others.
+    # Crop first, so that both axes have the same scale and a long thin frame costs no more than any other frame.
     height, width = frames.shape[1:3]
     place = size.place if isinstance(size, Crop) else None
     down, across = (size, size) if isinstance(size, int) else size[:2]
@@ -114,7 +118,7 @@ def resize_and_crop(
     top, left = start_of_crop(height - high, width - wide, place)
     pixels = frames[:, top : top + high, left : left + wide].permute(0, 3, 1, 2)
     if (high, wide) != (down, across) and (enlarge or unit > 1):
-        # In uint8: 3x as fast as in float32. In one piece of memory: else torch sorts it by colours first.
+        # Resizing uint8 is 3x as fast as float32. If memory is not contiguous, torch rearranges it by colours first.
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         pixels = interpolate(pixels, (down, across), mode="bicubic", antialias=True)
     pixels = pixels.transpose(0, 1)
@@ -224,9 +228,15 @@ def clip_size(
     whole: bool = True,
     count: Callable[[Timeline], int] | None = None,
 ) -> tuple[int, int, int]:
-    """Return (frames, height, width) of a clip's file as it is shown. count: returns the number of frames to report
-    instead of those in the file. whole: False if ``path`` has only an MP4's tables and the beginning of its first
-    frame, with zeros elsewhere. Raises BadSample, also for a partial file whose size only the whole file tells."""
+    """Return (frames, height, width) of a clip as it is shown.
+
+    Args:
+        count: returns the number of frames to report instead of the number of frames in the file.
+        whole: False if ``path`` has only an MP4's tables and the beginning of its first frame, and zeros elsewhere.
+
+    Raises:
+        BadSample: the file can't be read, or a partial file does not suffice.
+    """
 
     def look(stop: threading.Event) -> tuple[int, int, int]:
         reader = _open(path, "auto", stop, whole)[0]
@@ -284,7 +294,7 @@ def open_clip(path: str, *, middle: bool = True) -> tuple[Medium, np.ndarray]:
 
 
 class _Helper:
-    """A thread that does one piece of work after another; starting one for every clip takes 0.1 ms."""
+    """A thread that runs jobs one after the other. Starting a new thread for every clip would take 0.1 ms."""
 
     def __init__(self):
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -292,7 +302,7 @@ class _Helper:
         self.thread.start()
 
     def __del__(self):
-        self.jobs.put(None)  # the end of a thread that reads no more ends its helper
+        self.jobs.put(None)  # ends the helper thread when the reading thread ends
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:
@@ -302,18 +312,18 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
             outcome.put((work(stop), None))
         except BaseException as error:  # handed to the waiting thread
             outcome.put((None, error))
-        del job, work, stop, outcome  # not kept until the next one comes
+        del job, work, stop, outcome  # free these objects before waiting for the next job
 
 
-_helpers = threading.local()  # one for every reading thread, so that none waits for another's file
+_helpers = threading.local()  # each reading thread has its own helper, so that no thread waits for another's file
 
 
 def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result:
     """Return ``work(stop)``. Raises TimeoutError if it takes longer than ``seconds``.
 
-    It runs in a thread, because decoders and a stalled disk hang inside C code, where no Python signal handler gets to
-    run. Such a thread can't be ended: it stays behind, idle, until the process ends, and the next work gets another
-    one. ``stop`` tells a thread that isn't stuck that nobody waits for it any more.
+    ``work`` runs in a separate thread, because decoders and stalled disks hang inside C code, where Python can't run
+    signal handlers. A thread that hangs can't be ended: it remains until the process ends, and the next call uses a new
+    thread. After a timeout ``stop`` is set, so that a thread that does not hang can end its work.
     """
     helper = getattr(_helpers, "helper", None)
     if helper is None or not helper.thread.is_alive():  # a forked process has the object and not the thread
@@ -332,7 +342,7 @@ def _within(seconds: float, work: Callable[[threading.Event], Result]) -> Result
             raise error
         return result
     finally:
-        del error  # it holds this frame: a circle that keeps all that the error's frames hold
+        del error  # the error refers to this frame; this reference cycle would keep all frames of the error alive
 
 
 def decode_frames(
@@ -361,15 +371,15 @@ def decode_frames(
                 if _is_final(error):
                     raise  # else decoding from the start finds out what is wrong, if anything is
     finally:
-        # Not left to the traceback of an error, and so to the garbage collector: it would hold its frames while the
-        # other decoder works, and a process forked in the meantime that collects it waits for threads it hasn't got.
+        # Delete the reader now, because an error's traceback would keep it until garbage collection. It would hold its
+        # frames while the other decoder works, and a forked process that collects it would wait for missing threads.
         del file
     return _decode_in_order(path, indices, stop, size)
 
 
 def _is_final(error: Exception) -> bool:
-    """Return True if nothing else should be tried: the file is bad, or memory has run out. libav's error of that name
-    does not count: it says that a damaged file asks for an absurd amount."""
+    """Return True if no other reader should be tried: the file is bad, or memory has run out. libav's MemoryError does
+    not count, because damaged files cause it by declaring absurd sizes."""
     return isinstance(error, BadSample) or (isinstance(error, MemoryError) and type(error).__module__ != "av.error")
 
 
@@ -431,8 +441,8 @@ def _open(path: str, reader: str, stop: threading.Event, whole: bool = True) -> 
 def _open_with(
     reader: str, name: str, header: ContainerHeader, whole: bool, count: Callable[[str, Contents], Contents]
 ) -> tuple[Reader, bool]:
-    """Open a file with a reader, or with PyAV where that is not known to get it right. count: counts the frames of a
-    file that only decoding counts."""
+    """Open a file with ``reader``, or with PyAV if ``reader`` is not known to be right for the file. count: counts the
+    frames by decoding, if the file does not declare their number."""
     if reader == "decord" and DecordReader.finds(header):
         try:
             file = OPENERS[reader](name, header.track)
@@ -473,8 +483,8 @@ def count_frames(name: str, contents: Contents, stop: threading.Event) -> Conten
 
 @contextmanager
 def name_for_ffmpeg(path: str) -> Iterator[str]:
-    """Give a name of the file that FFmpeg takes for a path and nothing else (a file may be called "concat:a|b"), and
-    that is UTF-8, as decord needs it."""
+    """Yield a name of the file that FFmpeg can only interpret as a path (a file may be called "concat:a|b"). The name
+    is UTF-8, because decord needs that."""
     path = os.path.abspath(path)
     if path == path.encode("utf-8", "replace").decode():
         yield path
@@ -517,9 +527,8 @@ def _decode_in_order(
 
 @contextmanager
 def as_file(parts: Iterable[tuple[int, bytes]], size: int) -> Iterator[str]:
-    """Yield the path of a file of ``size`` bytes: ``parts``, (where they begin, bytes), and zeros elsewhere.
-
-    It is in memory where the system supports that."""
+    """Yield the path of a temporary file of ``size`` bytes that contains ``parts``, (offset, bytes), and zeros
+    elsewhere. The file is in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("clip"), "wb", buffering=0) as file:
             _write(file, parts, size)

@@ -1,6 +1,6 @@
-"""HDR and wide gamuts to the colours of BT.709 and sRGB, which models are trained on.
+"""Convert HDR and wide-gamut colours to BT.709 and sRGB, the colours that models are trained on.
 
-Colours are named as in ITU-T H.273: numbers for the primaries and for the transfer. The rule, whatever the file:
+Primaries and transfers are identified by their numbers in ITU-T H.273. All files are converted by the same rule:
 
 1. The signal becomes light. PQ by its EOTF (SMPTE ST 2084); HLG by its inverse OETF and the OOTF of a display of 1,000
    nits, gamma 1.2 (BT.2100); an SDR signal by a power of 2.4 (BT.1886), that of a picture by sRGB's curve.
@@ -49,19 +49,20 @@ Chromaticities = tuple[tuple[float, float], ...]
 
 
 def kind_of_colours(primaries: int, transfer: int) -> str:
-    """Return "HDR (PQ)", "HDR (HLG)" or "wide gamut (BT.2020)" and the like for what is converted, else ""."""
+    """Return a name such as "HDR (PQ)" or "wide gamut (BT.2020)" for colours that need conversion; otherwise ""."""
     if transfer in (PQ, HLG):
         return "HDR (PQ)" if transfer == PQ else "HDR (HLG)"
     return f"wide gamut ({_WIDE[primaries]})" if primaries in _WIDE else ""
 
 
 def unknown_matrix(matrix: int) -> str:
-    """Return the name of a matrix of H.273 that can't be undone here; "" of all others."""
+    """Return the name of an H.273 matrix that can't be inverted here; "" for all other matrices."""
     return _NO_MATRIX.get(matrix, "")
 
 
 def is_high_definition(width: int, height: int) -> bool:
-    """Return whether a clip that does not name its matrix has BT.709's: players take smaller ones for BT.601."""
+    """Return True if players assume BT.709 for a clip of this size that names no matrix; for smaller clips they assume
+    BT.601."""
     return width >= 1280 or height > 576
 
 
@@ -148,7 +149,7 @@ def _weighted(light: list[np.ndarray], weights: np.ndarray) -> np.ndarray:
 
 
 def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: int) -> int:
-    """Return a clip's matrix; where it names none, the one that players take."""
+    """Return a clip's matrix. If the clip names none, return the matrix that players assume."""
     if matrix != UNSPECIFIED:
         return matrix
     if transfer in (PQ, HLG) or primaries == 9:
@@ -158,7 +159,7 @@ def matrix_of(primaries: int, transfer: int, matrix: int, width: int, height: in
 
 @cache
 def of_clip(primaries: int, transfer: int) -> Conversion | None:
-    """Return the conversion of a clip's signals; None for SDR of BT.709, BT.601 and what says nothing of itself."""
+    """Return the conversion of a clip's signals; None for SDR in BT.709 or BT.601, and for unspecified colours."""
     if not kind_of_colours(primaries, transfer):
         return None
     known = primaries if primaries in _PRIMARIES else 9
@@ -256,7 +257,8 @@ Convert = Callable[[Image.Image], Image.Image]
 
 
 def note_codes(image: Image.Image, file: BinaryIO) -> None:
-    """Keep what Pillow passes over, of a PNG or AVIF that it has opened and not yet decoded, in ``image.info``."""
+    """Store a PNG's or AVIF's colour codes, which Pillow ignores, in ``image.info``. The image must not be decoded
+    yet."""
     find = {"PNG": _png_codes, "AVIF": _avif_codes}.get(image.format or "")
     if find is None:
         return
@@ -267,7 +269,7 @@ def note_codes(image: Image.Image, file: BinaryIO) -> None:
 
 
 def kind_of_picture(image: Image.Image) -> str:
-    """Return "HDR (PQ)", "HDR (HLG)" or, of pictures that are not, ""."""
+    """Return "HDR (PQ)" or "HDR (HLG)"; "" for a picture that is not HDR."""
     kind = kind_of_colours(*image.info.get(_CODES, (1, 1)))
     return kind if kind.startswith("HDR") and _codes_count(image) else ""
 
@@ -311,11 +313,13 @@ def _by_profile(profile: bytes, mode: str) -> tuple[str, Convert] | None:
 
 @lru_cache(maxsize=16)
 def transform_of(profile: bytes, mode: str) -> Convert | None:
-    """Return the transform of a profile, perceptual as Pillow's default is; None of one that is broken, and of one that
-    moves no colour by more than one level of 255: sRGB's own profiles differ by that."""
+    """Return the perceptual transform (Pillow's default) of a profile.
+
+    Return None for a broken profile, and for a profile that changes no colour by more than one level of 255, because
+    sRGB's own profiles differ by that much."""
     try:
         opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        # Of greys LittleCMS else makes a coarse table, which is wrong by 9 levels where a dark grey is light itself.
+        # Otherwise LittleCMS makes a coarse table for greys, which is wrong by 9 levels for dark greys in linear light.
         flags = ImageCms.Flags.NOOPTIMIZE if mode == "L" else ImageCms.Flags.NONE
         made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB", flags=flags)
         if mode == "CMYK":
@@ -325,7 +329,7 @@ def transform_of(profile: bytes, mode: str) -> Convert | None:
         if abs(found.astype(int) - np.asarray(probe.convert("RGB"))).max() <= 1:
             return None
         return made.apply if mode == "RGB" else lambda image: Image.fromarray(found[0][np.asarray(image)])
-    except Exception:  # LittleCMS refuses what it likes
+    except Exception:  # LittleCMS may reject a profile with any error
         return None
 
 

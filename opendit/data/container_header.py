@@ -1,12 +1,12 @@
-"""Read the header of a clip's file before a decoder is asked: it is quick, and a decoder believes anything.
+"""Check the header of a clip's file before a decoder opens the file. The check is fast; decoders trust every header.
 
-FFmpeg makes an entry of 24 bytes or more for every sample that an MP4's tables declare, and decord one of its own: a
-file of 2 KB can ask for gigabytes, and the error ends the process. So tables are checked first. They also tell whether
-a file's only video track is plain: whether a decoder that finds frames by their numbers gives the frames that decoding
-from the start gives.
+FFmpeg allocates 24 bytes or more for every sample that an MP4's tables declare, and decord allocates another entry. So
+a file of 2 KB can make them allocate gigabytes, and the failure ends the process. Therefore the tables are checked
+first. The tables also show whether a file's only video track is plain, that is, whether a decoder that seeks frames by
+their numbers returns the same frames as decoding from the start.
 
-MP4's boxes are named as in ISO/IEC 14496-12, fields of H.264 as in ITU-T H.264, 7.3.2.1 and E.1.1, chunks of AVI as in
-Microsoft's description of it, fields of MPEG-4 as in ISO/IEC 14496-2, 6.2.3.
+MP4 boxes are named as in ISO/IEC 14496-12, fields of H.264 as in ITU-T H.264, 7.3.2.1 and E.1.1, chunks of AVI as in
+Microsoft's description of the format, and fields of MPEG-4 as in ISO/IEC 14496-2, 6.2.3.
 """
 
 import os
@@ -22,53 +22,55 @@ from opendit.data.animations import HEAD, may_be_animation
 from opendit.data.colours import UNSPECIFIED, is_high_definition, kind_of_colours, unknown_matrix
 from opendit.data.medium import MAX_FRAMES
 
-MAX_TABLES = 2**28  # bytes of all tables of a file; those of 19 hours have a fifth of that
-MAX_BOXES = 100_000  # at the top of a file (a fragmented one has two for every few seconds), and inside a box
-_MOST_PARTS = 8  # of a file inside a tar that are read before all of it is
+MAX_TABLES = 2**28  # most bytes of all tables of a file; the tables of a 19-hour file take a fifth of this
+# Most boxes at the top level of a file, and inside a box. A fragmented file has two for every few seconds.
+MAX_BOXES = 100_000
+_MOST_PARTS = 8  # most parts of a file inside a tar that are read separately
 
-FRAGMENTED = "fragmented"  # given instead of a codec
+FRAGMENTED = "fragmented"  # returned instead of a codec
 _CONTAINERS = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"moof", b"traf")
-# Bytes of an entry of the tables that begin with a version, flags and the number of their entries.
+# Bytes of an entry in each kind of table that begins with a version, flags and the number of entries.
 _ENTRY = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = (*_ENTRY, b"stsz", b"stz2", b"trun")
 _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 _HEAD, _NUMBER = struct.Struct(">I4s"), struct.Struct(">I")
 
-ReadAt = Callable[[int, int], bytes]  # (where, how many bytes) -> these bytes of the file
+ReadAt = Callable[[int, int], bytes]  # (offset, number of bytes) -> these bytes of the file
 
-_VISUAL_SAMPLE_ENTRY = 78  # bytes before the boxes inside of one
-_ONE = 1 << 16  # as matrices have it
+_VISUAL_SAMPLE_ENTRY = 78  # bytes of a visual sample entry before its inner boxes
+_ONE = 1 << 16  # the number 1 in a transformation matrix (16.16 fixed point)
 _UPRIGHT = (_ONE, 0, 0, _ONE)
 _QUARTER_TURNS = (_UPRIGHT, (0, _ONE, -_ONE, 0), (-_ONE, 0, 0, -_ONE), (0, -_ONE, _ONE, 0))
 _SLICES, _SLICE_OF_IDR, _MORE_INFORMATION = (1, 2, 3, 4), 5, 6  # kinds of NAL units of H.264
-_INTRA = (2, 4, 7, 9)  # kinds of slices
-_DISPLAY_ORIENTATION = 47  # a kind of supplemental enhancement information, by which a frame is shown turned
-_CHROMA_FOLLOWS = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)  # profiles
+_INTRA = (2, 4, 7, 9)  # slice types that refer to no other frame
+_DISPLAY_ORIENTATION = 47  # type of the supplemental enhancement information that rotates a frame for display
+_CHROMA_FOLLOWS = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)  # profiles with a chroma format field
 _EXTENDED_SAR = 255
-_EXAMINED = 16  # sync samples of a track, spread evenly
-_BEGINNING = 1024  # bytes of each; x264 writes its settings, 700 bytes, before the first frame
+_EXAMINED = 16  # number of evenly spaced sync samples that are examined in a track
+_BEGINNING = 1024  # bytes read of each sync sample; x264 writes its settings, 700 bytes, before the first frame
 
 
 class PlainTrack(NamedTuple):
-    """A video track that shows all of its frames, each once, upright or turned by quarter turns, with square pixels.
+    """A video track that shows each of its frames once, upright or rotated by quarter turns, with square pixels.
 
-    It can be decoded from every frame that it calls a sync sample, and no frame shown later is stored before one. Its
-    colours are SDR of BT.709 or BT.601. times: (frames,) int64, ascending, when each frame is shown, in units of
-    time_base seconds."""
+    Decoding can start at every frame that the track marks as a sync sample. Frames stored before a sync sample are also
+    shown before it. The colours are SDR in BT.709 or BT.601.
+
+    times: (frames,) int64, ascending, the time of each frame in units of ``time_base`` seconds."""
 
     times: np.ndarray
     time_base: Fraction
 
 
 def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
-    """Check a file's tables, and look for a plain track.
+    """Check the tables of an MP4, and look for a plain track.
 
     Returns:
-        Why the tables can't be believed; None if they can, if the file is not an MP4, or if it is so broken that no
-        table is found.
-        The four letters of the only codec of the only video track; ``FRAGMENTED`` for a file whose tables lie among its
-        frames; empty if there is no single codec or the file does not begin as an MP4 has to.
-        This track, if it is plain.
+        A tuple of three values. (1) The reason why the tables are invalid; None if they are valid, if the file is not
+        an MP4, or if the file is so damaged that no table is found. (2) The four-letter code of the only codec, if the
+        file has a single video track with one codec; ``FRAGMENTED`` if the tables are distributed among the frames;
+        otherwise, and if the file does not begin like an MP4, empty. (3) The video track if it is plain, otherwise
+        None.
 
     Raises:
         OSError: the file can't be read.
@@ -87,7 +89,7 @@ def read_tables(file: BinaryIO) -> tuple[str | None, str, PlainTrack | None]:
             file.seek(begin)
             tables = file.read(length)
             more, shown, found = _count(tables)
-            # In a fragmented file every fragment has its own samples.
+            # In a fragmented file every fragment declares its own samples, so the numbers are added.
             samples, frames, codecs = samples + more, frames + shown, codecs + found
             if samples > size:
                 return f"declares {samples:,} samples, more than its {size:,} bytes", "", None
@@ -118,7 +120,7 @@ def _read_at(file: BinaryIO, at: int, count: int) -> bytes:
 
 
 class _Parts:
-    """File interface to something that is read in parts, which are kept as (where it begins, bytes) in ``parts``."""
+    """File-like object that reads parts of a file and stores each one in ``parts`` as (offset, bytes)."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, least: int):
         self.parts: list[tuple[int, bytes]] = []
@@ -141,8 +143,8 @@ class _Parts:
 def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> list[tuple[int, bytes]] | None:
     """Return (offset, bytes) of the parts of a file of ``size`` bytes that describe all its frames.
 
-    They include at least the first ``least`` bytes. None if all of the file is needed: it is not an MP4, or keeps
-    tables with its frames. read: (at, count) -> ``count`` bytes of the file from ``at``."""
+    The parts include at least the first ``least`` bytes. Return None if the whole file is needed, because it is not an
+    MP4 or is fragmented. read: (at, count) -> ``count`` bytes of the file from offset ``at``."""
     file = _Parts(read, size, least)
     try:
         for kind, begin, length in _top_boxes(cast(BinaryIO, file), size):
@@ -153,15 +155,16 @@ def table_parts(read: Callable[[int, int], bytes], size: int, least: int) -> lis
                 tables = file.read(length)
                 fragmented = any(inner == b"mvex" for inner, _, _ in _boxes(tables, 0, len(tables), MAX_BOXES))
                 return None if fragmented or len(tables) < length else file.parts
-    except ValueError:  # of a file that is refused when it is read
+    except ValueError:  # the file is invalid; reading the whole file will report the error
         pass
     return None
 
 
 def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (kind, where its contents begin, their length) of the boxes of a file; nothing if it is not an MP4.
+    """Yield (kind, offset of the contents, length of the contents) of a file's top-level boxes; nothing if the file is
+    not an MP4.
 
-    Raises ValueError after too many."""
+    Raises ValueError after ``MAX_BOXES`` boxes."""
     at = 0
     for _ in range(MAX_BOXES):
         file.seek(at)
@@ -174,7 +177,7 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
         begin = 8
         if length == 1 and len(head) == 16:
             length, begin = struct.unpack_from(">Q", head, 8)[0], 16
-        elif length == 0:  # up to the end of the file
+        elif length == 0:  # the box extends to the end of the file
             length = size - at
         if length < begin:
             return
@@ -186,23 +189,23 @@ def _top_boxes(file: BinaryIO, size: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _count(data: bytes) -> tuple[int, int, list[bytes]]:
-    """Return the most samples that a table of any track declares, the most of a video track, and all video codecs.
+    """Return (the largest number of samples in a table of any track, the largest in a video track, all video codecs).
 
-    Raises ValueError for colours that can't be converted, and for a table with more entries than it has room for, whose
-    following bytes FFmpeg would read as entries."""
+    Raises ValueError for colours that can't be converted, and for a table that declares more entries than its size
+    allows, because FFmpeg would read the bytes after the table as entries."""
     most, video, codecs, left = 0, 0, [], MAX_BOXES
     todo = [(0, len(data), False)]
     while todo:
         first, last, is_video = todo.pop()
         boxes = _boxes(data, first, last, left)
         left -= len(boxes)
-        # A track's handler, which tells its kind, comes before its tables, in the box around them.
+        # The handler box, which says whether a track is video, is next to the box that contains the track's tables.
         for kind, begin, end in boxes:
             is_video |= kind == b"hdlr" and data[begin + 8 : min(begin + 12, end)] == b"vide"
         for kind, begin, end in boxes:
             if kind in _CONTAINERS:
                 todo.append((begin, end, is_video))
-            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, and each one's length and letters
+            elif kind == b"stsd" and is_video:  # 4 bytes, the number of codecs, then the length and letters of each
                 for letters, first, last in _boxes(data, begin + 8, end, left):
                     codecs.append(letters)
                     if (profile := dolby_profile(data[first:last])) is not None:
@@ -216,16 +219,16 @@ def _count(data: bytes) -> tuple[int, int, list[bytes]]:
 
 
 def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BOXES) -> list[tuple[bytes, int, int]]:
-    """Return (kind, where its contents begin, where they end) of the boxes in data[at:last].
+    """Return (kind, offset of the contents, end of the contents) of the boxes in data[at:last].
 
-    Raises ValueError for more than ``most``."""
+    Raises ValueError for more than ``most`` boxes."""
     found, last = [], len(data) if last is None else last
     while at + 8 <= last:
         length, kind = _HEAD.unpack_from(data, at)
         begin = at + 8
         if length == 1 and at + 16 <= last:
             length, begin = struct.unpack_from(">Q", data, begin)[0], at + 16
-        elif length == 0:  # up to the end of the box around it
+        elif length == 0:  # the box extends to the end of the outer box
             length = last - at
         if at + length < begin:
             break
@@ -237,19 +240,19 @@ def _boxes(data: bytes, at: int = 0, last: int | None = None, most: int = MAX_BO
 
 
 def _declared(kind: bytes, data: bytes, begin: int, end: int) -> int:
-    """Return the number of samples that a table in data[begin:end] declares. Raises ValueError, see :func:`_count`."""
+    """Return the number of samples that the table in data[begin:end] declares. Raises ValueError as :func:`_count`."""
     size = end - begin
     _check(kind, 8, size)
-    number = _NUMBER.unpack_from(data, begin + 4)[0]  # of entries; for stsz the size of all samples, if it is the same
+    number = _NUMBER.unpack_from(data, begin + 4)[0]  # number of entries; in stsz the size of a sample if all are equal
     if kind in _ENTRY:
         _check(kind, number * _ENTRY[kind], size - 8)
         if kind not in (b"stts", b"ctts"):
             return 0
-        runs = np.frombuffer(data, ">u4", number * 2, begin + 8)[::2]  # of (count, value)
+        runs = np.frombuffer(data, ">u4", number * 2, begin + 8)[::2]  # the counts of (count, value) pairs
         return int(runs.sum(dtype=np.uint64))
     if kind == b"trun":
         flags = _NUMBER.unpack_from(data, begin)[0]
-        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # duration, size, flags and offset of each sample
+        fields = sum(flags >> bit & 1 for bit in (8, 9, 10, 11))  # bits of each sample's duration, size, flags, offset
         _check(kind, number * fields * 4, size - 8 - 4 * ((flags & 1) + (flags >> 2 & 1)))
         return number
     _check(kind, 12, size)
@@ -270,9 +273,10 @@ def _check(kind: bytes, needed: int, room: int) -> None:
 
 
 def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
-    """Return the only video track of a file with this ``moov`` box; None if it is not plain, or not known to be.
+    """Return the only video track of a file if it is surely a plain track; otherwise None.
 
-    read, size: of the file, whose sync samples are examined.
+    moov: contents of the file's ``moov`` box. read: reads bytes of the file, to examine its sync samples. size: size of
+    the file.
     """
     try:
         return _plain_track(moov, read, size)
@@ -281,7 +285,8 @@ def plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
 
 
 def clean_apertures(moov: bytes) -> list[tuple[int, int, int, int] | None]:
-    """Return the pixels that each video track's ``clap`` box cuts off: (left, right, top, bottom); None without one."""
+    """Return for each video track the numbers of pixels that its ``clap`` box cuts off, (left, right, top, bottom);
+    None for a track without this box."""
     return [_clean_aperture(*_entry(tables)) for _, _, tables in _video_tracks(moov)]
 
 
@@ -317,7 +322,7 @@ def _plain_track(moov: bytes, read: ReadAt, size: int) -> PlainTrack | None:
         return None
     if b"stss" in tables:
         sync = np.frombuffer(tables[b"stss"], ">u4", offset=8).astype(np.int64) - 1
-    elif b"avcC" in parts:  # whose samples are examined below
+    elif b"avcC" in parts:  # H.264, where sync samples are examined below
         sync = np.arange(len(times))
     else:
         return None
@@ -350,7 +355,7 @@ def _inside(data: bytes, kind: bytes) -> bytes:
 
 
 def _video_tracks(moov: bytes) -> list[tuple[dict[bytes, bytes], dict[bytes, bytes], dict[bytes, bytes]]]:
-    """Return the boxes of each video track, of its media, and of its tables."""
+    """Return, for each video track, the boxes of the track, of its media box and of its sample table box."""
     found = []
     for kind, begin, end in _boxes(moov):
         if kind == b"trak":
@@ -362,7 +367,7 @@ def _video_tracks(moov: bytes) -> list[tuple[dict[bytes, bytes], dict[bytes, byt
 
 
 def dolby_profile(entry: bytes) -> int | None:
-    """Return the profile of Dolby Vision, from a track's sample entry, if its pictures have no other form than Dolby's;
+    """Return the Dolby Vision profile in a track's sample entry if the pictures can be shown only as Dolby Vision;
     otherwise None."""
     parts = _named(entry, _VISUAL_SAMPLE_ENTRY)
     box = parts.get(b"dvcC") or parts.get(b"dvvC") or b""
@@ -370,12 +375,12 @@ def dolby_profile(entry: bytes) -> int | None:
 
 
 def _has_plain_colours(entry: bytes, parts: dict[bytes, bytes]) -> bool:
-    """Return True for frames that are described as SDR of BT.709 or BT.601, and for small ones without a description,
-    which decoders take for BT.601 as players do."""
+    """Return True for frames that are described as SDR in BT.709 or BT.601, and for small frames without a description,
+    because decoders and players both assume BT.601 for them."""
     codes = []
     if parts.get(b"colr", b"")[:4] in (b"nclx", b"nclc"):
         codes.append(struct.unpack_from(">3H", parts[b"colr"], 4))
-    elif b"av1C" in parts:  # they are in the stream
+    elif b"av1C" in parts:  # AV1 may describe its colours in the stream, which is not read here
         return False
     if b"vpcC" in parts:
         codes.append(struct.unpack_from("3B", parts[b"vpcC"], 7))
@@ -399,13 +404,15 @@ def _matrix(header: bytes, at: int) -> tuple[int, ...] | None:
 
 
 def _scale(header: bytes) -> int:
-    """Return the ticks a second of a mvhd or mdhd box."""
+    """Return the time scale of a mvhd or mdhd box, in ticks a second."""
     return struct.unpack_from(">I", header, 12 if header[0] == 0 else 20)[0]
 
 
 def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the ascending times at which frames are shown, and each frame's number in this order by its number in the
-    file; None if the two are the same. Raises ValueError if two frames are shown at once."""
+    """Return (the times at which frames are shown, ascending; the display number of each stored frame).
+
+    The second value is None if frames are stored in display order. Raises ValueError if two frames have the same
+    time."""
     lengths = np.frombuffer(tables[b"stts"], ">u4", offset=8).reshape(-1, 2).astype(np.int64)
     durations = np.repeat(lengths[:, 1], lengths[:, 0])
     times = np.cumsum(durations) - durations
@@ -422,21 +429,23 @@ def _times(tables: dict[bytes, bytes]) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 def is_closed(order: np.ndarray | None, sync: np.ndarray) -> bool:
-    """Return True if frames stored before a sync sample are shown before it, and those stored after it later."""
+    """Return True if all frames stored before a sync sample are shown before it, and all frames stored after it are
+    shown after it. order: display number of each stored frame, or None, see :func:`_times`."""
     if order is None:
         return True
     return bool((order[sync] == sync).all() and (np.maximum.accumulate(order)[sync] == sync).all())
 
 
 def _shows_all(edits: bytes, times: np.ndarray, duration: int, ticks: Fraction) -> bool:
-    """Return True for one edit at normal speed from the first frame to the last, perhaps after a pause.
+    """Return True if the edit list shows all frames in one edit at normal speed, perhaps after a pause.
 
-    duration: of a frame. ticks: of the media in a tick of the movie, to which the edits' durations were rounded."""
+    duration: duration of a frame. ticks: media ticks per movie tick; the durations of edits are rounded to movie
+    ticks."""
     table = _inside(edits, b"elst")
     form, step = (">Iihh", 12) if table[0] == 0 else (">Qqhh", 20)
     count = struct.unpack_from(">I", table, 4)[0]
     entries = [struct.unpack_from(form, table, 8 + step * number) for number in range(min(count, 3))]
-    while entries and entries[0][1] == -1:  # nothing is shown for this long
+    while entries and entries[0][1] == -1:  # an empty edit, that is a pause
         entries, count = entries[1:], count - 1
     if count != 1 or len(entries) != 1:
         return False
@@ -446,9 +455,9 @@ def _shows_all(edits: bytes, times: np.ndarray, duration: int, ticks: Fraction) 
 
 
 def _places(tables: dict[bytes, bytes], size: int) -> tuple[Callable[[int], int], np.ndarray]:
-    """Return a function from a sample to its offset in the file, and the samples' sizes.
+    """Return (a function from the number of a sample to its offset in the file, the sizes of the samples).
 
-    Raises ValueError if one ends after the file."""
+    Raises ValueError if a sample ends after the end of the file."""
     same, count = struct.unpack_from(">II", tables[b"stsz"], 4)
     sizes = np.full(count, same) if same else np.frombuffer(tables[b"stsz"], ">u4", count, 12)
     sizes = sizes.astype(np.int64)
@@ -470,11 +479,13 @@ def _places(tables: dict[bytes, bytes], size: int) -> tuple[Callable[[int], int]
 
 
 def begins_anew(sample: bytes, length: int, intra: bool = False) -> bool:
-    """Return True if an H.264 frame can be decoded without earlier frames, and is shown as it is.
+    """Return True if an H.264 frame can be decoded without earlier frames, and is shown without rotation.
 
-    sample: at least the beginning of its first slice. length: bytes of the sizes before its NAL units; 0 for units that
-    follow start codes. intra: accept a slice that refers to no other frame, though later frames may refer to earlier
-    ones."""
+    Args:
+        sample: bytes of the frame, at least up to the beginning of its first slice.
+        length: number of bytes of the size before each NAL unit; 0 if NAL units are separated by start codes.
+        intra: also accept a slice that refers to no other frame, even though later frames may refer to earlier frames.
+    """
     for unit in _units(sample, length):
         kind = unit[0] & 31
         if kind == _SLICE_OF_IDR:
@@ -500,12 +511,12 @@ def _units(sample: bytes, length: int) -> Iterator[bytes]:
 
 
 def _messages(data: bytes) -> Iterator[int]:
-    """Yield the kinds of the messages in a NAL unit of supplemental enhancement information."""
+    """Yield the type of each message in a NAL unit of supplemental enhancement information."""
     data = data.replace(b"\0\0\3", b"\0\0")
     at = 0
     while at + 2 < len(data):
         numbers = []
-        for _ in range(2):  # its kind and its size
+        for _ in range(2):  # the type and the size of the message
             number = 0
             while at < len(data) - 1 and data[at] == 255:
                 number, at = number + 255, at + 1
@@ -528,7 +539,7 @@ def _parameter_sets(configuration: bytes) -> list[bytes]:
 
 
 class _Bits:
-    """Reader of a string of bits. Raises IndexError after its end."""
+    """Reader of a bit string. Raises IndexError when reading past the end."""
 
     def __init__(self, data: bytes):
         self._bits, self._at = "".join(f"{byte:08b}" for byte in data), 0
@@ -542,7 +553,7 @@ class _Bits:
         return int(self._bits[self._at - bits : self._at], 2)
 
     def golomb(self) -> int:
-        """Return an unsigned Exp-Golomb number; for a signed one a number of as many bits."""
+        """Read an unsigned Exp-Golomb number. A signed number takes the same bits, but its value is not decoded."""
         end = self._bits.index("1", self._at)
         zeros, self._at = end - self._at, end
         return self.number(zeros + 1) - 1
@@ -553,12 +564,14 @@ class _Bits:
             self.flag() if kind == "u" else self.golomb()
 
     def slice_kind(self) -> int:
-        self.golomb()  # its first macroblock
+        self.golomb()  # address of the first macroblock
         return self.golomb()
 
 
 class FrameDescription(NamedTuple):
-    """square: whether pixels are square. colours: primaries, transfer and matrix, as numbered in H.273."""
+    """The description of frames in an H.264 sequence parameter set.
+
+    square: True if pixels are square. colours: primaries, transfer and matrix, as numbered in H.273."""
 
     square: bool
     colours: tuple[int, int, int]
@@ -566,9 +579,9 @@ class FrameDescription(NamedTuple):
 
 @lru_cache(1024)
 def describe_frames(parameters: bytes) -> FrameDescription:
-    """Read an H.264 sequence parameter set. Pixels without an aspect ratio are square.
+    """Parse an H.264 sequence parameter set. Pixels without an aspect ratio count as square.
 
-    Raises IndexError or ValueError if it can't be read."""
+    Raises IndexError or ValueError if the parameter set can't be parsed."""
     bits = _Bits(parameters[1:].replace(b"\0\0\3", b"\0\0"))
     profile = bits.number(8)
     bits.number(16)
@@ -579,7 +592,7 @@ def describe_frames(parameters: bytes) -> FrameDescription:
             bits.flag()
         bits.skip("ue", "ue", "u")
         if bits.flag():
-            raise ValueError("scaling lists")  # rare, and not parsed
+            raise ValueError("scaling lists")  # scaling lists are rare, and this parser does not support them
     bits.golomb()
     order = bits.golomb()
     if order == 0:
@@ -608,7 +621,7 @@ def describe_frames(parameters: bytes) -> FrameDescription:
     if bits.flag():  # overscan
         bits.flag()
     if bits.flag():
-        bits.number(4)  # the original video format, and the range
+        bits.number(4)  # the video format and the range flag
         if bits.flag():
             colours = bits.number(8), bits.number(8), bits.number(8)
     return FrameDescription(square, colours)
@@ -616,15 +629,21 @@ def describe_frames(parameters: bytes) -> FrameDescription:
 
 IN_ORDER = "MPEG-4 without B frames"
 ANIMATION = "animation"
-_READ = 2**15  # bytes of an AVI's beginning; writers leave gaps of 2 or 4 KB between its parts
-_MPEG4 = (b"FMP4", b"XVID", b"DIVX", b"DX50")  # names in AVI files
+_READ = 2**15  # bytes read from the beginning of an AVI; programs leave gaps of 2 or 4 KB between its parts
+_MPEG4 = (b"FMP4", b"XVID", b"DIVX", b"DX50")  # names of MPEG-4 codecs in AVI files
 _PIXEL_SHAPE_FOLLOWS = 15
 
 
 class ContainerHeader(NamedTuple):
-    """problem: why the file can't be believed, or None. codec: the four letters of an MP4's only video track,
-    ``IN_ORDER`` for an AVI file that declares it, ``ANIMATION`` for picture formats with animations; empty where more
-    of the file has to be read. track: the only video track of an MP4 whose frames are found by their numbers."""
+    """The information in a file's header.
+
+    Attributes:
+        problem: the reason why the file is invalid, or None.
+        codec: the four-letter codec of an MP4's only video track, or ``FRAGMENTED``; ``IN_ORDER`` for an AVI that
+            declares it has no B frames; ``ANIMATION`` for a picture format with animations; empty if the header does
+            not suffice.
+        track: the only video track of an MP4, if it is plain, see :class:`PlainTrack`.
+    """
 
     problem: str | None
     codec: str = ""
@@ -632,7 +651,7 @@ class ContainerHeader(NamedTuple):
 
 
 def read_header(path: str) -> ContainerHeader:
-    """Read a file's header; it is empty for an unknown format. Raises OSError if the file can't be read."""
+    """Read a file's header. For an unknown format all fields are empty. Raises OSError if the file can't be read."""
     with open(path, "rb") as file:
         head = file.read(HEAD)
         if may_be_animation(head):
@@ -646,16 +665,17 @@ def read_header(path: str) -> ContainerHeader:
 
 
 def has_no_b_frames(file: BinaryIO) -> bool:
-    """Return True if the beginning of an AVI declares that its MPEG-4 frames are stored in the order they are shown.
+    """Return True if the beginning of an AVI declares that its MPEG-4 frames are stored in display order.
 
-    False if the first frame is not within ``_READ`` bytes, and for every other kind of file. Asking FFmpeg takes as
-    long as decoding several frames of a small clip. Raises OSError if the file can't be read.
+    Return False for other formats, and if the first frame is not within ``_READ`` bytes. This function exists because
+    FFmpeg needs as long for the answer as for decoding several frames of a small clip. Raises OSError if the file can't
+    be read.
     """
     file.seek(0)
     data = memoryview(file.read(_READ))
     if bytes(data[:4]) != b"RIFF" or bytes(data[8:12]) != b"AVI ":
         return False
-    tracks: list[tuple[bytes, bytes]] = []  # of video: the codec, and the bytes after its description
+    tracks: list[tuple[bytes, bytes]] = []  # for each video track, its codec and the bytes after its description
     first = b""
     for kind, inside in _chunks(data[12:]):
         if kind == b"hdrl":
@@ -669,7 +689,8 @@ def has_no_b_frames(file: BinaryIO) -> bool:
 
 
 def _chunks(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield (name, contents) of the chunks, the last one cut off where the data end; for a list its own name."""
+    """Yield (name, contents) of each chunk in ``data``; for a list, the name of the list. The last chunk is truncated
+    at the end of ``data``."""
     at = 0
     while at + 8 <= len(data):
         kind, length = struct.unpack_from("<4sI", data, at)
@@ -686,7 +707,7 @@ def _avi_tracks(parts: memoryview) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _low_delays(stream: bytes) -> Iterator[bool]:
-    """Yield, for every video object layer in a stream's bytes, True if it declares that there are no B frames."""
+    """Yield a bool for each video object layer in ``stream``: True if the layer declares that it has no B frames."""
     at = stream.find(b"\0\0\1")
     while 0 <= at < len(stream) - 3:
         if 0x20 <= stream[at + 3] <= 0x2F:
@@ -697,7 +718,7 @@ def _low_delays(stream: bytes) -> Iterator[bool]:
 def _low_delay(layer: bytes) -> bool:
     bits = "".join(f"{byte:08b}" for byte in layer)
     at = 1 + 8  # random_accessible_vol, video_object_type_indication
-    at += 1 + (7 if bits[at : at + 1] == "1" else 0)  # is_object_layer_identifier: its version and priority
+    at += 1 + (7 if bits[at : at + 1] == "1" else 0)  # is_object_layer_identifier, then a version and a priority
     shape, at = bits[at : at + 4], at + 4
     at += 16 if shape and int(shape, 2) == _PIXEL_SHAPE_FOLLOWS else 0
     return bits[at : at + 1] == "1" and bits[at + 3 : at + 4] == "1"  # vol_control_parameters, then low_delay

@@ -1,4 +1,4 @@
-"""Notice files that have changed or are damaged: hashes without reading everything, and checksums in the background."""
+"""Detect changed or damaged files: hashes of samples of their contents, and checksums verified in the background."""
 
 import contextlib
 import hashlib
@@ -21,11 +21,11 @@ _BLOCK = 4096
 
 
 def hash_files(paths: Sequence[str]) -> str:
-    """Return a hash of the files' sizes and contents, whatever they are called and wherever they lie.
+    """Return a hash of the files' sizes and contents. Names and folders of the files do not matter.
 
-    Of more than 10,000 files it reads those that are spread evenly over ``paths``, and of more than 64 MiB in all it
-    reads blocks spread evenly over every file, including its beginning and end. So it takes about a second, also for a
-    million pictures or 100 GB of weights. A file that can't be read counts as one without contents.
+    If there are more than 10,000 files, only 10,000 evenly spaced files are read. If they have more than 64 MiB
+    together, only evenly spaced blocks of each file are read, including its beginning and end. So the function takes
+    about a second, even for a million pictures or 100 GB of weights. An unreadable file counts as an empty one.
     """
     rows = spread(len(paths), MOST_FILES)
     share = max(2 * _BLOCK, MOST_BYTES // max(1, len(rows)))

@@ -1,7 +1,7 @@
 """The built-in data: 1,797 handwritten digits of 8x8 pixels that ship with scikit-learn, and clips of them.
 
-They need no download, so they are the demo, the tests' data and the smallest thing that can be learned or not. In the
-demo's clips, real H.264 with captions, they move in one of four directions.
+The digits need no download, so they serve as the demo, as data for tests, and as the smallest training task. The demo's
+clips are H.264 files with captions, in which a digit moves in one of four directions.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Enlarging clips where they are needed, on a GPU, rather than where they are read, on a processor.
+"""Enlarge clips on the GPU instead of on the CPU that reads them.
 
-Where clips are smaller than a run asks for, resizing them takes a processor half as long as decoding them. The
-resizing here gives the bits that torch's does on a CPU, so that no sample depends on where it was done.
+If clips are smaller than a run requests, resizing them takes a CPU half as long as decoding them. The result here is
+bit-identical to torch's resizing on a CPU, so a sample does not depend on the device that resizes it.
 """
 
 import functools
@@ -103,8 +103,10 @@ def _taps(source: int, length: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _exact_taps(source: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
-    """Return, for each new pixel, the numbers of its old pixels and their weights, whose sum is 1. Computed in double
-    precision and in the order of torch's arithmetic, because the bits of the result depend on both."""
+    """Return, for each new pixel, the positions of its old pixels and their weights, whose sum is 1.
+
+    The computation uses double precision and the order of torch's arithmetic, because the result must be
+    bit-identical."""
     scale = source / length
     reach, shrink = 2.0 * max(scale, 1.0), 1.0 / max(scale, 1.0)
     most = math.ceil(reach) * 2 + 1

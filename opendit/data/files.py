@@ -1,4 +1,4 @@
-"""Files that others made: what kind they are, how their names are shown, and reads that are tried again."""
+"""Helpers for user's files: find out their kind, print their names, and retry reads."""
 
 import errno
 import fcntl
@@ -82,7 +82,7 @@ def allow_open_files(most: int = 2**14) -> None:
 
 @contextmanager
 def file_locked(path: Path, root: Path | None = None, make: bool = False) -> Iterator[None]:
-    """Hold the lock of a file among the processes of this machine; it ends with its process, however that ends.
+    """Hold a file lock among the processes of this machine. The system releases the lock when the process ends.
 
     root, make: see ``open_to_write``. Raises OSError."""
     with open(open_to_write(path, os.O_WRONLY | os.O_CREAT, root=root, make=make), "w") as lock:
@@ -116,8 +116,9 @@ DOWN = frozenset(getattr(errno, name) for name in _NAMES if hasattr(errno, name)
 
 
 def retried(address: str, work: Callable[[], Result]) -> Result:
-    """Return ``work()`` on a store, tried up to five times with growing pauses. Raises DataError that names the
-    address; something missing or forbidden is not tried again."""
+    """Return ``work()``, which reads ``address``, with up to five attempts and growing pauses.
+
+    Raises DataError, naming the address. A missing or forbidden file is not tried again."""
     for last in _attempts():
         try:
             return work()
@@ -136,14 +137,16 @@ def retried(address: str, work: Callable[[], Result]) -> Result:
 
 
 def retried_disk(path: str | Path, work: Callable[[], Result], wait: Callable[[float], object] = time.sleep) -> Result:
-    """Return ``work()``, which reads a file, tried again while its disk is down, up to five times; then raise
-    DataError. Anything else that it raises is raised at once. wait: called with each pause."""
+    """Return ``work()``, which reads a file, with up to five attempts while the file's disk is down.
+
+    Raises DataError after the last attempt. All other errors of ``work`` are raised at once. wait: called with the
+    seconds of each pause."""
     for last in _attempts(wait):
         try:
             return work()
         except DataError:
             raise
-        except Exception as error:  # decoders have their own, and BadSample says what came of them
+        except Exception as error:  # decoders raise their own types, which BadSample may have as its cause
             if (number := _down(path, error)) is None:
                 raise
             if last:
@@ -165,7 +168,7 @@ def _failed(name: str | Path) -> str:
 
 
 def _down(path: str | Path, error: Exception) -> int | None:
-    """Return the system's number of an error that a disk gives while it is down; None for any other error."""
+    """Return the errno of an error that means the disk is down; None for any other error."""
     cause = error if isinstance(error, OSError) else error.__cause__
     # Not FFmpeg's own classes of errors, which have numbers as well: it reports EIO for damaged files, too.
     if isinstance(cause, OSError) and type(cause).__module__ == "builtins" and cause.errno in DOWN:

@@ -1,4 +1,4 @@
-"""Samples that a function of the user's makes of a tar's members: Energon's cookers and sample loaders."""
+"""Samples that a user's function makes from the members of a tar, like Energon's cookers and sample loaders."""
 
 import importlib
 import io
@@ -22,7 +22,7 @@ from opendit.data.shards.scan import BLOCK, Fields, members, split_name, suffix_
 
 FLAG = "--energon_cooker"
 RETURNS = "a mapping or an object with image or video, and caption or label"
-TRIED = 100  # samples at the start, of which the first readable one determines the parts that all have
+TRIED = 100  # number of samples tried at the start; the first readable one determines the parts of all samples
 
 Cooker = Callable[[dict[str, Any]], Any]
 
@@ -66,20 +66,20 @@ def decoded(ending: str, content: bytes) -> Any:
 
 
 class CookedDataset(ShardDataset):
-    """Tars whose samples ``cooker`` reads.
+    """Data set of tars whose samples are read by the user's function ``cooker``.
 
-    It is called with a dictionary of a sample's members by ending (see ``decoded``), ``__key__`` and
-    ``__subflavors__``, and returns a mapping or an object with
+    The function is called with a dictionary of a sample's members by ending (see ``decoded``), ``__key__`` and
+    ``__subflavors__``. It returns a mapping or an object with
 
     - ``image``: the bytes of a picture's file, or a PIL image; or ``video``: the bytes of a clip's file;
     - ``caption``: a text; or ``label``: the number of a class, where the folder has a class_names.json.
 
     All samples must have the parts of the first readable one. A sample for which the function raises an error or
-    returns None counts as unreadable. name: of the function, for messages and the identity.
+    returns None counts as unreadable. name: name of the function, for messages and the data set's identity.
     """
 
-    size_threads = 1  # a user's function may not be ready for more
-    counted_captions = 100  # a sample is read whole for its caption
+    size_threads = 1  # a user's function may not be thread-safe
+    counted_captions = 100  # few, because the whole sample must be read for its caption
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class CookedDataset(ShardDataset):
 
     def _cook(self, row: int) -> dict[str, Any]:
         """Return image or video, and caption or label. Raises BadSample."""
-        if self._cooked[0] == row:  # asked for by a picture and by its caption
+        if self._cooked[0] == row:  # the last result is kept because a picture and its caption both need it
             return self._cooked[1]
         content = self.read_medium(row)
         try:

@@ -1,7 +1,7 @@
 """Read a folder that ``energon prepare`` has prepared: the files in its ``.nv-meta/``, and the indexes of its tars.
 
-An index is beside its tar, if ``preprocess.py index`` made it for the same fields, or in a folder of this machine,
-where it is made when the set is first opened.
+The index of a tar is in the tar's folder if ``preprocess.py index`` made it for the same fields. Otherwise it is in a
+cache folder of this machine, and is made when the data set is first opened.
 """
 
 import os
@@ -34,7 +34,7 @@ COOKER = "--energon_cooker MODULE:FUNCTION"
 
 _CRUDE = "CrudeWebdataset"
 _OF_FIELDS = {"image": "medium", "video": "medium", "caption": "caption", "label": "label"}
-# Settings of how Energon decodes and shuffles, which is done differently here.
+# Energon's settings for decoding and shuffling. They are ignored, because this project has its own decoding and order.
 _IGNORED = (
     "auto_decode av_decode decoder guess_content ignore_decoder_errors image_decode max_samples_per_sequence "
     "parallel_shard_iters path shuffle_over_epochs split_config split_part video_decode_audio"
@@ -48,8 +48,11 @@ SMALL = 64 << 20  # bytes of tars that are read faster than processes start
 class PreparedSet:
     """One split of a prepared folder.
 
-    tars: the names of its tars, relative to ``folder``, and the number of all samples in each. without: (tar, key) of
-    samples that are left out. fields: where pictures and captions are. subflavors: passed to a cooker with each sample.
+    Attributes:
+        tars: (name relative to ``folder``, number of all samples) of each tar.
+        without: (tar, key) of each sample that is left out.
+        fields: places of pictures and captions in a sample.
+        subflavors: values that are passed to a cooker with each sample.
     """
 
     folder: Path
@@ -60,7 +63,7 @@ class PreparedSet:
 
     @property
     def plan(self) -> str:
-        """Return the hash that an index of the tars records, of the fields that it was made for."""
+        """Return the hash of the fields, which the index of a tar records."""
         return hash_parts("energon", repr(self.fields))
 
 
@@ -77,10 +80,10 @@ def read_prepared(
     split_config: str | None = None,
     cooked: bool = False,
 ) -> PreparedSet:
-    """Read the first of ``splits`` that the folder has; with None the tars of all splits.
+    """Read the first of ``splits`` that the folder has; None reads the tars of all splits.
 
-    cooked: the user's code reads the samples. Raises ValueError or FileNotFoundError, which begin with ``shown`` and
-    name the fix."""
+    cooked: True if the user's code reads the samples. Raises ValueError or FileNotFoundError; the message begins with
+    ``shown`` and names the fix."""
     meta = folder / META
     counts = _counts(meta, shown)
     tars, without = list(counts), frozenset()
@@ -255,7 +258,7 @@ def _access(option: str) -> tuple[str, ...]:
 
 
 def open_indexes(prepared: PreparedSet, shown: str) -> list[TarIndex]:
-    """Open the index of every tar, in order. Missing ones are made, with a bar, by one process of this machine.
+    """Open the index of every tar, in order. One process of this machine makes missing indexes, with a progress bar.
 
     Raises ValueError, which begins with ``shown``, for a tar that is missing, damaged or has other samples than Energon
     counted, and for a folder that can't be written to; DataError if a process was killed."""

@@ -1,4 +1,4 @@
-"""A folder that megatron-energon prepared, or a metadataset: a YAML file of several, of its first or second version."""
+"""Open a folder that megatron-energon prepared, or a metadataset: a YAML file that lists several such folders."""
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -35,8 +35,8 @@ _LISTS = {"blend": ("weight", WEIGHTS), "blend_epochized": ("repetitions", REPET
 
 @dataclass(frozen=True)
 class Subset:
-    """The samples of a split that are used: among samples [first, last) (None: the end) the part from ``start`` to
-    ``end``, fractions of 1. Numbers are rounded as in Energon."""
+    """The samples of a split that are used: of the samples [first, last), the part from fraction ``start`` to fraction
+    ``end``. ``last`` None means the end of the split. Numbers are rounded as in Energon."""
 
     start: float = 0.0
     end: float = 1.0
@@ -44,7 +44,8 @@ class Subset:
     last: int | None = None
 
     def within(self, outer: "Subset | None") -> "Subset":
-        """Return the part of this subset that ``outer`` selects. Only this one may count samples."""
+        """Return the part of this subset that ``outer`` selects. ``outer`` may only have fractions, no ``first`` and
+        ``last``."""
         if outer is None:
             return self
         length = self.end - self.start
@@ -80,9 +81,10 @@ def is_metadataset(content: Any) -> bool:
 
 
 def read_metadataset(path: Path, splits: tuple[str, ...], shown: str) -> tuple[str, list[Leaf]]:
-    """Read the first of ``splits`` that the file has; return the meaning of the shares, and the leaves.
+    """Read the first of ``splits`` that the file has; return (meaning of the leaves' shares, leaves).
 
-    Raises ValueError, which begins with ``shown``; NoSuchSplitThere if it has none of them; OSError."""
+    Raises ValueError, whose message begins with ``shown``; NoSuchSplitThere if the file has none of the splits;
+    OSError."""
     return _Reader(shown).file(path, splits)
 
 
@@ -103,9 +105,9 @@ class _Reader:
         inherited: dict[str, Any] | None = None,
         subset: Subset | None = None,
     ) -> tuple[str, list[Leaf]]:
-        """Read a file to which the files ``above`` lead; return the meaning of the shares, and the leaves.
+        """Read a file that the files ``above`` refer to; return (meaning of the leaves' shares, leaves).
 
-        inherited: their subflavors. subset: the part of it that they select."""
+        inherited: subflavors from the files above. subset: the part of this file that the files above select."""
         place = path.resolve()
         where = f"{self.shown}: {printable(path)}" if above else self.shown
         if place in above:
@@ -331,7 +333,7 @@ def _open_leaf(asked: Request, leaf: Leaf) -> ShardDataset:
 
 
 def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: str) -> list[IndexedTar]:
-    """Return the tars with those of their samples that the leaf has. Its subset counts all samples that Energon
+    """Return the tars, with the samples that the leaf uses. The leaf's subset refers to all samples that Energon
     counted."""
     total = sum(count for _, count in prepared.tars)
     first, last = 0, total
@@ -356,8 +358,9 @@ def _shards(prepared: PreparedSet, indexes: list[TarIndex], leaf: Leaf, shown: s
 
 
 def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRows | None:
-    """Return the rows of the tar's samples ``first`` to before ``last``, without these keys. Samples that the index
-    leaves out count, too. None: all rows."""
+    """Return the rows of a tar's samples [first, last) without the samples with ``keys``; None if all rows are used.
+
+    ``first`` and ``last`` also count samples that the index leaves out."""
     rows, count = index.header.rows, index.header.rows + index.header.left_out
     if first <= 0 and last >= count and not keys:
         return None
@@ -366,5 +369,5 @@ def kept_rows(index: TarIndex, first: int, last: int, keys: set[str]) -> KeptRow
         start, end = np.searchsorted(index.rows["number"], [start, end]).tolist()
     start = min(start, end)
     found = [row for row in range(rows) if index.key(row) in keys] if keys else []
-    index.close()  # of thousands of tars, which a process may not all have open
+    index.close()  # because a process can't keep the indexes of thousands of tars open
     return KeptRows(start, end, np.array([row for row in found if start <= row < end], np.int64))

@@ -1,16 +1,17 @@
-"""Choose the samples of a step's packs, by a deterministic fold over the order of samples.
+"""Choose the samples of each step's packs, by a deterministic fold over the order of samples.
 
-Samples come in the keyed order of every data set: pass after pass over each source, each pass in another order. The
-fold cuts that order into windows, and a window fills whole steps of packs. Samples that find no room wait, and are
-placed before all others in the next window. So the packs of a step depend only on the seed, the lengths and the packs
-of a step, and any number of ranks that divides these reads the same ones. A checkpoint keeps where the current window
-begins in the order, and which samples wait then. From there a run plans the same packs without the earlier windows.
+Samples come in the same keyed order as without packs: pass after pass over each source, each pass in a new order. The
+fold cuts this order into windows, and fills whole steps of packs from each window. Samples that do not fit wait, and
+are placed first in the next window. So the packs of a step depend only on the seed, the lengths of the samples and the
+number of packs in a step. Any number of ranks that divides this number reads the same packs. A checkpoint stores the
+position in the order at which the current window begins, and the samples that wait at that position. A resumed run
+plans the same packs from this state, without planning the earlier windows again.
 
-A window takes its samples from one pass over each source, so its steps may come in any order. The rest of a pass that
-fills no step makes a step together with samples of the next pass, and is placed first there. If some of it still finds
-no room, more such steps follow until all of it has. No step takes a sample of a pass while one of the same source waits
-that the pass before the last should have had. So at any step each sample of a source was seen at most two times more
-often than any other.
+A window takes its samples from one pass over each source, so its steps may come in any order. At the end of a pass,
+the samples that do not fill a step are combined with samples of the next pass, and are placed first in that step. If
+some of them still do not fit, more such steps follow until all of them are placed. A sample of pass p is not placed
+while a sample of the same source from pass p - 2 or earlier waits. So at any step, the numbers of times that two
+samples of a source were seen differ by at most two.
 """
 
 from collections import Counter, OrderedDict
@@ -26,50 +27,55 @@ from opendit.data.order.schedule import PARTS, BatchSchedule, BlendSchedule, Key
 from opendit.data.order.sequences import permuted
 from opendit.data.shaped import Lengths, summary_of
 
-WINDOW = 192  # packs that are planned together, or a step's if it has more
-SPARE = 0.02  # share of a window's tokens beyond what fills its packs, to choose from
-SAMPLED = 4  # windows, at least, from whose fill that of all is estimated
-PASSES = 16  # passes that are enough for the estimate, where a window holds more
-COUNTED = 4096  # samples, at least, whose steps are counted rather than estimated
-KEPT = 16  # full windows in memory
-EVERY = 64  # full windows after which a beginning is remembered
-_CHUNK = 4096  # samples looked up at once
+WINDOW = 192  # packs that are planned together; the packs of one step if a step has more
+SPARE = 0.02  # share of additional tokens that a window considers, so that it can choose samples that fit
+SAMPLED = 4  # least number of windows from which the mean fill is estimated
+PASSES = 16  # the estimate may use fewer windows once they contain this many passes
+COUNTED = 4096  # least number of samples whose steps are counted instead of estimated
+KEPT = 16  # most full windows in memory
+EVERY = 64  # full windows between two remembered beginnings
+_CHUNK = 4096  # number of samples looked up at once
 DAMAGED = "the checkpoint's packs are damaged: take an earlier checkpoint"
 
 
 def work_of(lengths: np.ndarray, attention: float) -> np.ndarray:
     """Return the cost of samples of these lengths, float64, in tokens of a model without attention.
 
-    attention: the length at which attention takes as long as the linear layers (6 x the width of a DiT whose MLP is 4
-    times as wide).
+    attention: the length at which attention takes as long as the linear layers. It is 6 x the width of a DiT, if the
+    MLP is 4 times as wide as the DiT.
     """
     return lengths * (1 + lengths / attention)
 
 
 class Packer:
-    """Fill ``count`` packs of ``capacity`` tokens so that each is full and their costs are equal.
+    """Fills ``count`` packs of ``capacity`` tokens so that all packs are nearly full and have nearly equal costs.
 
-    Samples are placed longest first, as first-fit-decreasing does, but each goes to the pack with the least work so
-    far among those with room for it (LPT, Graham 1969, within the capacity). A sample that finds no room is longer than
-    what any pack has left and any sample placed after it together, so that exchanging two samples fills no pack
-    further.
+    Samples are placed longest first, as in first-fit-decreasing. Each sample goes to the pack with the least work so
+    far among the packs with room for it (LPT, Graham 1969, with a capacity). A sample that does not fit is longer than
+    the final room of any pack plus any sample placed later, so exchanging two samples can't fill a pack further.
 
-    least: tokens of the shortest possible sample. attention: see :func:`work_of`. ``packs`` holds the numbers of each
-    pack's samples.
+    Args:
+        least: tokens of the shortest possible sample.
+        attention: see :func:`work_of`.
+
+    Attributes:
+        packs: the numbers of each pack's samples.
     """
 
     def __init__(self, count: int, capacity: int, least: int, attention: float):
         self.least, self.attention = least, attention
         self.packs: list[list[int]] = [[] for _ in range(count)]
         self._room = [capacity] * count
-        self._open = [(0.0, pack) for pack in range(count)]  # by work: packs that had room when last examined
-        self._shut: list[tuple[int, float, int]] = []  # by room, the largest first: they reopen for shorter samples
+        # Heap of (work, pack) of the packs that had room when they were last examined.
+        self._open = [(0.0, pack) for pack in range(count)]
+        # Heap of (-room, work, pack) of the other packs. A pack is opened again for a sample that fits into its room.
+        self._shut: list[tuple[int, float, int]] = []
 
     def place(self, numbers: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens, and return the numbers of those that no
-        pack has room for.
+        """Place the samples ``numbers`` (n,) of ``lengths`` (n,) int64 tokens; return the numbers of the samples that
+        fit into no pack.
 
-        Samples of earlier calls are in the packs already. Of equal lengths the first comes first.
+        The packs keep the samples of earlier calls. Samples of equal length are placed in the given order.
         """
         order = np.argsort(-lengths, kind="stable")
         work = work_of(lengths[order], self.attention).tolist()
@@ -96,8 +102,12 @@ class Packer:
 class Beginning:
     """The state at the beginning of a window.
 
-    step: its first step. position: in the order of samples. carry: earlier positions that wait, ascending. stages:
-    where in the order the weights of a blend have changed so far, the first 0."""
+    Attributes:
+        step: first step of the window.
+        position: position in the order of samples.
+        carry: earlier positions whose samples wait, ascending.
+        stages: positions in the order at which the weights of a blend have changed so far; the first is 0.
+    """
 
     step: int
     position: int
@@ -106,7 +116,15 @@ class Beginning:
 
 
 class _Samples(NamedTuple):
-    """Samples in their order; each field (n,) int64. passes: over the sample's source, from 0."""
+    """Samples in order; each field is (n,) int64.
+
+    Attributes:
+        places: positions in the order of samples.
+        rows: rows of the data set.
+        sources: source of each sample.
+        passes: the pass over the source to which each sample belongs, from 0.
+        lengths: tokens of each sample.
+    """
 
     places: np.ndarray
     rows: np.ndarray
@@ -118,7 +136,7 @@ class _Samples(NamedTuple):
         return _Samples(*(field[which] for field in self))
 
     def levels(self) -> np.ndarray:
-        """Return how many passes each sample is ahead of the first one of its source, (n,) int64."""
+        """Return each sample's pass minus the pass of the first sample here of the same source, (n,) int64."""
         _, first, source = np.unique(self.sources, return_index=True, return_inverse=True)
         return self.passes - self.passes[first][source]
 
@@ -128,25 +146,27 @@ def _joined(parts: list[_Samples]) -> _Samples:
 
 
 class _Window(NamedTuple):
-    rows: list[list[int]]  # of every step
-    ends: list[list[int]]  # of every step's packs
-    places: list[np.ndarray]  # of every step: where its rows stand in the order of samples
-    filled: int  # tokens of all packs
+    rows: list[list[int]]  # rows of each step
+    ends: list[list[int]]  # ends of each step's packs among its rows
+    places: list[np.ndarray]  # positions of each step's rows in the order of samples
+    filled: int  # number of tokens in all packs
     begin: Beginning
     after: Beginning
-    waiting: _Samples  # left over for the next window, at the positions ``after.carry``
+    waiting: _Samples  # samples that wait for the next window, at the positions ``after.carry``
 
 
 class PackSchedule(BatchSchedule):
-    """A schedule whose units are packs: in each pack the longest samples come first, equal ones in their order.
+    """A schedule whose units are packs. In a pack, samples are sorted by descending length; samples of equal length
+    keep their order.
 
-    A step's packs have nearly equal costs, and are sorted by cost, so that ranks get neighbours.
+    The packs of a step have nearly equal costs. They are sorted by cost, so that the ranks of a micro-batch get packs
+    of the most similar costs.
 
     Args:
-        tokens: (rows,) the length of every row's sample.
+        tokens: (rows,) number of tokens of each row's sample.
         capacity: tokens of a pack.
         global_batch: packs of one optimizer step = batch_size x data-parallel ranks x grad_accumulation.
-        sources: of a data set with several.
+        sources: the sources, if the data set has several.
         attention: see ``work_of``.
 
     Raises:
@@ -185,7 +205,7 @@ class PackSchedule(BatchSchedule):
     packed = True
     passes = "every sample once, but for the packs in flight at its end, which come first in the next"
 
-    # ------------------------------------------------------------------------------------------------- of a step
+    # ------------------------------------------------------------------------------------- the samples of a step
 
     def rows(self, step: int) -> list[int]:
         """Return the data set's rows in all packs of ``step``, pack after pack."""
@@ -197,11 +217,13 @@ class PackSchedule(BatchSchedule):
         return window.ends[place]
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the samples by falling length: those of several packs lie in one sequence."""
+        """Return the samples sorted by descending length, because a rank joins the samples of several packs in one
+        sequence."""
         return sorted(keys, key=lambda key: -self.tokens[key[0]])
 
     def epoch(self, step: int) -> int:
-        """Return the number of complete passes over the data before ``step``, by the number of samples."""
+        """Return the number of passes over the data before ``step``: samples drawn / samples of a pass, rounded
+        down."""
         return self.drawn(step) // self.samples_of_a_pass
 
     def drawn(self, step: int) -> int:
@@ -209,8 +231,10 @@ class PackSchedule(BatchSchedule):
         return order.position - len(waiting)
 
     def steps(self, epochs: int) -> int:
-        """Return the whole steps in ``epochs`` passes, at least one: counted within the first windows, and beyond them
-        estimated from their fill and the mean lengths of the blend's stages."""
+        """Return the number of whole steps in ``epochs`` passes, at least one.
+
+        Steps of the first windows are counted. The number of later steps is estimated from the fill of these windows
+        and the mean length of samples in each stage of the blend."""
         drawn, fill = self._counted()
         samples, counted = float(epochs * self.samples_of_a_pass), len(drawn) - 1
         if samples < drawn[-1]:
@@ -225,8 +249,8 @@ class PackSchedule(BatchSchedule):
         raise AssertionError("the last stage has no end")
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return {"fill": the share of the last step's packs that is not padding}, and with several sources "sources"
-        as ``BlendSchedule`` does."""
+        """Return {"fill": share of the last step's tokens that is not padding}; with several sources also "sources", as
+        ``BlendSchedule`` does."""
         tokens = int(self.tokens[self.rows(max(min(self._beginnings), step - 1))].sum(dtype=np.int64))
         found = {"fill": tokens / (self.global_batch * self.capacity)}
         if self.sources is not None:
@@ -237,10 +261,10 @@ class PackSchedule(BatchSchedule):
         return found
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Implement ``BatchSchedule.seen``; None for several sources, whose epochs are in :meth:`log`.
+        """Implement ``BatchSchedule.seen``. Return None for several sources, because :meth:`log` reports their epochs.
 
-        Every sample before the current position has been drawn, except those held back and those in later steps of the
-        window.
+        All samples before the current position have been drawn, except for waiting samples and samples of later steps
+        in the window.
         """
         if self.sources is not None:
             return None
@@ -249,7 +273,7 @@ class PackSchedule(BatchSchedule):
         counts = Counter({passes: self.dataset_size - rest, passes + 1: rest})
         rows, missed = np.unique(self._samples_at(waiting, begin.stages).rows, return_counts=True)
         first = passes * self.dataset_size
-        here = np.ones(len(rows), dtype=bool)  # rows that come before the place in the current pass
+        here = np.ones(len(rows), dtype=bool)  # True for rows that come before the current position in this pass
         if len(waiting) and waiting[0] < first:
             here = np.isin(rows, self._order(begin.stages).rows_between(first, begin.position))
         for due, less in zip((passes + here).tolist(), missed.tolist(), strict=True):
@@ -263,11 +287,12 @@ class PackSchedule(BatchSchedule):
 
     @property
     def fill(self) -> float:
-        """The share of the first windows' packs that is not padding."""
+        """The share of tokens in the first windows' packs that is not padding."""
         return self._counted()[1]
 
     def _counted(self) -> tuple[np.ndarray, float]:
-        """Return (the samples drawn before each of the first steps of a run, (steps + 1,) int64; their fill)."""
+        """Return (the number of samples drawn before each of a run's first steps, (steps + 1,) int64; the fill of these
+        steps)."""
         if self._first_steps is None:
             fresh, drawn, filled = copy(self), [np.zeros(1, dtype=np.int64)], 0
             fresh.begin_at(0)
@@ -281,7 +306,7 @@ class PackSchedule(BatchSchedule):
         return self._first_steps
 
     def _mean_lengths(self) -> list[tuple[float, float]]:
-        """Return (first step, mean tokens of a sample) of every stage of the blend."""
+        """Return (first step, mean tokens of a sample) for each stage of the blend."""
         if self.sources is None:
             return [(0.0, self._summary.mean)]
         starts, ends = [0, *self.sources.ends[:-1]], self.sources.ends
@@ -291,10 +316,10 @@ class PackSchedule(BatchSchedule):
             for step, weights in self.sources.stages
         ]
 
-    # ------------------------------------------------------------------------------------------- of a checkpoint
+    # ------------------------------------------------------------------------------------- state of a checkpoint
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the state of a checkpoint after ``step`` steps, as JSON: where the next step's window begins."""
+        """Return the state for a checkpoint after ``step`` steps, as JSON: the beginning of the next step's window."""
         begin = self._beginning(step)
         return {
             "step": begin.step,
@@ -308,15 +333,15 @@ class PackSchedule(BatchSchedule):
     def restore(self, state: dict[str, Any], step: int) -> bool:
         """Continue from the ``state`` that :meth:`state` returned after ``step`` steps.
 
-        With packs of another size, or another number of packs a step, the samples that were not drawn yet come in
-        another order. Old releases, whose windows had a fixed number of steps, stored no first step of the window: the
-        run continues with the samples from the beginning of that window.
+        If the size of packs or the number of packs in a step has changed, the samples that were not drawn yet come in
+        another order. Checkpoints of old releases, whose windows had a fixed number of steps, do not store the window's
+        first step. In this case the run continues with the samples from the beginning of that window.
 
         Returns:
-            True if the next packs are those of a run that was not stopped.
+            True if the next packs are the same as in an uninterrupted run.
 
         Raises:
-            ValueError: the state is damaged, or the blend has fewer changes than before.
+            ValueError: the state is damaged, or the blend lists fewer changes of weights than had happened.
         """
         carry, stages, begins = tuple(state["carry"]), tuple(state["stages"]), state.get("step", step)
         changes = 1 if self.sources is None else len(self.sources.stages)
@@ -345,13 +370,13 @@ class PackSchedule(BatchSchedule):
         return False
 
     def begin_at(self, step: int) -> None:
-        """Begin the order at ``step``, in a run that had no packs before."""
+        """Begin the order of samples at ``step``, in a run without packs before ``step``."""
         self._continue_from(Beginning(step, 0))
 
     def _continue_from(self, begin: Beginning) -> None:
         self._beginnings = {begin.step: begin}
         self._windows: OrderedDict[int, _Window] = OrderedDict()
-        self._planned = 0  # steps of all windows in memory
+        self._planned = 0  # number of steps of all windows in memory
 
     # ------------------------------------------------------------------------------------------------- the fold
 
@@ -360,7 +385,8 @@ class PackSchedule(BatchSchedule):
         return window, step - window.begin.step
 
     def _after(self, step: int) -> tuple[Beginning, np.ndarray]:
-        """Return where the steps before ``step`` end in the order, and the earlier places that none of them drew."""
+        """Return the beginning of the first window after the steps before ``step``, and the earlier positions, (n,)
+        int64, that none of these steps drew."""
         begin = self._beginning(step)
         if begin.step == step:
             return begin, np.array(begin.carry, dtype=np.int64)
@@ -369,7 +395,7 @@ class PackSchedule(BatchSchedule):
         return window.after, np.sort(np.concatenate([carry, *window.places[step - begin.step :]]))
 
     def _beginning(self, step: int) -> Beginning:
-        """Return where the window of ``step`` begins."""
+        """Return the beginning of the window that contains ``step``."""
         for window in reversed(self._windows.values()):
             if window.begin.step <= step < window.after.step:
                 return window.begin
@@ -393,14 +419,14 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _far(self) -> int:
-        """Steps after which a beginning is remembered."""
+        """Number of steps between two remembered beginnings."""
         return EVERY * self.steps_per_window
 
     def _plan(self, begin: Beginning) -> _Window:
         stages, waited, step_tokens = self._stages(begin), len(begin.carry), self._step_tokens
         found = self._coming(begin, stages)
         levels, ends = found.levels(), np.cumsum(found.lengths)
-        same = int(np.argmax(levels > 0)) or len(levels)  # the first samples belong to one pass over each source
+        same = int(np.argmax(levels > 0)) or len(levels)  # this many first samples are of one pass over each source
         steps = min(self.steps_per_window, int(ends[same - 1]) // step_tokens)
         wanted = steps * step_tokens if steps else self._turn_tokens
         steps, count = max(1, steps), min(len(levels), int(np.searchsorted(ends, wanted)) + 1)
@@ -409,7 +435,7 @@ class PackSchedule(BatchSchedule):
         left = self._fill(packer, found.of(slice(count)), levels[:count], waited)
         lengths, waits = found.lengths[:count], np.sort(np.array([*left, *range(count, waited)], dtype=int))
         position = begin.position + max(0, count - waited)
-        place_of = np.empty(count, dtype=np.int64)  # by falling length
+        place_of = np.empty(count, dtype=np.int64)  # position of each sample in the order of descending length
         place_of[np.argsort(-lengths, kind="stable")] = np.arange(count)
         by_length = place_of.tolist().__getitem__
         ordered = [sorted(pack, key=by_length) for pack in packer.packs]
@@ -432,18 +458,21 @@ class PackSchedule(BatchSchedule):
 
     @property
     def _step_tokens(self) -> int:
-        """Tokens of the samples from which a step of a window is filled."""
+        """Number of tokens of the samples that are considered for one step of a window."""
         return int(self.capacity * self.global_batch * (1 + SPARE))
 
     @property
     def _turn_tokens(self) -> int:
-        """The same for a step where a pass ends: some packs' more, for what is left of that pass is no choice."""
+        """Number of tokens that are considered for a step at the end of a pass. It is larger by some packs, because the
+        remaining samples of that pass leave less choice."""
         packs = self.global_batch
         return int(self.capacity * (packs + max(SPARE * packs, min(packs / 4, SPARE * WINDOW))))
 
     def _coming(self, begin: Beginning, stages: tuple[int, ...]) -> _Samples:
-        """Return what waits and then the samples from ``begin`` on: enough for a whole window, or for a step where
-        some source begins another pass before that."""
+        """Return the waiting samples followed by the samples from ``begin`` on.
+
+        The samples suffice for a whole window, or for one step if a source begins another pass before the window is
+        complete."""
         waiting = next((w.waiting for w in self._windows.values() if w.after == begin), None)
         if waiting is None:
             waiting = self._samples_at(np.array(begin.carry, dtype=np.int64), stages)
@@ -460,10 +489,12 @@ class PackSchedule(BatchSchedule):
         return _joined(parts)
 
     def _fill(self, packer: Packer, samples: _Samples, levels: np.ndarray, waited: int) -> list[int]:
-        """Place samples, the first ``waited`` of which have waited, and return the numbers of those with no room."""
+        """Place the samples, of which the first ``waited`` were waiting; return the numbers of the samples that do not
+        fit."""
         stretch = np.stack([np.maximum.accumulate(levels), np.arange(len(levels)) >= waited])
         cuts = [0, *(1 + np.flatnonzero(np.diff(stretch).any(axis=0))).tolist(), len(levels)]
-        left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)  # the lowest level of those with no room
+        # behind: for each source, the lowest level of a sample that does not fit.
+        left, behind = [], np.full(int(samples.sources.max()) + 1, 2**62)
         for first, end in zip(cuts[:-1], cuts[1:], strict=True):
             numbers = np.arange(first, end)
             early = levels[numbers] >= behind[samples.sources[numbers]] + 2
@@ -473,16 +504,17 @@ class PackSchedule(BatchSchedule):
         return left
 
     def _stages(self, begin: Beginning) -> tuple[int, ...]:
-        """Return where the weights have changed, including changes in this window: weights change at the first window
-        that begins at their step or after it."""
+        """Return the positions at which the weights have changed, including a change at the beginning of this window.
+
+        New weights apply from the first window that begins at their step or later."""
         if self.sources is None:
             return begin.stages
         due = sum(step <= begin.step for step, _ in self.sources.stages)
-        # Of two changes in one window the later one counts; the other applies to no sample.
+        # If two changes are due at one window, only the later one is used.
         return begin.stages + (begin.position,) * (due - len(begin.stages))
 
     def _order(self, stages: tuple[int, ...]) -> BatchSchedule:
-        """Return the order of samples, one by one."""
+        """Return the order of samples, as a schedule with one sample in a step."""
         if self._base is None or self._base[0] != stages:
             if self.sources is None:
                 made = BatchSchedule(self.dataset_size, 1, self.seed)
@@ -498,7 +530,8 @@ class PackSchedule(BatchSchedule):
         return _Samples(np.arange(start, start + count), rows, sources, passes, self.tokens[rows].astype(np.int64))
 
     def _samples_at(self, places: np.ndarray, stages: tuple[int, ...]) -> _Samples:
-        """Return the samples at ``places`` (n,) int64 of the order, ascending, which lie in few stretches."""
+        """Return the samples at the positions ``places`` (n,) int64, ascending. All chunks of the order that contain a
+        position are read."""
         chunks = places // _CHUNK
         parts = [self._read(stages, 0, 0)]
         for chunk in np.unique(chunks).tolist():

@@ -1,8 +1,9 @@
-"""Choose the samples that a step trains on: a pure function of (seed, step).
+"""Choose the samples of each training step, as a pure function of (seed, step).
 
-A run that starts at any step draws the samples that an uninterrupted one draws there, and any number of ranks, workers
-and micro-batches divides the same global batches. Nothing is carried from one step to the next: what is at a place of
-the run is computed from the place. (Packs are planned window after window: see opendit/data/order/packs.py.)
+A run that resumes at any step draws the same samples as an uninterrupted run. The global batches do not depend on the
+number of ranks, workers and micro-batches. A schedule keeps no state between steps: it computes the sample at a
+position of the run from the position. Only packs are planned one window after the other, see
+opendit/data/order/packs.py.
 """
 
 from collections.abc import Sequence
@@ -15,35 +16,42 @@ import numpy as np
 
 from opendit.data.order.sequences import Mixture, Pool, RowsByKey, rows_of
 
-KEYED = "keyed"  # the order that checkpoints name; those of old releases name "sorted", or none
+KEYED = "keyed"  # name of this order in checkpoints; checkpoints of old releases have "sorted" or no name
 POOLS, PARTS, SOURCES = (number << 24 for number in (1, 2, 3))  # domains of permutations, disjoint from Stream's
-MANY_EPOCHS = 10_000  # over which a mean is taken
-WINDOW = 1024  # rows that are computed at once, or a step's if it has more
-_SAMPLES, _PARTS = 128, 16  # mean size of a block in which the order of sources, or of shapes, is drawn
-_MOST, _MOST_SHAPES = 256, 4096  # sources and shapes of a blend: domains of permutations must not overlap
+MANY_EPOCHS = 10_000  # number of epochs for the mean number of steps in an epoch
+WINDOW = 1024  # rows that are computed at once; the rows of one step if a step has more
+_SAMPLES, _PARTS = 128, 16  # mean size of the blocks in which the order of sources (in samples) and of shapes is drawn
+_MOST, _MOST_SHAPES = 256, 4096  # most sources and shapes of a blend, so that domains of permutations do not overlap
 
 
 Key = TypeVar("Key", bound=tuple)
 
 
 class StepRows(NamedTuple):
-    """rows: of all samples of a step, in order of position. ends: where each of its units ends among them."""
+    """The samples of a step.
+
+    rows: rows of all samples, in order of position. ends: end of each unit of the step among these rows."""
 
     rows: list[int]
     ends: Sequence[int]
 
 
 class BatchSchedule:
-    """The rows of every global batch: permutation after permutation of the data set, without a gap.
+    """The rows of every global batch. The rows are consecutive permutations of the data set, one for each epoch.
 
-    A batch may span the end of an epoch, so every row is drawn once an epoch, whatever the batch.
+    A batch may contain the end of one epoch and the beginning of the next, so every row is drawn once in each epoch for
+    any batch size.
 
-    global_batch: units of one optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is a
-    sample; in other schedules it may be several. Raises ValueError if the data set has fewer samples than that.
+    Args:
+        global_batch: units of one optimizer step = batch_size x data-parallel ranks x grad_accumulation. A unit is one
+            sample; in subclasses a unit may have several samples.
+
+    Raises:
+        ValueError: the data set has fewer than ``global_batch`` samples.
     """
 
-    packed = False  # whether a micro-batch's samples may have any sizes
-    passes: str | None = None  # what an epoch contains, if the start of a run should say so
+    packed = False  # True if the samples of a micro-batch may have different sizes
+    passes: str | None = None  # text that describes an epoch at the start of a run; None prints nothing
 
     def __init__(self, dataset_size: int, global_batch: int, seed: int):
         if global_batch < 1:
@@ -59,9 +67,10 @@ class BatchSchedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """The number of parts of a global batch that have one shape each and contain the ranks' micro-batches.
+        """The number of parts of a global batch, if all samples of a part have the same shape. Each part consists of
+        the micro-batches of all ranks.
 
-        None where all samples have one shape, or may have any."""
+        None if all samples have one shape, or if a micro-batch may mix shapes."""
         return None
 
     @property
@@ -71,12 +80,13 @@ class BatchSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in the first pass over the data."""
+        """The number of whole steps in the first pass over the data."""
         return self.steps(1)
 
     @property
     def mean_steps_per_epoch(self) -> float:
-        """Steps in a pass over the data, where a step may hold the end of one pass and the beginning of the next."""
+        """The mean number of steps in a pass over the data. A step may contain the end of one pass and the beginning of
+        the next."""
         return self.steps(MANY_EPOCHS) / MANY_EPOCHS
 
     def steps(self, epochs: int) -> int:
@@ -104,21 +114,23 @@ class BatchSchedule:
         return self._of_step(step).ends
 
     def share(self, step: int, micro: int, rank: int, ranks: int, units: int) -> range:
-        """Return the positions among :meth:`rows` that one of ``ranks`` ranks reads for micro-batch ``micro`` of
-        ``units`` units a rank."""
+        """Return the positions among :meth:`rows` that ``rank`` reads for micro-batch ``micro``.
+
+        ranks: number of data-parallel ranks. units: units of a micro-batch on one rank."""
         first, ends = (micro * ranks + rank) * units, self.ends(step)
         return range(ends[first - 1] if first else 0, ends[first + units - 1])
 
     def arranged(self, keys: list[Key]) -> list[Key]:
-        """Return the samples (row first) of a rank's micro-batch in the order in which they are read."""
+        """Return the samples of a rank's micro-batch in the order of reading. The first field of each key is its
+        row."""
         return keys
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return the samples' fields for the log line after ``step`` steps; none for a single plain source."""
+        """Return fields about the samples for the log line after ``step`` steps; an empty dict for a single source."""
         return {}
 
     def seen(self, step: int) -> dict[int, int] | None:
-        """Return {times: number of samples that the steps before ``step`` drew that often}; None if not counted."""
+        """Return {n: number of samples that the steps before ``step`` drew n times}; None if this is not counted."""
         return None
 
     def state(self, step: int) -> dict[str, Any] | None:
@@ -126,13 +138,15 @@ class BatchSchedule:
         return None
 
     def rows_between(self, start: int, stop: int) -> np.ndarray:
-        """Return the rows at places [start, stop) of the run, counted over its steps, if units are samples; int64."""
+        """Return the rows at positions [start, stop) of the run, int64. Only for schedules whose units are samples.
+
+        Positions count the samples of all steps."""
         pool = Pool(self.dataset_size, self.seed, POOLS, lambda numbers: numbers)
         return pool.rows(np.arange(start, stop))
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (:meth:`rows_between`, the source of each row, the pass over that source that it belongs to, from 0),
-        each (stop - start,) int64."""
+        """Return (:meth:`rows_between`, the source of each row, the number of the pass over that source, from 0), each
+        (stop - start,) int64."""
         places = np.arange(start, stop)
         return self.rows_between(start, stop), np.zeros_like(places), places // self.dataset_size
 
@@ -145,7 +159,7 @@ class BatchSchedule:
         return found[step - steps.start]
 
     def _steps(self, steps: range) -> list[StepRows]:
-        """Return the rows that some steps draw."""
+        """Return the rows of each of ``steps``."""
         rows = self.rows_between(steps.start * self.global_batch, steps.stop * self.global_batch)
         ends = range(1, self.global_batch + 1)
         return [StepRows(of_step, ends) for of_step in rows.reshape(-1, self.global_batch).tolist()]
@@ -155,22 +169,23 @@ class BatchSchedule:
 
 
 class BucketSchedule(BatchSchedule):
-    """A schedule for rows of several shapes: all rows of a micro-batch, over all ranks, have one shape.
+    """A schedule for rows of several shapes. All rows of a micro-batch, over all ranks, have the same shape.
 
-    A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). Each
-    shape's rows come in permutation after permutation, cut into parts: rows that fill none begin the shape's first part
-    of the next epoch. An epoch has the parts that its rows complete, in keyed order. Over E epochs every row is drawn E
-    times except for what is left over at the very end, less than a part of each shape and a step's parts.
+    A global batch is cut into ``micro_batches`` parts; unit u belongs to part u // (global_batch / micro_batches). The
+    rows of each shape come in consecutive permutations, which are cut into parts. At the end of an epoch, the rows of a
+    shape that do not fill a part become the beginning of the shape's first part in the next epoch. An epoch consists of
+    the parts that are complete, in keyed order. Over E epochs every row is drawn E times, except for the rows left over
+    at the end of the run: less than a part of each shape, and less than the parts of a step.
 
-    A step's samples depend on (seed, global batch, micro_batches) alone: any number of ranks and of accumulated
-    micro-batches that cuts the parts into equal pieces sees the same ones.
+    The samples of a step depend only on (seed, global batch, micro_batches). They are the same for any number of ranks
+    and of accumulated micro-batches that divides the parts equally.
 
     Args:
         keys: the shape key of every row.
-        samples: samples in a unit, for every shape in order of its key; None: one each.
+        samples: number of samples in a unit, for each shape in order of its key; None means one.
 
     Raises:
-        ValueError: there are too few rows for a step an epoch.
+        ValueError: an epoch has too few rows for a step.
     """
 
     def __init__(
@@ -229,7 +244,9 @@ class BucketSchedule(BatchSchedule):
 
 
 def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: int) -> list[StepRows]:
-    """Join ``micro_batches`` parts to a step. parts: the rows of each; samples: the number in a unit of each."""
+    """Join each ``micro_batches`` consecutive parts to a step.
+
+    parts: the rows of each part. samples: number of samples in a unit of each part."""
     found = []
     for first in range(0, len(parts), micro_batches):
         rows: list[int] = []
@@ -243,7 +260,8 @@ def steps_of_parts(parts: list[list[int]], samples: list[int], micro_batches: in
 
 
 def units_of_part(global_batch: int, micro_batches: int) -> int:
-    """Return the units of a micro-batch over all ranks. Raises ValueError if the global batch does not divide."""
+    """Return the number of units of a micro-batch over all ranks. Raises ValueError if ``micro_batches`` does not
+    divide ``global_batch``."""
     if micro_batches < 1 or global_batch % micro_batches:
         raise ValueError(f"a global batch of {global_batch} can't be cut into {micro_batches} equal micro-batches")
     return global_batch // micro_batches
@@ -256,10 +274,14 @@ def units_of_part(global_batch: int, micro_batches: int) -> int:
 class SourceRows:
     """The sources of a data set's rows, and the proportions in which they are drawn.
 
-    names: of the sources. ends: (sources,) where each source's rows end; they begin where the previous ones end.
-    stages: (first step, the weight of every source) in order of step, the first at 0; weights may have any sum, and a
-    source of weight 0 is not drawn in this stage. epoch: samples of a pass over the data. epochs: how often a pass
-    draws each source, if that, and not weights, was asked for: the first stage's weights are these times the sizes.
+    Attributes:
+        names: names of the sources.
+        ends: (sources,) end of each source's rows. A source's rows begin at the end of the previous source.
+        stages: (first step, weight of each source) in order of step; the first stage begins at step 0. Weights may have
+            any sum. A source of weight 0 is not drawn in that stage.
+        epoch: number of samples of a pass over the data.
+        epochs: how often a pass draws each source, if the user specified epochs instead of weights. The weights of the
+            first stage are then epochs x sizes.
     """
 
     names: tuple[str, ...]
@@ -269,7 +291,7 @@ class SourceRows:
     epochs: tuple[Fraction, ...] | None = None
 
     def of_rows(self, ends: Sequence[int]) -> "SourceRows":
-        """Return the same sources for a part of the rows, renumbered. ends: where those of each source end."""
+        """Return the same sources for a subset of the rows, renumbered. ends: end of each source's remaining rows."""
         left = replace(self, ends=tuple(ends))
         if self.epochs is None:
             return replace(left, epoch=round(self.epoch * ends[-1] / self.ends[-1]))
@@ -291,9 +313,9 @@ class SourceRows:
         return np.bincount(np.searchsorted(self.ends, rows, side="right"), minlength=len(self.ends))
 
     def log(self, counts: np.ndarray) -> dict[str, Any]:
-        """Return fields for the log, {"sources": {name: {"share": of all samples so far, "epoch": passes over it}}}.
+        """Return {"sources": {name: {"share": share of all samples so far, "epoch": passes over the source}}}.
 
-        A share is None if nothing was drawn. counts: samples drawn of each source."""
+        counts: number of samples drawn from each source. A share is None if no sample was drawn."""
         seen, found = int(counts.sum()), {}
         for name, count, size in zip(self.names, counts.tolist(), self.sizes, strict=True):
             found[name] = {"share": count / seen if seen else None, "epoch": count / size}
@@ -301,17 +323,18 @@ class SourceRows:
 
 
 class BlendSchedule(BatchSchedule):
-    """Several sources in the proportions of their weights, each in its own permutation after permutation.
-
-    With shapes, a micro-batch has one shape and mixes the sources that have it; every shape of a source has its own
+    """A schedule that mixes several sources in proportion to their weights. The rows of each source come in consecutive
     permutations.
 
+    If rows have several shapes, all samples of a micro-batch have the same shape, and come from all sources with this
+    shape. Each shape of a source then has separate permutations.
+
     Args:
-        keys: the shape key of every row; None where all rows have one shape.
-        samples: samples in a unit, for every shape in order of its key; None: one each.
+        keys: the shape key of every row; None if all rows have one shape.
+        samples: number of samples in a unit, for each shape in order of its key; None means one.
 
     Raises:
-        ValueError: there are fewer rows than a global batch, or a source has none.
+        ValueError: there are fewer rows than a global batch, or a source has no rows.
     """
 
     def __init__(
@@ -341,9 +364,9 @@ class BlendSchedule(BatchSchedule):
         self._cut = micro_batches if self._shaped else 1
         units = units_of_part(global_batch, self._cut)
         self._part = [units * count for count in self._samples]  # samples of a micro-batch over all ranks
-        # For every source the share of each shape among its rows, and a pool of the rows of each.
+        # For each source, the share of each shape among its rows, and a pool for each shape that it has.
         self._shares, self._pools = [], []
-        self._place: dict[tuple[int, int], int] = {}  # of (shape, source) among the pools
+        self._place: dict[tuple[int, int], int] = {}  # (shape, source) -> number of the pool
         for number, (start, size, shapes) in enumerate(zip(starts, sources.sizes, of_source, strict=True)):
             found = {0: size} if shapes is None else dict(zip(shapes.values.tolist(), shapes.totals, strict=True))
             self._shares.append([Fraction(found.get(value, 0), size) for value in values])
@@ -356,7 +379,7 @@ class BlendSchedule(BatchSchedule):
         rates = [(step * self._cut, _rates(self._of_parts(table), Fraction(_PARTS))) for step, table in cells]
         self._parts = Mixture(rates, seed, PARTS)
         begins = [self._parts.counts(start) * self._part for start, _ in rates]
-        # A pass over the data is a whole number of blocks: at its end the sources' counts are what weights ask for.
+        # A pass over the data is a whole number of blocks, so that the sources' counts match the weights at its end.
         block = Fraction(sources.epoch, max(1, round(sources.epoch / _SAMPLES)))
         self._mixtures = []
         for shape in range(len(values)):
@@ -365,11 +388,12 @@ class BlendSchedule(BatchSchedule):
             self._mixtures.append(Mixture(stages, seed, SOURCES + shape * _MOST))
 
     def _of_cells(self, weights: tuple[Fraction, ...]) -> list[list[Fraction]]:
-        """Return the weight of every shape of every source."""
+        """Return the weight of each shape of each source, as a table (sources, shapes)."""
         return [[weight * share for share in shares] for weight, shares in zip(weights, self._shares, strict=True)]
 
     def _of_parts(self, table: list[list[Fraction]]) -> list[Fraction]:
-        """Return the frequency of micro-batches of each shape: lower for shapes with more samples in a micro-batch."""
+        """Return the frequency of micro-batches of each shape. A shape with more samples in a unit needs fewer
+        micro-batches."""
         of_shapes = [sum(column, Fraction(0)) for column in zip(*table, strict=True)]
         return [weight / count for weight, count in zip(of_shapes, self._samples, strict=True)]
 
@@ -383,7 +407,7 @@ class BlendSchedule(BatchSchedule):
 
     def steps(self, epochs: int) -> int:
         samples, low, high = epochs * self.sources.epoch, 0, epochs * self.sources.epoch // min(self._part) + 1
-        while low < high:  # bisect for the last step before which at most ``samples`` are drawn
+        while low < high:  # bisect for the largest number of steps that draw at most ``samples`` samples
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.drawn(middle) <= samples else (low, middle - 1)
         return low
@@ -399,7 +423,7 @@ class BlendSchedule(BatchSchedule):
         return int((self._parts.counts(step * self._cut) * self._part).sum())
 
     def log(self, step: int) -> dict[str, Any]:
-        """Return the fields of :meth:`SourceRows.log` for the samples so far."""
+        """Return the fields of :meth:`SourceRows.log` for the samples before ``step``."""
         return self.sources.log(self.consumed(step))
 
     def consumed(self, step: int) -> np.ndarray:
@@ -412,7 +436,7 @@ class BlendSchedule(BatchSchedule):
         return rows_of(self._pools, *self._of_shape(0, start, stop))
 
     def passes_between(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Implement ``BatchSchedule.passes_between`` for samples that all have one shape."""
+        """Implement ``BatchSchedule.passes_between``; only for samples of one shape."""
         sources, numbers = self._of_shape(0, start, stop)
         sizes = np.array(self.sources.sizes, dtype=np.int64)
         return rows_of(self._pools, sources, numbers), sources, numbers // sizes[sources]
@@ -421,11 +445,11 @@ class BlendSchedule(BatchSchedule):
         if not self._shaped:
             return super()._steps(steps)
         shapes, ranks = self._parts.locate(steps.start * self._cut, steps.stop * self._cut)
-        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: of each part among ``found``
+        found, begins, total = [], np.empty(len(shapes), dtype=np.int64), 0  # begins: start of each part in ``found``
         sizes = np.array(self._part)[shapes]
         for shape in np.unique(shapes).tolist():
             here, part = shapes == shape, self._part[shape]
-            first, last = int(ranks[here].min()), int(ranks[here].max())  # few of the parts between are elsewhere
+            first, last = int(ranks[here].min()), int(ranks[here].max())  # most parts in this range are needed
             found.append(self._of_shape(shape, first * part, (last + 1) * part))
             begins[here] = total + (ranks[here] - first) * part
             total += (last + 1 - first) * part
@@ -435,7 +459,7 @@ class BlendSchedule(BatchSchedule):
         return steps_of_parts(parts, [self._samples[shape] for shape in shapes.tolist()], self._cut)
 
     def _of_shape(self, shape: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pool, and the place in it, at places [start, stop) of all samples of a shape."""
+        """Return the pool, and the position in the pool, of the samples [start, stop) of a shape."""
         sources, numbers = self._mixtures[shape].locate(start, stop)
         places = [self._place.get((shape, source), -1) for source in range(len(self.sources.names))]
         return np.array(places, dtype=np.int64)[sources], numbers
@@ -446,6 +470,6 @@ def _select(start: int, select, numbers: np.ndarray) -> np.ndarray:
 
 
 def _rates(weights: list[Fraction], block: Fraction) -> list[Fraction]:
-    """Return weights as shares of a block; all 0 if none of them is drawn."""
+    """Scale the weights so that their sum is ``block``; return the weights unchanged if all are 0."""
     total = sum(weights)
     return [weight / total * block for weight in weights] if total else weights

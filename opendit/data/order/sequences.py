@@ -1,8 +1,8 @@
-"""Random sequences whose entry at any place is known without the entries before it.
+"""Random sequences that can compute the entry at any position without the entries before it.
 
-``permuted`` is a keyed permutation that is computed where it is needed, in memory that does not grow with its size. A
-``Pool`` is permutation after permutation of some rows. A ``Mixture`` takes its elements from several components in
-fixed proportions.
+``permuted`` computes entries of a keyed permutation, in memory that does not grow with the permutation's size. A
+``Pool`` is an endless sequence of permutations of some rows. A ``Mixture`` takes its elements from several components
+in fixed proportions.
 """
 
 import math
@@ -15,11 +15,11 @@ import torch
 
 from opendit.diffusion.random import philox4x32
 
-SORTED = 2**16  # numbers up to which a permutation is sorted, not computed
-ROUNDS = 8
-FEW = 32  # keys that are compared one by one
-CHUNK = 1024 * 1024  # keys looked at together
-_BLOCK = 1024  # keys that are counted together
+SORTED = 2**16  # largest size of a permutation that is made by sorting random words
+ROUNDS = 8  # rounds of the Feistel network
+FEW = 32  # up to this number of values, keys are compared with each value
+CHUNK = 1024 * 1024  # number of keys that are compared at once
+_BLOCK = 1024  # number of keys in a block of RowsByKey's table of counts
 
 
 # ------------------------------------------------------------------------------------------ permutations
@@ -28,15 +28,15 @@ _BLOCK = 1024  # keys that are counted together
 def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
     """Return the entries at ``positions`` of the permutation of the numbers below ``size`` for (seed, domain, epoch).
 
-    Large permutations are a Feistel network over the two digits of a number in mixed radix, with cycle walking for
-    what falls past the end (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3);
-    its round function is Philox. Such networks are poor on very small domains: up to ``SORTED`` numbers are sorted by
-    words of Philox, which makes all their orders equally likely.
+    A large permutation is a Feistel network over the two digits of a number in mixed radix, with cycle walking for
+    results that are not below ``size`` (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002,
+    methods 2 and 3). The round function is Philox. Such networks are poor on very small domains. Therefore up to
+    ``SORTED`` numbers are instead sorted by random Philox words, so that all orders are equally likely.
 
     Args:
         positions: (n,) int64 below ``size``.
         size: up to 2^61.
-        domain: below 2^32; other domains have independent permutations.
+        domain: below 2^32; different domains have independent permutations.
 
     Returns:
         (n,) int64.
@@ -50,9 +50,10 @@ def permuted(positions: np.ndarray, size: int, seed: int, domain: int, epoch: in
 def permuted_each(
     positions: np.ndarray, sizes: np.ndarray, seed: int, domains: np.ndarray, epochs: np.ndarray
 ) -> np.ndarray:
-    """Return entries of a different permutation at every position, as :func:`permuted` does; all arrays (n,) int64.
+    """Return the result of :func:`permuted` with a separate size, domain and epoch for every position; all arrays are
+    (n,) int64.
 
-    Every distinct short permutation costs a call of :func:`permuted`."""
+    Each distinct permutation of up to ``SORTED`` numbers costs a call of :func:`permuted`."""
     out, large = np.zeros_like(positions), sizes > SORTED
     out[large] = _walk(positions[large], sizes[large], domains[large], epochs[large], seed)
     if not large.all():
@@ -65,14 +66,14 @@ def permuted_each(
 
 @lru_cache(maxsize=64)
 def _sorted(size: int, seed: int, domain: int, epoch: int) -> np.ndarray:
-    # The values of raw Philox words are frozen by numpy's policy, unlike Generator.permutation's.
+    # numpy guarantees that raw Philox words never change; it does not guarantee this for Generator.permutation.
     key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, domain, 1], dtype=np.uint64)
     words = np.random.Philox(key=key, counter=counter).random_raw(size)
     return np.argsort(words, kind="stable").astype(np.uint16)
 
 
 def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Apply the network, again and again to what falls past the end of its permutation."""
+    """Apply the Feistel network, and apply it again to results that are not below their size until all are."""
     out, outside = positions.copy(), np.arange(len(positions))
     while len(outside):
         out[outside] = _feistel(out[outside], sizes[outside], domains[outside], epochs[outside], seed)
@@ -81,7 +82,7 @@ def _walk(positions: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs:
 
 
 def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs: np.ndarray, seed: int) -> np.ndarray:
-    """Permute the numbers below ``high * low``, the product of two bases that is their size or slightly more."""
+    """Permute the numbers below the product of two bases; this product is their size or slightly more."""
     different, of = np.unique(sizes, return_inverse=True)
     roots = np.array([math.isqrt(size - 1) + 1 for size in different.tolist()], dtype=np.int64)
     bases = tuple(torch.from_numpy(base[of]) for base in (roots, -(-different // roots)))
@@ -98,7 +99,7 @@ def _feistel(numbers: np.ndarray, sizes: np.ndarray, domains: np.ndarray, epochs
 
 
 class Pool:
-    """An endless sequence over ``size`` rows: a new keyed permutation of all of them in every epoch.
+    """An endless sequence of ``size`` rows, with a new keyed permutation of all the rows in every epoch.
 
     domain: see :func:`permuted`. select: maps numbers (n,) below ``size`` to rows (n,) of the data set.
     """
@@ -112,9 +113,9 @@ class Pool:
 
 
 def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the data set's rows at ``positions`` of the sequences ``pools[of]``; all arrays (n,) int64.
+    """Return the data set's rows at ``positions``, each in its own sequence ``pools[of]``; all arrays are (n,) int64.
 
-    All pools have the same seed."""
+    All pools must have the same seed."""
     rows = np.empty(len(positions), dtype=np.int64)
     used, number = np.unique(of, return_inverse=True)
     chosen = [pools[each] for each in used.tolist()]
@@ -128,13 +129,16 @@ def rows_of(pools: Sequence[Pool], of: np.ndarray, positions: np.ndarray) -> np.
 
 
 class RowsByKey:
-    """Index that finds the n-th row of a key among ``keys`` (rows,) without a list of the rows.
+    """Index that finds the n-th row with a given key, without a list of all rows.
 
-    ``keys`` may be mapped from a file. values: the distinct keys, sorted. totals: the number of rows of each.
+    Attributes:
+        keys: (rows,) key of each row; may be memory-mapped.
+        values: the distinct keys, sorted.
+        totals: number of rows of each distinct key.
     """
 
     def __init__(self, keys: np.ndarray):
-        self.keys = keys = np.asarray(keys)  # a view without the mapping's class, which is slow to slice
+        self.keys = keys = np.asarray(keys)  # a plain array view, because slicing np.memmap is slow
         chunks = [slice(start, start + CHUNK) for start in range(0, len(keys), CHUNK)]
         self.values = keys[:0]
         for chunk in chunks:
@@ -146,14 +150,15 @@ class RowsByKey:
         ]
         blocks = -(-len(keys) // _BLOCK)
         table = np.concatenate(counts).reshape(len(self.values), blocks) if counts else np.zeros((0, 0), np.int64)
-        self._ends = np.cumsum(table, axis=1)  # (values, blocks): rows of each key up to the end of each block
+        self._ends = np.cumsum(table, axis=1)  # (values, blocks): number of rows of each key up to each block's end
         self.totals = [int(ends[-1]) for ends in self._ends]
 
     def selector(self, value: int) -> Callable[[np.ndarray], np.ndarray]:
         return partial(self.select, value)
 
     def select(self, value: int, numbers: np.ndarray) -> np.ndarray:
-        """Return the rows at ``numbers`` (n,) among the rows of the ``value``-th key in ascending order; (n,) int64."""
+        """Return rows of the ``value``-th distinct key, (n,) int64. ``numbers`` (n,) counts the rows of this key, in
+        ascending order."""
         ends, rows = self._ends[value], np.empty(len(numbers), dtype=np.int64)
         blocks = np.searchsorted(ends, numbers, side="right")
         for block in np.unique(blocks).tolist():
@@ -164,12 +169,13 @@ class RowsByKey:
 
 
 def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the keys, with repetitions, that are not among ``values``; all keys where there are many values, because
-    sorting them is then quicker."""
+    """Return the keys, with repetitions, that are not among ``values``.
+
+    If there are more than ``FEW`` values, return all keys, because sorting all keys is then faster than comparing."""
     if len(values) > FEW:
         return keys
     other = np.ones(len(keys), dtype=bool)
-    for value in values:  # comparing takes a hundredth of the time of sorting
+    for value in values:  # one comparison takes a hundredth of the time of sorting
         other &= keys != value
     return keys[other]
 
@@ -180,26 +186,29 @@ def _others(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 class Mixture:
     """An endless sequence that assigns a component to every position, in fixed proportions.
 
-    The sequence is made of blocks. Up to the end of block b component c has been taken floor(b * rate_c) times,
-    whatever the rates, so its share is off by less than one there. Within a block the order is a keyed permutation.
+    The sequence consists of blocks. The first b blocks contain component c floor(b * rate_c) times, so at the end of a
+    block a component's count differs from the exact proportion by less than one. The order within a block is a keyed
+    permutation.
 
     Args:
-        stages: (first position, the rate of every component: its mean number of elements in a block), in order of
-            position, the first at 0. A component's count continues from one stage to the next.
-        domain: see :func:`permuted`; the stages take successive ones.
-        in_order: a component's elements come in order; otherwise in any order within a block, and blocks may have any
-            length.
+        stages: (first position, rates) in order of position; the first stage begins at position 0. The rate of a
+            component is its mean number of elements in a block. The count of a component continues from one stage to
+            the next.
+        domain: see :func:`permuted`; stage i uses ``domain + i``.
+        in_order: True returns the elements of a component in order; False returns them in any order within a block, so
+            that very long blocks are possible.
     """
 
     def __init__(self, stages: Sequence[tuple[int, Sequence[Fraction]]], seed: int, domain: int, in_order: bool = True):
         self._starts = [start for start, _ in stages]
         self._stages = [_Stage(rates, seed, domain + number, in_order) for number, (_, rates) in enumerate(stages)]
-        self._counts = [np.zeros(len(stages[0][1]), dtype=np.int64)]  # of the components, where each stage begins
+        self._counts = [np.zeros(len(stages[0][1]), dtype=np.int64)]  # counts of the components before each stage
         for number, start in enumerate(self._starts[1:]):
             self._counts.append(self._counts[-1] + self._stages[number].counts(start - self._starts[number]))
 
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the component at each position of [start, stop), and how many of its elements come before; int64."""
+        """Return, for each position in [start, stop), the component and the number of its elements before this
+        position; int64."""
         components, ranks = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for stage, first, end, counts in zip(
             self._stages, self._starts, [*self._starts[1:], stop], self._counts, strict=True
@@ -212,12 +221,12 @@ class Mixture:
         return np.concatenate(components), np.concatenate(ranks)
 
     def counts(self, position: int) -> np.ndarray:
-        """Count the positions of every component before ``position``; (components,) int64."""
+        """Return the number of positions of each component before ``position``; (components,) int64."""
         number = self._stage(position)
         return self._counts[number] + self._stages[number].counts(position - self._starts[number])
 
     def block(self, position: int) -> int:
-        """Return the block that contains a position, counted from the beginning of its stage."""
+        """Return the number of the block that contains a position, counted from the beginning of the stage."""
         number = self._stage(position)
         return self._stages[number].block(position - self._starts[number])
 
@@ -238,11 +247,11 @@ class _Stage:
         self.seed, self.domain, self.in_order = seed, domain, in_order
 
     def before(self, block: int) -> list[int]:
-        """Count the positions of every component before a block."""
+        """Return the number of positions of each component before a block."""
         return [block * rate // self.denominator for rate in self.rates]
 
     def block(self, position: int) -> int:
-        # Before block b are between b * rate - components and b * rate positions, which leaves few blocks to look at.
+        # Between b * rate - components and b * rate positions come before block b, so few blocks are candidates.
         total = sum(self.rates)
         low = position * self.denominator // total
         high = low + len(self.rates) * self.denominator // total + 1

@@ -48,15 +48,15 @@ from opendit.data.shards.index import ANIMATED, CLASS_NAMES, MOST_CLASSES, KeptR
 from opendit.data.shards.scan import read_caption
 from opendit.data.shards.store import MOST_OPEN, ByteRange, LocalTars, RemoteTars, grouped
 
-CHECKED = 1 << 22  # samples whose records are checked at the start
-REMOTE_CAPTIONS = 64  # fetched, one after the other, to be counted before a start
-WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # of a conditioning
-OPEN_A_THREAD = 16  # indexes, and as many tars, open in each thread that looks for sizes
+CHECKED = 1 << 22  # number of samples whose records are checked when the data set is opened
+REMOTE_CAPTIONS = 64  # number of captions that are fetched from an address, one by one, for the check before training
+WORDS = {"text": "captions", "label": "classes", "none": "neither captions nor classes"}  # conditioning, for messages
+OPEN_A_THREAD = 16  # number of indexes, and also of tars, that each thread that reads media sizes keeps open
 
 
 @dataclass(frozen=True)
 class IndexedTar:
-    """A tar and its index. name: for messages. kept: the samples that are used; None: all."""
+    """A tar and its index. name: the tar's name in messages. kept: the samples that are used; None means all."""
 
     name: str
     path: str
@@ -67,7 +67,8 @@ class IndexedTar:
         return self.index.header.rows if self.kept is None else len(self.kept)
 
     def _told(self, use_video: bool) -> bool:
-        """Return True if the header's count of pictures is the right one: it counts animations as clips."""
+        """Return True if the header's number of pictures is valid for ``use_video``: the header counts animations as
+        clips, but without ``use_video`` they are pictures."""
         return use_video or not any(suffix.startswith(ANIMATED) for suffix in self.index.header.suffixes)
 
     def count_pictures(self, use_video: bool) -> int:
@@ -78,7 +79,7 @@ class IndexedTar:
         return int((self.shapes(use_video) == PICTURE).sum())
 
     def shapes(self, use_video: bool) -> np.ndarray:
-        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8; records are read only if there are both."""
+        """Return ``PICTURE`` or ``CLIP`` for each sample, uint8. Records are read only if the tar holds both."""
         header = self.index.header
         if self._told(use_video) and header.pictures in (0, header.rows):
             return np.full(len(self), PICTURE if header.pictures else CLIP, np.uint8)
@@ -89,21 +90,24 @@ class IndexedTar:
 
 
 class ShardDataset(PicturesAndClips):
-    """Samples of tars, in the order of the tars and of the samples in them.
+    """Data set of the samples in indexed tars, in the order of the tars and of their samples.
 
-    The conditioning is that of the indexes: captions, classes, or one class if there are neither.
+    The indexes determine the conditioning: captions, classes, or a single class if there are neither.
 
-    image_size, options: see ``PicturesAndClips``, which describes samples. random_flip: None flips with classes, and
-    not with captions, which may mention left and right.
+    Args:
+        image_size, options: see ``PicturesAndClips``, which also describes the samples.
+        random_flip: None mirrors samples with classes, but not samples with captions, because captions may mention left
+            and right.
 
-    Raises ValueError, which names the flag and the fix.
+    Raises:
+        ValueError: the tars can't be used; the message names the flag and the fix.
     """
 
-    size_threads = 8  # threads that look for the sizes of media
-    names_file = CLASS_NAMES  # named in messages
-    empty_captions = False  # whether a caption may be empty
+    size_threads = 8  # number of threads that read the sizes of media
+    names_file = CLASS_NAMES  # name of the file of class names, for messages
+    empty_captions = False  # True if a caption may be empty
     counted_captions = USUALLY_COUNTED
-    note = ""  # what the log's line ends with
+    note = ""  # text at the end of the description in the log
 
     def __init__(
         self,
@@ -131,12 +135,12 @@ class ShardDataset(PicturesAndClips):
             self.counted_captions = REMOTE_CAPTIONS
         self.starts = np.cumsum([0, *map(len, self.shards)])
         self._starts = self.starts.tolist()
-        self._found: tuple[Any, ...] = (None, None)  # the last row that was looked up, and the result
+        self._found: tuple[Any, ...] = (None, None)  # the last row that find_record looked up, and its result
         self.pictures = sum(shard.count_pictures(self.use_video) for shard in self.shards)
         self.clips = int(self.starts[-1]) - self.pictures
         self._recent: OrderedDict[int, TarIndex] = OrderedDict()
         self._kinds: np.ndarray | None = None
-        # Finds the used samples among all; None: all are used.
+        # Maps rows of this data set to samples of the tars; None if all samples are used.
         self.used = self._find_pictures() if self.clips and not self.use_video else None
         self.random_flip = self.conditioning == "label" if random_flip is None else random_flip
 
@@ -148,7 +152,8 @@ class ShardDataset(PicturesAndClips):
     def _shapes(self) -> np.ndarray:
         """Return ``PICTURE`` or ``CLIP`` for each sample, uint8; mapped from a file if there are many."""
         if self._kinds is None:
-            written = (str(shard.index.written) for shard in self.shards)  # an index may be remade, with other samples
+            # The times of the indexes are part of the name, because an index may be made again with other samples.
+            written = (str(shard.index.written) for shard in self.shards)
             kinds = "pictures and clips" if self.use_video else "pictures, animations and clips"
             name = partial(hash_parts, kinds, *self._contents(), *written)
             self._kinds = kept_array(int(self.starts[-1]), name, self._find_shapes)
@@ -164,19 +169,19 @@ class ShardDataset(PicturesAndClips):
         return int(self.starts[-1]) if self.used is None else self.used.totals[PICTURE]
 
     def _index(self, number: int) -> TarIndex:
-        """Return a tar's index. Only the files of recently used ones are open."""
+        """Return a tar's index. Only the files of recently used indexes are open."""
         if number in self._recent:
             self._recent.move_to_end(number)
             return self._recent[number]
-        index = copy.copy(self.shards[number].index)  # so that no other copy of the data set closes its file
+        index = copy.copy(self.shards[number].index)  # a copy, whose file no other copy of the data set closes
         self._recent[number] = index
         while len(self._recent) > MOST_OPEN:
             self._recent.popitem(last=False)[1].close()
         return index
 
     def find_record(self, row: int) -> tuple[int, int, Record]:
-        """Return (number of the tar, sample in it, its record)."""
-        if self._found[0] != row:  # asked for by a picture and by its caption
+        """Return (number of the tar, number of the sample in its index, the sample's record)."""
+        if self._found[0] != row:  # the last result is kept because a picture and its caption both look it up
             place = int(row if self.used is None else self.used.select(PICTURE, np.array([row]))[0])
             number = bisect_right(self._starts, place) - 1
             place -= self._starts[number]
@@ -198,13 +203,13 @@ class ShardDataset(PicturesAndClips):
         return self._labelled(row, item)
 
     def _labelled(self, row: int, item: Item) -> Item:
-        """Return a sample with its class or its caption."""
+        """Return ``item`` with the class or the caption of its row, and the number of bytes read."""
         text, record = self.caption(row), self.find_record(row)[2]
         size = record.medium_bytes + (0 if text is None else record.text_bytes)
         return item._replace(y=self.label(row), text=text, bytes_read=size)
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        if isinstance(self.store, RemoteTars):  # disks need no prefetching
+        if isinstance(self.store, RemoteTars):  # local disks need no prefetching
             self.store.prefetch(group for row in rows for group in grouped(self._ranges(row)))
 
     def _ranges(self, row: int) -> Iterator[ByteRange]:
@@ -219,7 +224,7 @@ class ShardDataset(PicturesAndClips):
         return record.medium_bytes > MAX_WHOLE_FILE and self._is_picture(number, record)
 
     def read_medium(self, row: int) -> bytes:
-        """Read the bytes of a sample's medium, and compare them with their checksum. Raises BadSample."""
+        """Read a sample's picture or clip as bytes, and verify their checksum. Raises BadSample."""
         number, _, record = self.find_record(row)
         if self._is_too_large(number, record):
             raise BadSample(self.source(row), f"a picture of {record.medium_bytes:,} bytes")
@@ -252,7 +257,7 @@ class ShardDataset(PicturesAndClips):
             lambda at, size: self._read(row, number, record.medium_at + at, size),
         )
 
-    rated = 8  # clips whose rate is read; they may have to be fetched
+    rated = 8  # number of clips whose frame rate is read; few, because clips may have to be fetched from an address
 
     def rate_at(self, row: int) -> float:
         content = self.read_medium(row)
@@ -270,7 +275,7 @@ class ShardDataset(PicturesAndClips):
 
         def look(row: int) -> Size:
             mine: ShardDataset | None = getattr(local, "dataset", None)
-            # Every thread has its own cache of lookups, and a few open files.
+            # Each thread has its own copy, with its own cached lookup and a few open files.
             if mine is None or len(mine._recent) > OPEN_A_THREAD:
                 mine = local.dataset = copy.copy(self)
                 mine.store = copy.copy(self.store)
@@ -331,7 +336,7 @@ class ShardDataset(PicturesAndClips):
         return self.media_shapes(keys, self._media_sizes)
 
     def _contents(self) -> list[str]:
-        """Return texts that identify the tars and their samples."""
+        """Return strings that identify the tars and the samples that are used."""
         headers = [shard.index.header for shard in self.shards]
         contents = [
             header.sha256 or f"{shard.name} {header.tar_bytes}"
@@ -386,7 +391,7 @@ class ShardDataset(PicturesAndClips):
 
 
 def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
-    """Return the conditioning that all tars have; without captions and classes "label", with one class."""
+    """Return the conditioning that all tars share. Tars without captions and classes have "label", with one class."""
     kinds = {}
     for shard in shards:
         kinds.setdefault(shard.index.header.conditioning, shard)
@@ -402,7 +407,8 @@ def conditioning_of(shown: str, shards: Sequence[IndexedTar]) -> str:
 
 
 def _check_records(shown: str, shards: Sequence[IndexedTar]) -> None:
-    """Check the records of the first ``CHECKED`` samples; others are checked when they are read. Raises ValueError."""
+    """Check the records of the first ``CHECKED`` samples. Other records are checked when they are read. Raises
+    ValueError."""
     left = CHECKED
     for shard in shards:
         left -= shard.index.header.rows
@@ -424,9 +430,9 @@ def _largest_label(shards: Sequence[IndexedTar]) -> tuple[int, str, str]:
 def classes_of(
     shown: str, shards: Sequence[IndexedTar], names: Sequence[str], names_file: str = CLASS_NAMES
 ) -> list[str]:
-    """Return the names of the tars' classes: ``names``, which come from ``names_file``, or without any the numbers.
+    """Return the names of the tars' classes: ``names`` from ``names_file``, or the class numbers if there are no names.
 
-    Raises ValueError, which names the tar and the sample, for a label that has no name or is too large."""
+    Raises ValueError, naming the tar and the sample, for a label that has no name or is too large."""
     headers = [shard.index.header for shard in shards]
     count = max(1, *(header.num_classes for header in headers)) if headers else 1
     if names and len(names) < count:

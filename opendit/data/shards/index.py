@@ -1,9 +1,9 @@
-"""The index beside a tar: where every sample's picture or clip, caption and label are.
+"""The index of a tar, a file that says where each sample's picture or clip, caption and label are.
 
-``NAME.tar`` has its index in ``NAME.tar.index``: 8 bytes ``ODSHARD1``, the length of the header (uint32), the header
-(JSON: see ``HEADER``), zeros up to a multiple of 64, one record of ``ROW`` a sample, and the keys one after the other.
-All numbers are little-endian. Records and keys stay in the file, and so in the page cache that all processes share: a
-process reads the one that it needs.
+The index of ``NAME.tar`` is ``NAME.tar.index``. It consists of 8 bytes ``ODSHARD1``, the length of the header (uint32),
+the header (JSON: see ``HEADER``), zeros up to a multiple of 64 bytes, one record ``ROW`` for each sample, and the
+concatenated keys of the samples. All numbers are little-endian. A process does not load the records and keys into its
+memory: it reads single ones from the file, and all processes share the page cache.
 """
 
 import io
@@ -31,48 +31,50 @@ from opendit.data.folders import CLIPS
 from opendit.data.row_arrays import Complement
 
 _AGAIN = "make it again: python preprocess.py index FOLDER"
-SUFFIX = ".index"  # after the tar's full name
+SUFFIX = ".index"  # appended to the tar's full name
 MAGIC = b"ODSHARD1"
 VERSION = 1
 ALIGNMENT = 64
 NO_LABEL = -1
-MAX_TEXT = 2**20  # bytes of a caption's or label's member
-_CHUNK = 1 << 16  # records checked at once
+MAX_TEXT = 2**20  # most bytes of a member that holds a caption or label
+_CHUNK = 1 << 16  # number of records checked at once
 ANIMATED = "animated"  # prefix of an animation's suffix in a header's ``suffixes``
 ROW = np.dtype(
     [
         ("medium_at", "<u8"),  # offset of the picture's or clip's first byte in the tar
         ("medium_bytes", "<u8"),
-        ("text_at", "<u8"),  # of the member that holds the caption
+        ("text_at", "<u8"),  # offset of the member that holds the caption
         ("text_bytes", "<u4"),
         ("label", "<i4"),
-        ("key_end", "<u4"),  # of the key, in the keys' bytes
-        ("crc32", "<u4"),  # of the medium, if the header says ``checked``
-        ("suffix", "u1"),  # which of the header's ``suffixes`` the medium has
-        ("caption", "u1"),  # which of the header's ``captions`` gives the caption
-        ("number", "<u4"),  # of the sample in the tar, counting those that are left out; 0 in old indexes
+        ("key_end", "<u4"),  # end of the sample's key in the concatenated keys
+        ("crc32", "<u4"),  # checksum of the picture or clip, if ``checked`` is true in the header
+        ("suffix", "u1"),  # position of the medium's suffix in the header's ``suffixes``
+        ("caption", "u1"),  # position of the caption's place in the header's ``captions``
+        ("number", "<u4"),  # number of the sample in the tar, left-out samples included; 0 in old indexes
         ("padding", "u1", 2),
     ]
 )
 
-_RECORD = struct.Struct("<QQQIiIIBBI2x")  # ROW: numpy takes five times as long to read a single one
+_RECORD = struct.Struct("<QQQIiIIBBI2x")  # same layout as ROW; numpy takes five times as long to read a single record
 
 _Names = Annotated[list[Text], MaxLen(256)]
 
 
 class Header(JsonObject):
-    """The header of an index, which describes its tar as a whole.
+    """The header of an index, which describes the tar.
 
     Attributes:
-        tar_bytes, sha256: the tar's size and checksum; "" if not all of it was read.
-        checked: whether records have the CRC-32 of their medium.
-        pictures: the number of samples that are pictures; the others are clips.
-        conditioning: "text" if samples have captions, "label" if they have classes, "none" if neither.
+        tar_bytes: size of the tar.
+        sha256: checksum of the tar; "" if the tar was not read completely.
+        checked: True if the records have the CRC-32 of their picture or clip.
+        pictures: number of samples that are pictures; all other samples are clips.
+        conditioning: "text" if samples have captions, "label" if they have classes, "none" if they have neither.
         num_classes: the largest label + 1.
-        suffixes: of the media, with their dots; those of animations begin with ``ANIMATED``.
-        captions: where captions are: the member's ending, then keys inside its JSON.
-        left_out: samples of the tar without a record; examples: "key: why" for a few of them.
-        plan: hash of what the tar was written from; "" if another program wrote it.
+        suffixes: the distinct suffixes of the pictures and clips, with dots; an animation's begins with ``ANIMATED``.
+        captions: the places of captions, each the ending of a member and then keys inside its JSON.
+        left_out: number of samples of the tar that have no record.
+        examples: "key: reason" for a few samples without a record.
+        plan: hash of the inputs that the tar was written from; "" if another program wrote the tar.
     """
 
     rows: Count
@@ -92,13 +94,14 @@ class Header(JsonObject):
 
 
 HEADER = FileKind(Header, 16 * MIB)
-CLASS_NAMES = "class_names.json"  # beside the tars: the classes' names in the order of their labels
+CLASS_NAMES = "class_names.json"  # file in the folder of the tars: names of the classes, in the order of their labels
 MOST_CLASSES = 1_000_000
 NAMES_OF_CLASSES = FileKind(Annotated[list[Text], FailFast(), Len(1, MOST_CLASSES)], 64 * MIB)
 
 
 def read_class_names(folder: Path) -> list[str]:
-    """Return the names of a folder's classes; none without ``CLASS_NAMES``. Raises ValueError or OSError."""
+    """Return the class names of a folder; an empty list if it has no file ``CLASS_NAMES``. Raises ValueError or
+    OSError."""
     path = folder / CLASS_NAMES
     return read_file(path, NAMES_OF_CLASSES) if path.exists() else []
 
@@ -127,9 +130,9 @@ def empty_header(tar_bytes: int, sha256: str, plan: str) -> Header:
 
 
 def is_clip(suffix: str, use_video: bool = True) -> bool:
-    """Return True if media with this suffix of a header are clips.
+    """Return True if media with this suffix, as in ``Header.suffixes``, are clips.
 
-    Without ``use_video`` an animation is a picture, its first frame."""
+    Without ``use_video`` an animation counts as a picture, and its first frame is used."""
     return suffix in CLIPS or (use_video and suffix.startswith(ANIMATED))
 
 
@@ -138,9 +141,9 @@ def index_of(tar: str | Path) -> Path:
 
 
 def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root: Path | None = None) -> None:
-    """Write an index under another name and rename it, so that an existing one is always complete. Raises OSError.
+    """Write an index under a temporary name and rename it, so that an existing index is always complete.
 
-    root: the folder below which no link is followed (opendit/common/safe_files.py)."""
+    root: the folder below which no symbolic link is followed (opendit/common/safe_files.py). Raises OSError."""
     text = json.dumps(header.model_dump(), sort_keys=True).encode()
     start = MAGIC + struct.pack("<I", len(text)) + text
     start += bytes(-len(start) % ALIGNMENT)
@@ -149,9 +152,10 @@ def write_index(path: Path, header: Header, rows: np.ndarray, keys: bytes, root:
 
 
 class TarIndex:
-    """An open index. Its header is read and compared with the file's size; everything else is read when needed.
+    """An open index. The constructor reads the header and compares it with the file's size; records and keys are read
+    when they are needed.
 
-    Raises ValueError, which names the file, if it is not an index, damaged or of another version; OSError.
+    Raises OSError, and ValueError, naming the file, if the file is not an index, is damaged or has another version.
     """
 
     def __init__(self, path: Path):
@@ -164,13 +168,13 @@ class TarIndex:
 
     @property
     def rows(self) -> np.ndarray:
-        """All records, (rows,) of ``ROW``, in a new mapping each time."""
+        """All records, a memory-mapped array (rows,) of ``ROW``. Each access creates a new mapping."""
         return np.memmap(self.path, ROW, "r", self._start, (self.header.rows,))
 
     def record(self, row: int) -> Record:
-        """Read one record from the file: with a mapping the kernel would add 64 KiB around it to this process.
+        """Read one record with a file read. A memory mapping would add 64 KiB around the record to this process.
 
-        Raises DataError, which names the sample, for an impossible record."""
+        Raises DataError, naming the sample, for an invalid record."""
         found = self._record(row)
         for bad, why in self._faults(found):
             if bad:
@@ -181,7 +185,9 @@ class TarIndex:
         return Record(*_RECORD.unpack(self._read(self._start + row * ROW.itemsize, ROW.itemsize)))
 
     def _faults(self, found: Any) -> Iterator[tuple[Any, Callable[[], str]]]:
-        """Yield (whether it is so, what is wrong) of a record, or of columns of many: then for which it is so."""
+        """Yield (is the fault present, function that returns the message) for each possible fault.
+
+        found: one record, or the columns of many records; then the first element is an array with a bool per record."""
         header, size = self.header, self.header.tar_bytes
         bad = (found.medium_at > size) | (found.medium_bytes > size - found.medium_at)
         yield bad, lambda: f"has a medium that ends at byte {found.medium_at + found.medium_bytes:,} of {size:,}"
@@ -198,7 +204,8 @@ class TarIndex:
         yield bad, lambda: f"has a key that ends at byte {found.key_end:,} of {end:,}"
 
     def check(self) -> None:
-        """Check all records as :meth:`record` does, and the header's counts. Raises DataError naming the sample."""
+        """Check all records as :meth:`record` does, and the counts in the header. Raises DataError, naming the
+        sample."""
         header, last, pictures = self.header, 0, 0
         clips = np.array([is_clip(suffix) for suffix in header.suffixes] or [False])
         for start in range(0, header.rows, _CHUNK):
@@ -213,7 +220,7 @@ class TarIndex:
                 row = start + int((np.diff(ends) < 0).argmax())
                 raise DataError(f"{self.path} is damaged: the key of sample {row:,} ends before it begins; {_AGAIN}")
             last, pictures = int(ends[-1]), pictures + int((~clips[part["suffix"]]).sum())
-        self.close()  # a process can't have thousands of files open
+        self.close()  # because a process can't keep the indexes of thousands of tars open
         if (pictures, last) != (header.pictures, header.key_bytes):
             what = f"{header.pictures:,} pictures and {header.key_bytes:,} bytes of keys"
             raise DataError(
@@ -227,7 +234,7 @@ class TarIndex:
         return int(labels[row]), row
 
     def key(self, row: int) -> str:
-        """Return the sample's key, the name that its members share. Raises DataError."""
+        """Return a sample's key, the part of the name that all its members share. Raises DataError."""
         first, end = self._record(row - 1).key_end if row else 0, self._record(row).key_end
         if not first <= end <= self.header.key_bytes:
             raise DataError(
@@ -258,11 +265,11 @@ class TarIndex:
             return os.pread(self._file, size, at)
         except OSError:
             with suppress(OSError):
-                self.close()  # after a disk was down the descriptor stays stale
+                self.close()  # the descriptor stays invalid after the disk was down
             raise
 
     def close(self) -> None:
-        """Close the file; the next record opens it again."""
+        """Close the file. The next read opens it again."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -276,7 +283,7 @@ class TarIndex:
 
 
 def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, int]:
-    """Return the header of an index of ``size`` bytes, and where its records begin. Raises ValueError."""
+    """Return the header of an index of ``size`` bytes, and the offset of its first record. Raises ValueError."""
     start = file.read(len(MAGIC) + 4)
     if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 4:
         raise ValueError(f"{path} is no index of a tar; {_AGAIN}")
@@ -294,7 +301,7 @@ def _read_start(path: str | Path, file: BinaryIO, size: int) -> tuple[Header, in
 
 
 def check_whole(content: bytes) -> None:
-    """Raise OSError if these bytes are an incomplete index, ValueError if they are not an index."""
+    """Raise OSError if ``content`` is an incomplete index, and ValueError if it is not an index."""
     try:
         _read_start("what came", io.BytesIO(content), len(content))
     except ValueError as error:
@@ -314,9 +321,9 @@ def is_index(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of an index that a data set uses, if not all: those in [first, last) that are not in ``without``.
+    """The rows of an index that a data set uses, if it does not use all: the rows [first, last) except ``without``.
 
-    ``without`` is ascending and within that range. The data set numbers the rows left 0, 1, ..."""
+    ``without`` is ascending and within that range. The data set numbers the remaining rows 0, 1, ..."""
 
     first: int
     last: int
@@ -330,11 +337,11 @@ class KeptRows:
         return Complement(self.last - self.first, self.without - self.first)
 
     def row(self, place: int) -> int:
-        """Return the ``place``-th row."""
+        """Return the ``place``-th row that is used."""
         return self.first + self._places[place]
 
     def rows(self) -> np.ndarray:
-        """Return all rows, ascending."""
+        """Return all rows that are used, ascending."""
         return self.first + self._places[:]
 
     def identity(self) -> str:

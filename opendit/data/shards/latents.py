@@ -1,20 +1,21 @@
-"""Cached latents in tars: those that ``preprocess.py latents`` writes, those of other programs, and their data set.
+"""Cached latents in tars, written by ``preprocess.py latents`` or by other programs, and the data set that reads them.
 
     latents-256-00000-of-00012.tar          latents-256-00000-of-00012.tar.index     index.json
       __opendit__/shard.json                the settings it was made with and the files that couldn't be read
       000000000.safetensors  000000000.txt
       000000001.safetensors  000000001.txt
 
-A sample's number is its row in the data set that it came from; beside it is its caption (``.txt``) or class (``.cls``).
-The safetensors file has the tensors
+A sample's number is its row in the original data set. A second member holds its caption (``.txt``) or class (``.cls``).
+The safetensors member has the tensors
 
     moments  (F, 2C, [t,] h, w) float16   mean and standard deviation; F = 2: also of the mirror image
     tokens   (L, D) float16               with captions and an encoder: the caption's tokens, without padding,
     pooled   (P,) float16                 and its pooled vector; or both in bfloat16, see ``text_cache``
 
-Pictures of several sizes lie side by side, each in its own tars. ``empty-caption.safetensors``: see ``text_cache``.
+A folder may hold pictures of several sizes, with separate tars for each size. ``empty-caption.safetensors``: see
+``text_cache``.
 
-Of latents that another program put into tars, a sample's array is its member ``.npz``, ``.npy`` or ``.safetensors``.
+In tars of another program, a sample's array is in its member ``.npz``, ``.npy`` or ``.safetensors``.
 ``preprocess.py index DIR --latents FORM`` writes the tars' indexes and an ``index.json`` that describes the arrays, and
 ``TarLatents`` reads them in place. For a VAE with C latent channels, before its scaling factor, a form is
 
@@ -87,7 +88,7 @@ def _name(image_size: int, shard: int, shards: int) -> str:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Write a tar and then its index, each under another name first, and return the tar's SHA-256.
+    """Write a tar and then its index, each under a temporary name first, and return the tar's SHA-256.
 
     tensors: moments (n, F, 2C, ...), labels and rows (n,), and with captions those of ``text_cache``."""
     refuse_links(path.parent, [path.name, index_of(path).name])
@@ -144,7 +145,8 @@ def _members(tensors: dict[str, Tensor]) -> Iterator[tuple[str, bytes]]:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (samples, settings, skipped files) of a tar with its index; None if it isn't a complete one of ours."""
+    """Return (number of samples, settings, skipped files) of a tar; None if it is not a complete tar written by
+    :func:`write_shard`."""
     try:
         header = TarIndex(index_of(path)).header
         with open(open_regular(path), "rb") as file:
@@ -180,7 +182,8 @@ def fetch_latents_indexes(address: str, remote: Remote) -> list[dict[str, Any]] 
 
 
 def check_tar(index: TarIndex, shard: dict[str, Any], name: str) -> TarIndex:
-    """Raise ValueError if a tar's index is not the one that a cache's index describes."""
+    """Return ``index``. Raises ValueError if its tar is not the one that ``shard``, an entry of index.json,
+    describes."""
     header = index.header
     if (header.rows, header.tar_bytes, header.sha256) != (shard["count"], shard["bytes"], shard.get("sha256")):
         raise ValueError(f"{index_of(name)} is of another tar than index.json means; {REPAIR}")
@@ -305,7 +308,7 @@ class TarLatents(CachedLatents, ShardDataset):
         self._latent_shapes = [shard.get("latent_shape") for _, shard in pairs]
 
     def _tensors(self, row: int) -> dict[str, Tensor]:
-        """Read a sample's tensors. Raises BadSample for others than the index says."""
+        """Read a sample's tensors. Raises BadSample if they do not match the index."""
         try:
             tensors = self._read_tensors(row)
             shape = list(tensors["moments"].shape)
@@ -320,7 +323,7 @@ class TarLatents(CachedLatents, ShardDataset):
                 raise ValueError(f"{len(tensors['tokens'])} tokens, not up to {self.max_tokens}")
         except BadSample:
             raise
-        except Exception as error:  # of a stranger's bytes
+        except Exception as error:  # files of other programs may raise any type
             raise BadSample(self.source(row), f"{type(error).__name__}: {error}") from error
         return tensors
 
@@ -370,8 +373,8 @@ class TarLatents(CachedLatents, ShardDataset):
         return list(zip(self.starts[1:].tolist(), sizes, strict=True))
 
     def _frames(self, key: int) -> int:
-        """Return the frames of the latents in tars with this key, which their index lacks: 1 for pictures among
-        clips."""
+        """Return the number of latent frames in tars with this shape key, if index.json does not record it; 1 for
+        pictures in a data set of clips."""
         frames = self.sample_shape[1] if len(self.sample_shape) == 4 else 1
         first = self._keys.index(key)
         for row in range(self._starts[first], self._starts[first + 1]) if frames > 1 else ():

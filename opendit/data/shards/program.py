@@ -1,7 +1,7 @@
 """``preprocess.py shards`` and ``index``: pack media, or cached latents in files, into tars, and index tars.
 
-The contents of every tar are planned first, so that any process can write any of them, and a tar whose writing was
-interrupted is written again with the same bytes.
+The contents of all tars are planned first. So any process can write any tar, and an interrupted tar is written again
+with the same bytes.
 """
 
 import builtins
@@ -52,14 +52,15 @@ _READ = 4 << 20
 
 @dataclass(frozen=True)
 class Entry:
-    """A sample to be packed: its file, that file's size and modification time, and the member beside it."""
+    """A sample to be packed: its media file, the file's size and modification time, and its caption or class, which
+    becomes a second member."""
 
     key: str
     path: str
     bytes: int
     changed: int
     ending: str
-    beside: str  # the ending: txt or cls
+    beside: str  # ending of the second member: txt or cls
     text: builtins.bytes
 
 
@@ -140,7 +141,7 @@ def is_done(job: TarPlan) -> bool:
 
 
 def write_job(job: TarPlan) -> int:
-    """Write a tar and then its index, each under another name first, and return the number of its samples.
+    """Write a tar and then its index, each under a temporary name first, and return the number of its samples.
 
     Raises ValueError if a file has changed since the tars were planned; OSError, for example for a full disk.
     """
@@ -298,7 +299,7 @@ def _entry(plan: PackedTar, of_clips: bool) -> dict[str, Any]:
     return entry | ({"shape_key": plan.shape_key} if of_clips else {})
 
 
-_TRIED = 100  # samples, of which the first readable one gives the array's name
+_TRIED = 100  # number of samples that are tried; the first readable one determines the array's name
 
 
 def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_workers: int = 4) -> None:
@@ -333,7 +334,7 @@ def make_shards(data_path: str, output: str, *, shard_size: int = 10**9, num_wor
 
 
 def _claim(output: Path, tars: list[str], beside: list[str]) -> None:
-    """Raise ValueError for an output folder that holds other tars than these, or links in the places of its files."""
+    """Raise ValueError if the output folder holds tars other than ``tars``, or links where files will be written."""
     refuse_links(output, [*beside, *tars], "--output")
     if others := sorted({tar.name for tar in output.glob("*.tar")} - set(tars)):
         raise ValueError(f"--output {printable(output)}: holds other tars: {name_few(others)}; name another folder")
@@ -349,9 +350,9 @@ def index_folder(
 
 
 def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None = None, force: bool = False) -> None:
-    """Make the index of every tar of a folder, or of one tar, that has none or an outdated one; with ``force`` of all.
+    """Make missing and outdated indexes of a folder of tars or of one tar; with ``force`` make all indexes.
 
-    In a folder that Energon prepared these are the tars of all splits, read by its field map or by a cooker
+    In a folder that Energon prepared, index the tars of all splits, with the folder's field map or a cooker
     (``module:function``).
 
     Raises ValueError, OSError or DataError; indexes of the tars before a bad one stay."""
@@ -388,7 +389,7 @@ def make_indexes(root: str, *, num_workers: int = 4, energon_cooker: str | None 
 def index_tars(
     tars: Sequence[Path], fields: Fields | None, plan: str, *, num_workers: int, force: bool, root: Path | None = None
 ) -> list[TarIndex]:
-    """Make the index of every tar that has none, an outdated one or one of another plan; print what is left out.
+    """Make the index of every tar whose index is missing, outdated or of another plan; print the samples left out.
 
     root: the folder below which no link is followed (opendit/common/safe_files.py). Raises as :func:`make_indexes`."""
     for folder in {tar.parent for tar in tars}:

@@ -1,9 +1,9 @@
-"""Make the index of a tar: read its members' headers, captions and labels, and the checksums of everything.
+"""Make the index of a tar: read the headers of its members, captions and labels, and compute checksums.
 
-Headers are read within limits: ustar, PAX and GNU long names. Python's tarfile reads what an extension header declares
-into memory, whatever its size, follows a chain of them by recursion, and takes the first header that it can't read for
-the end. Sound tars read here as tarfile reads them. Sparse members, a member with two sizes or names, and global names
-and sizes are refused.
+This module has its own reader of tar headers (ustar, PAX and GNU long names), with limits on their size and number.
+Python's tarfile reads an extension header of any declared size into memory, follows a chain of such headers by
+recursion, and treats the first unreadable header as the end of the tar. For valid tars both readers give the same
+members. Sparse members, a member with two sizes or two names, and global names and sizes are refused.
 """
 
 import json
@@ -28,23 +28,23 @@ from opendit.data.folders import CLIPS
 from opendit.data.picture_file import picture_suffixes
 from opendit.data.shards.index import ANIMATED, MAX_TEXT, NO_LABEL, ROW, VERSION, Header, is_clip
 
-FieldPath = tuple[str, ...]  # a member's ending, then keys or numbers inside its JSON
+FieldPath = tuple[str, ...]  # the ending of a member, then the keys and list positions inside its JSON
 
 BLOCK = 512
-MOST_EXTENSION = 1 << 20  # bytes of one extension header
-MOST_EXTENSIONS = 8  # of them before one member
-LONGEST = 4096  # bytes of a name
-_FITS = 8**11  # the header has room for smaller sizes
+MOST_EXTENSION = 1 << 20  # most bytes of one extension header
+MOST_EXTENSIONS = 8  # most extension headers before one member
+LONGEST = 4096  # most bytes of a name
+_FITS = 8**11  # sizes below this fit into the main header
 
 _REGULAR = (b"0", b"\0", b"7")
-_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
+_WITHOUT_CONTENT = (b"1", b"2", b"3", b"4", b"5", b"6")  # types of links, devices, folders and pipes
 _NUMBER = re.compile(rb"\d{1,19}")
 
-# Members with a folder, or a whole name, in double underscores belong to no sample.
+# A member whose folder or whole name is enclosed in double underscores belongs to no sample.
 _META = re.compile(r"__[^/]*__($|/)")
 
 EXAMPLES, EXAMPLE_LETTERS = 5, 500
-MOST_KEYS = 2**32  # bytes of all keys of a tar: records count them in four bytes
+MOST_KEYS = 2**32  # limit of the bytes of all keys of a tar, because ``key_end`` of a record has four bytes
 _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
@@ -52,19 +52,23 @@ _ARRAYS = (".npz", ".npy", ".safetensors")
 
 
 class TarError(ValueError):
-    """A tar that is damaged, or refused. The message continues after its name."""
+    """Raised for a damaged or refused tar. Callers put the tar's name before the message."""
 
 
 class NoTar(TarError):
-    """A file that does not begin as a tar, or ends inside a block. The message is the reason."""
+    """Raised for a file that does not begin as a tar, or that ends inside a block. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Member:
     """A member of a tar.
 
-    start: offset of its first header. at, size: of its content. end: offset of the next header. regular: whether it is
-    a file."""
+    Attributes:
+        start: offset of the member's first header.
+        at, size: offset and number of bytes of its content.
+        end: offset of the next member's header.
+        regular: True if the member is a regular file.
+    """
 
     name: str
     start: int
@@ -75,9 +79,9 @@ class Member:
 
 
 def members(file: BinaryIO) -> Iterator[Member]:
-    """Yield the members of a tar in its order.
+    """Yield the members of a tar in order.
 
-    Raises TarError, also if the end-of-archive mark is missing; OSError."""
+    Raises OSError, and TarError for a damaged tar, also for one without an end-of-archive mark."""
     length = file.seek(0, os.SEEK_END)
     at, chain = 0, _Extensions()
     while True:
@@ -118,7 +122,7 @@ def members(file: BinaryIO) -> Iterator[Member]:
 
 @dataclass
 class _Extensions:
-    """The extension headers before one member. start: offset of the first, not counting global ones."""
+    """The extension headers before one member. start: offset of the first extension header that is not global."""
 
     start: int | None = None
     count: int = 0
@@ -160,7 +164,7 @@ _LENGTH = re.compile(rb"(\d{1,7}) ")
 
 
 def _records(content: bytes, at: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the records of a PAX header, each ``LENGTH KEY=VALUE`` and a line break."""
+    """Yield (key, value) of the records of a PAX header; each record is ``LENGTH KEY=VALUE`` and a line break."""
     begin = 0
     while begin < len(content) and content[begin] != 0:
         found = _LENGTH.match(content, begin)
@@ -188,7 +192,7 @@ def _member(info: tarfile.TarInfo, at: int, chain: _Extensions) -> Member:
 
 
 def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
-    """Return a member's header as tarfile reads it; None for a block that is none."""
+    """Return a member's header as tarfile parses it; None if the block is not a header."""
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.HeaderError:
@@ -199,12 +203,12 @@ def _header(block: bytes, at: int) -> tarfile.TarInfo | None:
 
 
 def padded(size: int) -> int:
-    """Return the bytes that a content of ``size`` bytes takes in a tar."""
+    """Return ``size`` rounded up to whole blocks: the space that ``size`` bytes of content take in a tar."""
     return -(-size // BLOCK) * BLOCK
 
 
 def member_header(name: str, size: int) -> bytes:
-    """Return the header of a member to be written, without owner and time, so that tars depend on contents alone."""
+    """Return the header of a member. The header has no owner and time, so that a tar depends only on its contents."""
     info = tarfile.TarInfo(name)
     info.size = size
     return info.tobuf(tarfile.PAX_FORMAT)
@@ -215,15 +219,16 @@ def member_header(name: str, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class Fields:
-    """Places of the parts of a sample; the first place that a sample has is used.
+    """Where to find the picture or clip, the caption and the label among a sample's members. If several places are
+    listed for a part, the first one that the sample has is used.
 
     Attributes:
-        medium: endings of pictures and clips; None for the first member with such an ending.
-        caption, label: see ``FieldPath``.
-        parts: the only endings that are read; None for all.
-        exact: endings keep their case, as in Energon; webdataset's are lower case.
-        whole: a sample is all its members, which the user's code reads, and has no fields.
-        empty: a caption may be empty.
+        medium: endings of the picture or clip; None to use a member with any known ending of pictures or clips.
+        caption, label: places of the caption and of the label, see ``FieldPath``.
+        parts: the only endings that are read; None means all.
+        exact: True if endings keep their case, as in Energon; False converts them to lower case, as webdataset does.
+        whole: True if the user's code reads all members of a sample; the index then has no medium, caption or label.
+        empty: True if a caption may be empty.
     """
 
     medium: tuple[str, ...] | None = None
@@ -235,7 +240,7 @@ class Fields:
     empty: bool = field(default=False, repr=False)  # the repr identifies indexes of Energon's folders
 
     def find_medium(self, parts: Mapping[str, object]) -> str | None:
-        """Return the ending of the member that is the picture or clip: ``jpg`` before ``mask.jpg``."""
+        """Return the ending of the member that is the picture or clip. ``jpg`` is preferred to ``mask.jpg``."""
         if self.parts is not None:
             parts = {ending: part for ending, part in parts.items() if self.takes(ending)}
         if self.medium is not None:
@@ -248,18 +253,19 @@ class Fields:
 
 
 def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
-    """Return a member's key and ending, in lower case unless ``exact``; None for one that belongs to no sample.
+    """Return the key and the ending of a member's name; None if the member belongs to no sample.
 
-    A name is cut at the first dot after the last slash. This is WebDataset's expression
-    ``^((?:.*/|)[^.]+)[.]([^/]*)$`` in linear time; that takes quadratic time for names with many slashes."""
+    The ending is in lower case unless ``exact``. A name is cut at the first dot after the last slash. The result is
+    that of WebDataset's expression ``^((?:.*/|)[^.]+)[.]([^/]*)$``, which takes quadratic time for names with many
+    slashes; this function takes linear time."""
     last = name.rfind("/")
     dot = name.find(".", last + 1)
     if dot < 0 or _META.match(name):
         return None
-    # The [^.]+ may begin after any slash before the first line break, which ``.`` does not match.
+    # In WebDataset's expression, [^.]+ may begin after any slash before the first line break (``.`` matches no break).
     line = name.find("\n", 0, dot)
     before = name.rfind("/", 0, dot if line < 0 else line)
-    if before + 1 == dot:  # nothing is left for it: it takes more
+    if before + 1 == dot:  # [^.]+ would be empty here, so it begins after an earlier slash
         before = name.rfind("/", 0, max(0, before))
     if before + 1 == dot or "." in name[before + 1 : dot]:
         return None
@@ -268,14 +274,14 @@ def split_name(name: str, exact: bool = False) -> tuple[str, str] | None:
 
 
 def suffix_of(ending: str) -> str:
-    """``seg.PNG`` -> ``.png``."""
+    """Return the last suffix in lower case: ``seg.PNG`` gives ``.png``."""
     return "." + ending.rpartition(".")[2].lower()
 
 
 def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
-    """Return the caption in a member's bytes, without surrounding blanks.
+    """Return the caption in a member's bytes, without surrounding whitespace.
 
-    Raises ValueError if there is none, or if it is empty and ``empty`` is False."""
+    Raises ValueError if there is no caption, or if the caption is empty and ``empty`` is False."""
     text = _read(content, path)
     if not isinstance(text, str):
         raise ValueError(f"{_shown(path)} is {_kind(text)}, not a text")
@@ -285,7 +291,7 @@ def read_caption(content: bytes, path: FieldPath, empty: bool = False) -> str:
 
 
 def read_label(content: bytes, path: FieldPath) -> int:
-    """Return the class in a member's bytes. Raises ValueError if there is none."""
+    """Return the class in a member's bytes. Raises ValueError if the bytes hold no class."""
     label = _read(content, path)
     try:
         number = int(label) if isinstance(label, str) else label
@@ -324,7 +330,9 @@ def _kind(value: object) -> str:
 
 @dataclass
 class Sample:
-    """The members with one key. parts: ending -> (offset of the content, bytes). start, end: of all in the tar."""
+    """The members of a tar with one key.
+
+    parts: ending -> (offset, number of bytes) of the member's content. start, end: byte range of all the members."""
 
     key: str
     start: int
@@ -333,9 +341,9 @@ class Sample:
 
 
 def samples_of(path: Path, exact: bool = False) -> Iterator[Sample]:
-    """Yield the samples of a tar in its order: consecutive members that share a key. exact: see ``Fields``.
+    """Yield the samples of a tar in order. A sample is a run of members with the same key. exact: see ``Fields``.
 
-    Raises ValueError, which names the tar and the problem: truncated, damaged, compressed, a key or a member twice.
+    Raises ValueError, naming the tar, if the tar is truncated, damaged or compressed, or has a key or a member twice.
     """
     name, seen, sample = printable(path), set(), None
     with open(open_regular(path), "rb") as file:
@@ -379,9 +387,9 @@ class _Rows:
     captions: list[bool] = field(default_factory=list)
     suffixes: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-    why_not: list[str] = field(default_factory=list)  # for every row: why it has no caption or label
+    why_not: list[str] = field(default_factory=list)  # for each row, the reason why its caption or label is missing
     seen: int = 0
-    latents: bool = False  # whether a sample without a medium has a file that may hold latents
+    latents: bool = False  # True if a sample without a picture or clip has a file that may hold latents
 
     def add(self, sample: Sample, file, checked: bool) -> None:
         number, self.seen = self.seen, self.seen + 1
@@ -419,7 +427,7 @@ class _Rows:
         self.rows.append((at, size, 0, 0, NO_LABEL, 0, crc, self.suffixes.setdefault("", 0), 0, number, [0] * 2))
 
     def _find(self, sample: Sample, file, paths, read) -> tuple[int, object, str]:
-        """Return the number of the path that gave the value, the value or None, and why there is none."""
+        """Return (number of the path that gave the value, the value or None, the reason if there is no value)."""
         why = ""
         for number, path in enumerate(paths):
             if (part := sample.parts.get(path[0])) is None or not self.fields.takes(path[0]):
@@ -436,7 +444,7 @@ class _Rows:
 
 
 class _Member:
-    """A member of a tar, as a readable file."""
+    """File-like reader of one member of a tar."""
 
     def __init__(self, file: BinaryIO, at: int, size: int):
         self._file, self._start, self._size, self._at = file, at, size, 0
@@ -468,17 +476,18 @@ def _crc32(file, at: int, size: int) -> int:
 def scan(
     path: Path, fields: Fields | None = None, *, checksums: bool = True, plan: str = "", sha256: str = ""
 ) -> tuple[Header, np.ndarray, bytes]:
-    """Return the index of a tar: its header, records of ``ROW`` and keys.
+    """Return the parts of a tar's index: the header, the records (an array of ``ROW``) and the keys.
 
-    Samples without a picture or clip are left out. If any sample has a caption, those without are left out too;
-    otherwise, if any has a label, those without one.
+    Samples without a picture or clip are left out. If any sample has a caption, samples without a caption are left out
+    too. Otherwise, if any sample has a label, samples without a label are left out.
 
     Args:
-        checksums: read all of the tar, and keep its SHA-256 and every medium's CRC-32; otherwise only what is needed.
-        sha256: of the tar, if known.
+        checksums: True reads the whole tar, and stores its SHA-256 and the CRC-32 of each picture or clip; False reads
+            only headers, captions and labels.
+        sha256: SHA-256 of the tar, if known.
 
     Raises:
-        ValueError: as :func:`samples_of`, and for a tar without samples.
+        ValueError: see :func:`samples_of`; also for a tar without samples.
         OSError: the tar can't be read.
     """
     path, fields = Path(path), fields or Fields()

@@ -1,6 +1,6 @@
-"""Read bytes of tars by offset, from this machine's disks or behind addresses: whatever fsspec opens (https, s3, ...).
+"""Read byte ranges of tars, from local disks or from addresses that fsspec opens (https, s3, ...).
 
-What was read behind an address is kept in a cache on this machine, and what will be read next is fetched ahead.
+Bytes from an address are cached on this machine, and the ranges that are needed next are fetched in advance.
 """
 
 import asyncio
@@ -32,13 +32,14 @@ from opendit.common.utils import shown as short
 from opendit.data.files import DOWN, printable, retried, retried_disk
 from opendit.data.shards.index import SUFFIX, check_whole, is_index
 
-MOST_OPEN = 256  # tars at once, and indexes: a process may have 1,024 files on most systems
+# Number of tars, and also of indexes, that are open at once: most systems allow 1,024 open files in a process.
+MOST_OPEN = 256
 
 
 class LocalTars:
-    """Tars on a disk of this machine. Each is opened when it is first read, and its size compared with its index.
+    """Tars on a disk of this machine. A tar is opened at its first read, and its size is compared with its index.
 
-    sizes: the bytes of the tars, by their indexes.
+    sizes: number of bytes of each tar, as recorded in its index.
     """
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]):
@@ -48,19 +49,19 @@ class LocalTars:
     def read(self, tar: int, at: int, size: int) -> bytes:
         """Return ``size`` bytes from ``at``.
 
-        Raises DataError, which names the tar, if it is missing, truncated or a different one, or if its disk stays
-        down; otherwise the disk's OSError."""
+        Raises DataError, naming the tar, if the tar is missing, truncated or not the indexed one, or if its disk stays
+        down. Raises OSError for other errors of the disk."""
         return retried_disk(self.paths[tar], partial(self._read, tar, at, size))
 
     def _read(self, tar: int, at: int, size: int) -> bytes:
         file = self._open(tar)
         parts, left = [], size
         try:
-            while left and (part := os.pread(file, left, at + size - left)):  # one call gives 2 GiB at most
+            while left and (part := os.pread(file, left, at + size - left)):  # one call reads 2 GiB at most
                 parts.append(part)
                 left -= len(part)
         except OSError:
-            del self._files[tar]  # after a disk was down the descriptor stays stale
+            del self._files[tar]  # the descriptor stays invalid after the disk was down
             with suppress(OSError):
                 os.close(file)
             raise
@@ -69,7 +70,7 @@ class LocalTars:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Return whether damaged bytes can be read again from elsewhere: here they can't."""
+        """Return False: damaged bytes can't be read again, because there is no other copy of them."""
         return False
 
     def _open(self, tar: int) -> int:
@@ -106,7 +107,7 @@ class LocalTars:
 
 
 def size_problem(name: str, found: int, expected: int) -> str:
-    """Return an error text for a tar whose size differs from its index's."""
+    """Return an error message for a tar whose size differs from the size in its index."""
     what = "is truncated" if found < expected else "is not the tar that its index was made of"
     return (
         f"{printable(name)} {what}: it has {found:,} bytes, its index says {expected:,}; copy it again, or index it "
@@ -114,34 +115,34 @@ def size_problem(name: str, found: int, expected: int) -> str:
     )
 
 
-TIME_LIMIT = 30.0  # seconds of one attempt, plus those that its bytes take at the slowest rate
-SLOWEST = 1 << 20  # bytes a second
+TIME_LIMIT = 30.0  # seconds for one attempt, plus the time that its bytes take at the rate ``SLOWEST``
+SLOWEST = 1 << 20  # lowest accepted rate, bytes a second
 CHUNK = 1 << 18  # bytes read at once
-AT_ONCE = 16  # indexes fetched at once
-MOST_TARS = 1_000_000  # names of all patterns
-MOST_LETTERS = 1 << 27  # characters of these names together
-MOST_DEPTH, MOST_PARTS = 16, 1_000  # braces of one pattern
-_DIGITS = 18  # of a number in braces
+AT_ONCE = 16  # number of indexes fetched at once
+MOST_TARS = 1_000_000  # most names that all patterns together may give
+MOST_LETTERS = 1 << 27  # most characters of all these names together
+MOST_DEPTH, MOST_PARTS = 16, 1_000  # most levels of nested braces, and most pairs of braces, in one pattern
+_DIGITS = 18  # most digits of a number in braces
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?", re.ASCII)
-MOST_PAGE = 16 * MIB  # bytes of a web server's list of a folder
-MOST_INDEX = 1024 * MIB  # of the index of one tar
+MOST_PAGE = 16 * MIB  # most bytes of a web server's page that lists a folder
+MOST_INDEX = 1024 * MIB  # most bytes of the index of one tar
 NO_RANGES = "its server does not answer requests of ranges; take another one"
-FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # of the environment
+FOLDER, SIZE = "OPENDIT_SHARD_CACHE", "OPENDIT_SHARD_CACHE_SIZE"  # environment variables
 DEFAULT_FOLDER, DEFAULT_SIZE = "~/.cache/opendit/shards", "10GB"
-GROUPS = 16  # fetched ahead and not yet taken
-BYTES = 2**28  # of them, beyond the first: clips are large
-GAP = 2**14  # bytes between two ranges that cost less to read than another request
+GROUPS = 16  # most groups that are fetched ahead and not yet used
+BYTES = 2**28  # most bytes of these groups; a first group may be larger, because clips are large
+GAP = 2**14  # ranges at most this many bytes apart share a request, because reading the gap costs less than a request
 
 
 # ------------------------------------------------------------------------------------------ cache
 
 
 class FileCache:
-    """Contents by name, in files of ``folder``, which several processes may use at once.
+    """Cache of byte strings by name, stored as files in ``folder``. Several processes may use one folder at once.
 
-    A content is written under another name and renamed, so that an existing one is complete even if a writer was
-    killed. Whenever a process has written a hundredth of ``limit`` it checks the folder, and deletes the least recently
-    used contents until nine tenths of ``limit`` are left.
+    A file is written under a temporary name and then renamed, so every existing file is complete even if a writer was
+    killed. Each time a process has written a hundredth of ``limit`` bytes, it checks the folder's size. If the folder
+    exceeds ``limit``, it deletes the least recently used files until nine tenths of ``limit`` are left.
     """
 
     def __init__(self, folder: Path, limit: int):
@@ -198,7 +199,8 @@ class FileCache:
         for folder in self.folder.glob("[0-9a-f][0-9a-f]"):
             with suppress(OSError), os.scandir(folder) as files:
                 for file in files:
-                    if file.name.endswith(".partial"):  # being written by another process; killed ones leave few
+                    # Another process may be writing this file. Killed processes leave few such files.
+                    if file.name.endswith(".partial"):
                         continue
                     with suppress(OSError):  # another process may delete it
                         state = file.stat()
@@ -225,11 +227,11 @@ class ByteRange(NamedTuple):
     size: int
 
 
-Ranges = Sequence[ByteRange]  # fetched by one request
+Ranges = Sequence[ByteRange]  # ranges that one request fetches
 
 
 def grouped(ranges: Iterable[ByteRange]) -> list[list[ByteRange]]:
-    """Group ranges of one tar that lie next to each other, up to headers in between; otherwise keep their order."""
+    """Group ranges of one tar that are at most ``GAP`` bytes apart. The order of the ranges is kept otherwise."""
     groups: list[list[ByteRange]] = []
     for part in ranges:
         near = (group for group in groups if max(part.at, group[0].at) - min(_end(part), _end(group[0])) <= GAP)
@@ -245,17 +247,18 @@ def _end(part: ByteRange) -> int:
 
 
 class _Begun(NamedTuple):
-    ranges: set[ByteRange]  # not yet taken
+    ranges: set[ByteRange]  # ranges that the reader has not used yet
     size: int
     work: Background[dict[ByteRange, bytes]]
 
 
 class FetchAhead:
-    """Fetch groups of ranges in threads while the reading process decodes earlier ones.
+    """Fetches groups of byte ranges in threads while the process decodes earlier ranges.
 
-    A thread that is stuck blocks only the caller who takes its group: no thread is waited for when the process ends.
+    A thread that hangs blocks only the caller that takes a range of its group. The process does not wait for threads
+    when it ends.
 
-    fetch: returns a group's contents; its errors are raised when one of its ranges is taken.
+    fetch: returns the contents of a group. :meth:`take` raises the errors of ``fetch``.
     """
 
     def __init__(self, fetch: Callable[[Ranges], dict[ByteRange, bytes]]):
@@ -264,16 +267,17 @@ class FetchAhead:
         self.begun: deque[_Begun] = deque()
 
     def begin(self, groups: Iterable[Ranges]) -> None:
-        """Begin to fetch the ranges that will be taken next, in order. Those of earlier calls are dropped."""
-        self._process = os.getpid()  # threads stay behind where a process is forked
+        """Start fetching the ranges that will be taken next, in this order. Ranges of earlier calls are dropped."""
+        self._process = os.getpid()  # a forked process does not inherit the threads
         self._waiting, self.begun = deque(groups), deque()
         self._begin_more()
 
     def take(self, part: ByteRange) -> bytes | None:
-        """Wait for a content and return it, once; None for a range that isn't fetched ahead, left to the caller."""
+        """Wait for a range and return its bytes; a range can be taken once. Return None if the range is not being
+        fetched, so that the caller reads it."""
         if self._process != os.getpid() or not any(part in begun.ranges for begun in self.begun):
             return None
-        while part not in self.begun[0].ranges:  # of samples that were skipped
+        while part not in self.begun[0].ranges:  # drop groups of samples that the caller skipped
             self.begun.popleft()
         found = self.begun[0]
         found.ranges.discard(part)
@@ -294,17 +298,16 @@ class FetchAhead:
             self.begun.append(_Begun(set(group), sum(part.size for part in group), work))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FetchAhead, (self._fetch,)  # threads stay in their process
+        return FetchAhead, (self._fetch,)  # threads can't be pickled
 
 
 # ------------------------------------------------------------------------------------------ stores
 
 
 def expand(patterns: Iterable[str]) -> list[str]:
-    """Expand patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do, one after the other.
+    """Expand the braces of patterns like ``part-{000..127}.tar`` and ``{left,right}.tar`` as shells do.
 
-    Raises ValueError for braces that do not match, and for more or longer names than the limits allow, which hold for
-    all patterns together."""
+    Raises ValueError for unmatched braces, and if all patterns together give too many or too long names."""
     names, size = [], 0
     for pattern in patterns:
         names += (found := _expand(pattern))
@@ -322,7 +325,13 @@ def _check_names(pattern: str, names: int, size: int) -> None:
 
 @dataclass
 class _Brace:
-    """An open brace: its choices before the last comma, and the beginnings of names since. plain: no brace in it."""
+    """An open brace while its pattern is parsed.
+
+    Attributes:
+        choices: the complete choices before the last comma.
+        names: the beginnings of the choices after the last comma.
+        plain: True if there is no brace inside this one.
+    """
 
     choices: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=lambda: [""])
@@ -364,7 +373,7 @@ def _expand(pattern: str) -> list[str]:
                 append(inner.choices + inner.names)
             elif inner.plain and (span := _SPAN.fullmatch(inner.names[0])) is not None:
                 append(_numbers(pattern, *span.groups("1")))
-            else:  # {x} stands for itself
+            else:  # {x} stays as it is
                 append([f"{{{name}}}" for name in inner.names])
     if len(levels) > 1:
         raise ValueError(f"{short(pattern)} has a {{ without its }}")
@@ -384,14 +393,14 @@ def _numbers(pattern: str, first: str, last: str, step: str) -> list[str]:
 
 
 class _RefusedAnswer(DataError):
-    """An answer that is refused, and would be the same in another attempt."""
+    """Raised for an invalid answer of a server, if another attempt would give the same answer."""
 
 
 async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
-    """Return all bytes that ``read`` gives, at most ``most``.
+    """Return all bytes from ``read``.
 
-    Raises _RefusedAnswer for more bytes, and asyncio.TimeoutError if they come more slowly than ``SLOWEST`` bytes a
-    second after ``TIME_LIMIT`` seconds."""
+    Raises _RefusedAnswer for more than ``most`` bytes, and asyncio.TimeoutError if n bytes take longer than
+    ``TIME_LIMIT`` + n / ``SLOWEST`` seconds."""
     parts, size, begin = [], 0, time.monotonic()
     while True:
         left = TIME_LIMIT + size / SLOWEST - (time.monotonic() - begin)
@@ -405,7 +414,9 @@ async def _take(read: Callable[[int], Awaitable[bytes]], most: int) -> bytes:
 
 
 def _check_range(told: str | None, start: int, size: int, whole: int | None) -> None:
-    """Compare an answer's Content-Range with the request. whole: the size that the file must have, if known."""
+    """Raise an error if an answer's Content-Range differs from the request.
+
+    told: the Content-Range. whole: the size that the file must have, if known."""
     found = re.fullmatch(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", (told or "").strip(), re.ASCII)
     if found is None or (int(found[1]), int(found[2])) != (start, start + size - 1):
         raise OSError(f"bytes {start:,} to {start + size - 1:,} were asked for, and {printable(str(told))[:60]} came")
@@ -414,14 +425,14 @@ def _check_range(told: str | None, start: int, size: int, whole: int | None) -> 
 
 
 async def _get_http(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return a file of a web server, or ``most`` bytes of it from ``start``."""
+    """Return a file from a web server, or ``most`` bytes of the file from ``start`` on."""
     import aiohttp
 
-    headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could unpack to any number
+    headers = {"Accept-Encoding": "identity"}  # a few compressed bytes could unpack to any number of bytes
     if start is not None:
         headers["Range"] = f"bytes={start}-{start + most - 1}"
     session = await system.set_session()
-    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take have limits
+    no_limit = aiohttp.ClientTimeout(total=None)  # wait_for and _take set the time limits instead
     asked = session.get(system.encode_url(address), headers=headers, auto_decompress=False, timeout=no_limit)
     try:
         answer = await asyncio.wait_for(asked, TIME_LIMIT)
@@ -447,7 +458,7 @@ async def _get_http(system: Any, address: str, start: int | None, most: int, who
 
 
 async def _get_s3(system: Any, address: str, start: int | None, most: int, whole: int | None) -> bytes:
-    """Return an object of S3, or ``most`` bytes of it from ``start``."""
+    """Return an S3 object, or ``most`` bytes of the object from ``start`` on."""
     bucket, key, version = system.split_path(address)
     asked = {} if start is None else {"Range": f"bytes={start}-{start + most - 1}"}
     asked |= {"VersionId": version} if version else {}
@@ -466,7 +477,8 @@ async def _get_s3(system: Any, address: str, start: int | None, most: int, whole
 
 
 class Remote:
-    """A store behind addresses of one kind. Its connections are recreated in a forked process, as fsspec requires."""
+    """A file system behind addresses of one kind (https, s3, ...). A forked process opens new connections, as fsspec
+    requires."""
 
     def __init__(self, address: str):
         self.kind = address.partition("://")[0].lower()
@@ -475,7 +487,7 @@ class Remote:
 
     @property
     def system(self) -> Any:
-        """fsspec's file system. Raises ValueError if fsspec, or its part for this kind, is not installed."""
+        """fsspec's file system. Raises ValueError if fsspec, or its package for this kind, is not installed."""
         if self._process != os.getpid():
             try:
                 import fsspec
@@ -490,9 +502,9 @@ class Remote:
         return {"kind": self.kind, "_system": None, "_process": None}
 
     def read(self, address: str, start: int, size: int, whole: int | None = None) -> bytes:
-        """Return ``size`` bytes from ``start``, with retries. whole: the size that the file must have.
+        """Return ``size`` bytes from ``start`` on, with retries. whole: the size that the file must have, if known.
 
-        Raises DataError, which names the address, also if the server sends other bytes than the range."""
+        Raises DataError, naming the address, if the range can't be read or the server sends a different range."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, start=start, end=start + size, whole=whole) if size else b""
@@ -511,9 +523,10 @@ class Remote:
             raise DataError(f"{printable(address)}: {error}") from error
 
     def read_all(self, address: str, most: int, check: Callable[[bytes], None] = lambda content: None) -> bytes:
-        """Return a file of at most ``most`` bytes, with retries, also if ``check`` raises an error for the content.
+        """Return a file of at most ``most`` bytes, with retries.
 
-        Raises DataError, which names the address."""
+        check: validates the content; an error of ``check`` also leads to a retry. Raises DataError, naming the
+        address."""
 
         def once() -> bytes:
             content = self.call("cat_file", address, most=most)
@@ -531,18 +544,19 @@ class Remote:
             raise
 
     def version(self, address: str) -> str:
-        """Return a text that changes with the file, as far as its server tells; empty if it doesn't."""
+        """Return a text that changes when the file changes, made from the server's metadata; empty if the server gives
+        none."""
 
         def once() -> dict[str, Any]:
             try:
                 return self.call("info", address)
-            except FileNotFoundError:  # raised for any failure of HTTP; reading the file raises the real one
+            except FileNotFoundError:  # fsspec raises this for any HTTP failure; reading the file raises the real error
                 return {}
 
         if not (found := retried(address, once)):
             return ""
         told = {name: found.get(name) for name in ("size", "ETag", "etag", "LastModified", "mtime")}
-        # For web servers, some of which give no ETag.
+        # Some web servers give no ETag.
         told |= {name: found[name] for name in ("Last-Modified", "Content-MD5", "Digest") if name in found}
         return " ".join(f"{name}={value}" for name, value in told.items())
 
@@ -555,7 +569,7 @@ class Remote:
         return sorted(name for name in full if name.lower().endswith(".tar"))
 
     def _linked_tars(self, folder: str) -> list[str]:
-        """Return the tars on the same server that a web server's page of a folder links to."""
+        """Return the tars that a web server's page of ``folder`` links to, if they are on the same server."""
         page, found = self.read_all(folder, MOST_PAGE).decode("utf-8", "replace"), set()
         for link in re.finditer(r"""href\s{0,9}=\s{0,9}["']([^"'<>]{1,4096})["']""", page, re.IGNORECASE):
             with suppress(ValueError):
@@ -568,7 +582,7 @@ class Remote:
     def _cat(
         self, address: str, start: int | None = None, end: int = 0, most: int = 0, whole: int | None = None
     ) -> bytes:
-        """Return a file of at most ``most`` bytes, or its bytes [start, end)."""
+        """Return a file of at most ``most`` bytes, or only its bytes [start, end)."""
         system, most = self.system, most if start is None else end - start
         if self.kind in ("http", "https") or hasattr(system, "_call_s3"):
             from fsspec.asyn import sync
@@ -586,7 +600,7 @@ class Remote:
         return system.cat_file(address, **options)
 
     def call(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call fsspec's method of this name, within bounds of time and, for ``cat_file``, of bytes."""
+        """Call fsspec's method of this name with a time limit and, for ``cat_file``, a limit of bytes."""
         if name == "cat_file":
             return self._cat(*args, **options)
         system = self.system
@@ -598,9 +612,9 @@ class Remote:
 
 
 class RemoteTars:
-    """Tars behind addresses, whose contents are cached; same interface as ``LocalTars``.
+    """Tars behind addresses, with a cache of the ranges that were read; same interface as ``LocalTars``.
 
-    contents: the checksum of every tar. sizes: its bytes, by its index."""
+    contents: checksum of each tar. sizes: number of bytes of each tar, as recorded in its index."""
 
     def __init__(
         self, addresses: Sequence[str], contents: Sequence[str], sizes: Sequence[int], remote: Remote, cache: FileCache
@@ -610,7 +624,7 @@ class RemoteTars:
         self._ahead = FetchAhead(self._fetch)
 
     def prefetch(self, groups: Iterable[Ranges]) -> None:
-        """Begin to fetch the ranges that ``read`` will be asked for, in this order."""
+        """Start fetching the ranges that the next calls of ``read`` need, in this order."""
         _ = self.remote.system  # created here, because the fetching threads share it
         self._ahead.begin(group for group in groups if not all(self.cache.has(self._name(*part)) for part in group))
 
@@ -624,7 +638,7 @@ class RemoteTars:
         return f"{self.addresses[tar]} {self.contents[tar]} {at} {size}"
 
     def read(self, tar: int, at: int, size: int) -> bytes:
-        """Return ``size`` bytes from ``at``. Raises DataError, which names the address."""
+        """Return ``size`` bytes from ``at`` on. Raises DataError, naming the address."""
         name = self._name(tar, at, size)
         fetched = self._ahead.take(ByteRange(tar, at, size))
         content = self.cache.get(name) if fetched is None else None
@@ -636,16 +650,23 @@ class RemoteTars:
         return content
 
     def forget(self, tar: int, at: int, size: int) -> bool:
-        """Drop a range from the cache; return True, because it can be read again."""
+        """Remove a range from the cache. Return True, because the range can be read again from its address."""
         self.cache.forget(self._name(tar, at, size))
         return True
 
 
 def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) -> list[Path]:
-    """Fetch the index of every tar into the cache's folder, unless this version is there; return the files.
+    """Fetch the index of every tar into the cache's folder, unless the same version is already there.
 
-    If that folder is full, they are in a temporary folder of this process. Raises DataError, which names the tar;
-    ValueError if there is no space for the indexes."""
+    If the disk of that folder is full, the indexes go into a temporary folder of this process.
+
+    Returns:
+        The paths of the indexes, in the order of the tars.
+
+    Raises:
+        DataError: an index can't be fetched; the message names its address.
+        ValueError: neither folder has space for the indexes.
+    """
     kept = cache.folder / "indexes"
 
     def fetch(address: str, folder: Path) -> Path:
@@ -656,7 +677,7 @@ def fetch_indexes(addresses: Sequence[str], remote: Remote, cache: FileCache) ->
             if version and (is_index(path := kept / file) or is_index(path := folder / file)):
                 return path
             content = remote.read_all(name, MOST_INDEX, check_whole)
-        except ValueError as error:  # another page, say
+        except ValueError as error:  # the file is not an index, for example a web page
             raise DataError(f"{printable(name)}: {error}") from error
         except DataError as error:
             fix = "python preprocess.py index FOLDER makes it, where the tars are"
