@@ -141,7 +141,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result. Raises DataError if a worker process died or hangs, or the error that a worker caught."""
+        """Return the next result. Raises DataError if a worker died or hangs, or the error that a worker caught."""
         if self._results is None:
             raise StopIteration
         if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
@@ -227,7 +227,7 @@ class ReadAhead:
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=1)  # so that this thread does not free the batches; the thread may be ending the program
+            self._watcher.join(timeout=1)  # so that the watcher does not free the batches
         if results is None or not self._workers:
             self.reading.end()
             return
@@ -374,9 +374,9 @@ def _start_worker(worker: int, with_parent: bool) -> None:
     leave_inherited_garbage()
     if with_parent:
         end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process handles these signals, and may save first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process handles them, perhaps saves
         signal.signal(number, signal.SIG_IGN)
-    warnings.filterwarnings("ignore", module="PIL")  # warnings about large or odd pictures; unusable pictures are reported anyway
+    warnings.filterwarnings("ignore", module="PIL")  # large or odd pictures; unusable ones are reported
 
 
 def _unchanged(result):
@@ -457,7 +457,7 @@ def requests(
     start_step: int,
     end_step: int | None,
 ) -> Iterator[_Request]:
-    """Yield what a rank reads, step after step, micro-batch after micro-batch."""
+    """Yield one request for each step and micro-batch of a rank, in order."""
     for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
         rows, epoch = schedule.rows(step), schedule.epoch(step)
         for micro in range(micro_batches):
@@ -472,8 +472,8 @@ class _BatchReader(Dataset[Any]):
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # uint8 is a quarter of the memory to fill, stack and pass to the main process. That halves the time of a small
-        # clip.
+        # uint8 is a quarter of the memory to fill, stack and pass to the main process. With float32, these steps take
+        # half of a small clip's time.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
