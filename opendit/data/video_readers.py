@@ -184,7 +184,7 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 READERS = ("torchcodec", "decord", "pyav")  # the order that ``auto`` tries them in, the fastest first
 CHOICES = ("auto", *READERS)
-# Containers that hold a clip themselves. Playlists, descriptions and devices are excluded because they name other files.
+# Containers that hold a clip themselves, unlike playlists, descriptions and devices, which name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
 _OF_DECORD = ("avc1", "vp09", "av01")  # MP4's names of the codecs that decord reads
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
@@ -407,7 +407,7 @@ def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> boo
         return False
     if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
         return False  # the file has no list of its key frames
-    # A frame that is shown before the first key frame needs missing ones.
+    # A frame that is shown before the first key frame refers to frames that are missing.
     if first.shown != times[0] and not first.hidden:
         return False
     # With several edits, a decoder restarts within the file and loses the frames that refer to hidden frames.
