@@ -64,7 +64,7 @@ class LatentsSettings(JsonObject):
 
     version: Count
     data: Word
-    shapes: Word = absent()  # hash of the samples' shapes, with --bucket_tokens
+    shapes: Word = absent()  # identity of the data set with its shapes, with --bucket_tokens
     bucket_tokens: Positive = absent()
     pictures: Count
     image_size: Side
@@ -159,7 +159,7 @@ class LatentsOfOneSize(JsonObject):
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
     captions: CaptionCounts = absent()
-    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # checksums of the files other than the shards
+    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of other files than the shards
     foreign: ForeignTars = absent()
 
 
@@ -181,7 +181,7 @@ class LatentsSizes(JsonObject):
 SHARD = FileKind(LatentsShard, 16 * MIB)
 LATENTS_INDEX, LATENTS_SIZES = FileKind(LatentsIndex, 32 * MIB), FileKind(LatentsSizes, 256 * MIB)
 
-_SMALL = ("labels", "captions", "caption_ends", "token_ends")  # small tensors, a few bytes a sample, which are read completely
+_SMALL = ("labels", "captions", "caption_ends", "token_ends")  # read completely: a few bytes a sample
 REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
@@ -395,13 +395,13 @@ def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> d
 
 
 def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> None:
-    """Write index.json: in version 1 the only element of ``indexes``, in version 2 all of them, sorted by picture size."""
+    """Write index.json: the only element of ``indexes`` in version 1, all of them by picture size in version 2."""
     plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
     content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
     content = plain[0] if version == FILES_VERSION else content
     text = json.dumps({"format": FORMAT, "version": version, **content}, indent=1) + "\n"
     with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
-        write_file(new, iter([text.encode()]))  # synced, so that a power cut can't leave the new name without its content
+        write_file(new, iter([text.encode()]))  # synced: a power cut can't leave the name without content
 
 
 class CachedLatents(MediaDataset):
