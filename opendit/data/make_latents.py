@@ -232,7 +232,7 @@ class _Encoding:
         """Return the shape of a latent: (C, h, w) for a picture, (C, t, h, w) for a clip.
 
         rows: rows of one shape. Without rows, the latent is of a sample of ``image_size``."""
-        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # two types of codec
+        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take no frames
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
         if rows and isinstance(self.dataset, ShapedDataset):
@@ -393,7 +393,7 @@ def run(
         stack.enter_context(supervisor)
     with stack:
         if vae not in HUB:
-            vae = str(Path(vae).expanduser().resolve())  # absolute, because the index stores it for runs that start in other folders
+            vae = str(Path(vae).expanduser().resolve())  # absolute: runs in other folders read it from the index
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
@@ -437,7 +437,8 @@ def run(
             print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
-            # The ranks only wait for each other at the end. The last may finish long after the first, so the timeout is long.
+            # The ranks only wait for each other at the end. The last rank may finish long after the first, so the timeout
+            # is long.
             store = dist.PrefixStore("default", meet(place))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
         index = make_latents(
