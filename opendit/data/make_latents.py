@@ -437,8 +437,8 @@ def run(
             print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
-            # The ranks only wait for each other at the end. The last rank may finish long after the first, so the timeout
-            # is long.
+            # The ranks only wait for each other at the end. The last may finish long after the first, so the
+            # timeout is long.
             store = dist.PrefixStore("default", meet(place))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
         index = make_latents(
