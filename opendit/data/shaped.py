@@ -38,7 +38,7 @@ class TokenSize:
     side: tuple[int, int]
 
     def length(self, frames: int) -> int:
-        """Return the number of tokens along time in a clip of ``frames`` frames. ``frames`` must be a possible length."""
+        """Return the tokens along time of a clip of ``frames`` frames, which must be a possible length."""
         return 1 if frames == 1 else ((frames - 1) // self.temporal + 1) // self.frames
 
     def clip_frames(self, tokens: int) -> int:
@@ -107,7 +107,7 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """Return (rows, columns) in tokens of the shapes whose area is that of a square of ``side`` pixels, or just less."""
+    """Return (rows, columns) in tokens of the shapes with the area of a square of ``side`` pixels, or just less."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
@@ -364,8 +364,8 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
     """
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Shapes are numbered by their keys, in the same order as the shapes of the media that the latents were made from, so
-    # that batches of latents come in the same order as batches of media.
+    # Shapes are numbered in the order of their keys. The keys have the order of the media's shapes, so batches of latents
+    # come in the same order as batches of the media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):
