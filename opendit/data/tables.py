@@ -1,8 +1,8 @@
 """Read and write tables of captioned media: CSV, JSON lines and Parquet, with a column of files and one of captions.
 
 A CSV has the columns ``path,text`` with or without a header, and may have more. With a header, the columns may also be
-called ``file_name`` and ``caption``, or have the names in ``--file_column`` and ``--caption_column``. Paths are relative
-to the table's folder unless absolute. The text is UTF-8, with or without a byte-order mark. Captions may hold commas,
+called ``file_name`` and ``caption``, or what ``--file_column`` and ``--caption_column`` name. Paths are relative to the
+table's folder unless absolute. The text is UTF-8, with or without a byte-order mark. Captions may hold commas,
 quotes and newlines with the usual CSV quoting. Names of files may hold bytes that are not UTF-8.
 """
 
@@ -79,7 +79,7 @@ class Columns(NamedTuple):
     caption: str | None = None
 
     def find(self, names: Collection[str]) -> tuple[str | None, str | None]:
-        """Return the names of the two columns among ``names``, None for one that isn't there."""
+        """Return the names of the file and caption columns among ``names``, or None for a missing column."""
         of_each = ((self.file,) if self.file else FILES), ((self.caption,) if self.caption else CAPTIONS)
         file, caption = (next((name for name in usual if name in names), None) for usual in of_each)
         return file, caption
