@@ -364,8 +364,8 @@ def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str,
     """
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Shapes are numbered in the order of their keys. The keys have the order of the media's shapes, so batches of latents
-    # come in the same order as batches of the media.
+    # Shapes are numbered in the order of their keys. The keys have the order of the media's shapes, so that batches of
+    # latents come in the same order as batches of the media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):
