@@ -37,8 +37,8 @@ def replacing(
 ) -> Iterator[BinaryIO]:
     """Yield a new, empty temporary file ("w+b") that atomically replaces ``path`` at the end of the block.
 
-    After an exception ``path`` is unchanged and the temporary file is deleted. The file object's ``name`` is the path of
-    the temporary file, for callers that read the file inside the block.
+    After an exception ``path`` is unchanged and the temporary file is deleted. The ``name`` of the file object is the
+    path of the temporary file, for callers that read the file inside the block.
 
     Args:
         mark: replaces the process number in the temporary file's name, so that a caller can find the file of a killed
