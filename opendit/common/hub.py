@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Files of a pipeline's components in their folders, or of a single network. Single-file pipelines in the root are skipped.
+# Files of a single network, or of a pipeline's components in their folders. Single-file pipelines are skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
 UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants, which are not used
