@@ -37,8 +37,8 @@ def write_file(
 ) -> dict[str, Any]:
     """Write and sync a file. Return its manifest entry: bytes, and the SHA-256 of the blocks in memory.
 
-    to: an open, empty file, or the path of a new file below ``root`` (see opendit/common/safe_files.py). Raises OSError,
-    which names the file, for example for a full disk.
+    to: an open, empty file, or the path of a new file below ``root`` (see opendit/common/safe_files.py). Raises
+    OSError, which names the file, for example for a full disk.
     """
     if isinstance(to, Path):
         with creating(to, root=root) as file:
@@ -66,8 +66,8 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: dtype and shape of each tensor to write, by default of all. Give it if ``tensors`` reads a tensor from disk at
-    each access.
+    kinds: dtype and shape of each tensor to write, by default of all. Pass ``kinds`` if ``tensors`` reads a tensor from
+    disk at each access.
 
     This function replaces safetensors' save_file, which neither hashes nor syncs, and does not tell a full disk from a
     bug.
@@ -132,7 +132,7 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
 
 
 def shapes_in(file: safe_open, path: Path, floats: bool = True) -> Shapes:
-    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a tensor of another type than floats."""
+    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a tensor that holds no floats."""
     shapes = {}
     for name in file.keys():  # noqa: SIM118
         part = file.get_slice(name)
