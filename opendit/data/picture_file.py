@@ -1,4 +1,4 @@
-"""Read picture files of any format, also from untrusted sources, as 8-bit sRGB; and crop them as ADM and Meta's DiT do."""
+"""Read untrusted picture files of any format as 8-bit sRGB, and crop them as ADM and Meta's DiT do."""
 
 import io
 import math
@@ -30,8 +30,8 @@ SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
 WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens and that are not read here. EPS is a program that Ghostscript would run. Of the others Pillow
-# reads only the headers.
+# Formats that Pillow opens and that are not read here. EPS is a program that Ghostscript would run. Of the others,
+# Pillow reads only the headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
