@@ -103,7 +103,7 @@ class Complement:
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # For each gap, the count of numbers before it. The gaps with a count of at most n precede the number at index n.
+        # For each gap, the count of numbers before it. Gaps with a count of at most n precede the number at index n.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:
