@@ -213,10 +213,10 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails in the data set's order. Below each stand its caption or class and its size."""
+    """Draw a PNG of thumbnails in the data set's order. Each has its caption or class and its size below it."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
-    lines: list[list[tuple[int, Look]]] = []  # for each line: (column, row) pairs
+    lines: list[list[tuple[int, Look]]] = []  # for each line: (column, look) pairs
     end = columns
     for each in found.shown:
         places = OF_CLIP if len(each.frames) > 1 else 1
