@@ -1,2 +1,1 @@
-"""Helpers that every package may use and that import none of them: files that are written whole or not at all, strict
-JSON, and imports that wait until they are needed."""
+"""Helpers for all other packages, of which it imports none: atomic file writes, strict JSON, and lazy imports."""

@@ -1,5 +1,7 @@
-"""Models by their names on the hub, OWNER/NAME or OWNER/NAME@REVISION: fetched when that is asked for, and read from
-the hub's local cache, models--OWNER--NAME/snapshots/COMMIT."""
+"""Find models by their names on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION.
+
+Models are read from the hub's local cache, models--OWNER--NAME/snapshots/COMMIT, and downloaded only on request.
+"""
 
 import functools
 import hashlib
@@ -8,16 +10,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-# Components in their folders, or a network alone. Not the whole pipelines in one file, which lie beside them.
+# Files of a single network, or of a pipeline's components in their folders. Single-file pipelines are skipped.
 WANTED = ["model_index.json", "config.json", "diffusion_pytorch_model*.json", "diffusion_pytorch_model*.safetensors"]
 WANTED += [f"*/*.{kind}" for kind in ("json", "safetensors", "txt", "model", "jinja")]
-UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # variants, which are not read
+UNWANTED = ["*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*"]  # half-precision variants, which are not used
 NAME = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w][\w./-]{0,199}))?", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def on_hub(name: str) -> tuple[str, str | None] | None:
-    """Split OWNER/NAME or OWNER/NAME@REVISION; None for a path that exists, and for what is no such name."""
+    """Return (OWNER/NAME, REVISION or None), or None for an existing path or a text that is no such name."""
     found = NAME.fullmatch(name)
     if found is None or ".." in name or Path(name).expanduser().exists():
         return None
@@ -25,15 +27,15 @@ def on_hub(name: str) -> tuple[str, str | None] | None:
 
 
 def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> str:
-    """Return the folder of a model's name on the hub; any other ``name`` as it is.
+    """Return the local folder of a model on the hub. A ``name`` that is no hub name is returned unchanged.
 
     Args:
-        flag: that named it, for messages.
-        download: fetch it, or what is missing of it, from the hub.
-        commit: of a run that began from this model: its snapshot in the local cache will do, without the network.
+        flag: flag with the name, for messages.
+        download: download the model, or its missing files, from the hub.
+        commit: commit from which a run began, if known. If the local cache has that snapshot, the network is not used.
 
     Raises:
-        ValueError: in one line, that ``download`` is missing, or why it can't be fetched.
+        ValueError: ``download`` is False, or the download failed. The message is one line.
     """
     asked = on_hub(name)
     if asked is None:
@@ -52,24 +54,24 @@ def fetched(name: str, flag: str, download: bool, commit: str | None = None) -> 
 
 
 def cached(repository: str, commit: str) -> str | None:
-    """Return the snapshot of a commit in the local cache, if it is complete as far as the cache knows."""
+    """Return the snapshot folder of a commit in the local cache, or None if the cache lacks files."""
     from huggingface_hub import snapshot_download
 
     try:
         options: dict[str, Any] = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True)
         return str(snapshot_download(repository, revision=commit, **options))
-    except Exception:  # whatever is missing, the hub has it
+    except Exception:  # something is missing here, and the hub has it
         return None
 
 
-@functools.cache  # flags are resolved more than once, and all mean one commit
+@functools.cache  # flags are resolved several times and must give the same commit
 def download_snapshot(repository: str, revision: str | None, what: str) -> str:
-    """Return the snapshot of a revision, fetched from the hub. Raises ValueError that begins with ``what``."""
+    """Download a revision from the hub and return its snapshot folder. Raises ValueError that begins with ``what``."""
     from huggingface_hub import constants, errors, snapshot_download
 
     place = f"{repository} on the hub"
     try:
-        probe_hub(constants.ENDPOINT)  # a download tries six times with growing pauses
+        probe_hub(constants.ENDPOINT)  # fail early, because a download tries six times with growing pauses
         options: dict[str, Any] = dict(allow_patterns=WANTED, ignore_patterns=UNWANTED)
         folder = Path(snapshot_download(repository, revision=revision, **options))
     except errors.GatedRepoError:
@@ -78,7 +80,7 @@ def download_snapshot(repository: str, revision: str | None, what: str) -> str:
         why = f"{place} has no revision {revision}"
     except errors.RepositoryNotFoundError:
         why = f"there is no {place}, or it is private and you are not logged in"
-    except Exception as error:  # requests', httpx's and the hub's own
+    except Exception as error:  # errors of requests, httpx and the hub
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         why = f"the hub can't be reached, or broke off ({type(error).__name__}: {reason}); name a folder instead"
     else:
@@ -89,7 +91,7 @@ def download_snapshot(repository: str, revision: str | None, what: str) -> str:
 
 
 def probe_hub(endpoint: str) -> None:
-    """Raise unless the hub sends any answer within a few seconds."""
+    """Raise an exception unless the hub answers within a few seconds."""
     from huggingface_hub.utils import get_session
 
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
@@ -98,7 +100,7 @@ def probe_hub(endpoint: str) -> None:
 
 
 def snapshot_of(folder: str | Path) -> tuple[Path, str, str] | None:
-    """Return (snapshot, OWNER/NAME, commit) of a folder in the hub's cache; None for any other."""
+    """Return (snapshot, OWNER/NAME, commit) of a folder in the hub's cache, or None for another folder."""
     real = Path(folder).expanduser().resolve()
     for path in (real, *real.parents[:1]):
         owner, dashes, name = path.parent.parent.name.removeprefix("models--").partition("--")
@@ -108,17 +110,17 @@ def snapshot_of(folder: str | Path) -> tuple[Path, str, str] | None:
 
 
 def folder_name(folder: str | Path) -> str:
-    """Return the name of a model's folder: its own, or that of its repository in the hub's cache."""
+    """Return the folder's name or, for a folder in the hub's cache, the repository's name without the owner."""
     snapshot = snapshot_of(folder)
     return Path(folder).expanduser().resolve().name if snapshot is None else snapshot[1].partition("/")[2]
 
 
 def origin(folder: str | Path) -> dict[str, Any] | None:
-    """Return where a folder of the hub's cache is from: repository, commit, and the hash of every file that may be
-    read.
+    """Return the origin of a folder in the hub's cache: repository, commit, and the hash of every file.
 
-    The cache names a file by the hub's hash of it: SHA-256 of large ones, git's SHA-1 of others. Where it holds no
-    links but files, their SHA-256 is computed. None for a folder elsewhere.
+    A snapshot's files are links to files that the cache names by their hash: the SHA-256 for large files, git's SHA-1
+    for others. If a snapshot holds a file instead of a link, its SHA-256 is computed. Return None for a folder outside
+    the cache.
     """
     snapshot = snapshot_of(folder)
     if snapshot is None:

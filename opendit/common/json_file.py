@@ -1,8 +1,8 @@
-"""Strict JSON, read within bounds, and checked by pydantic models before anything in it is used.
+"""Read strict JSON within limits.
 
-The reader bounds what pydantic does not: the bytes of a file, its depth, duplicate keys, the digits of a number. Errors
-are ValueErrors of one line that name the file, the field, and what is wrong with it. Importing this module does not
-import pydantic: the models are in modules that define them, on the base of opendit/common/json_models.py.
+The reader limits what pydantic does not: the bytes of a file, its depth, duplicate keys, and the digits of a number.
+Errors are one-line ValueErrors that name the file and the problem. Importing this module does not import pydantic. The
+pydantic models that check the content are built on opendit/common/json_models.py.
 """
 
 import errno
@@ -17,25 +17,25 @@ from typing import Any
 from opendit.common.utils import shown
 
 MIB = 1 << 20
-CONTAINERS = 1_000_000  # lists and objects in one file: an empty one takes 1 byte there and up to 200 in memory
-DEPTH = 64  # of lists and objects in each other
-DIGITS = 400  # of a number; a double needs 17, and has 309 before its point at most
-LARGEST = 2**53  # integers above it are not exact in every program that reads JSON
+CONTAINERS = 1_000_000  # most lists and objects in a file; an empty one takes few bytes there, up to 200 in memory
+DEPTH = 64  # most levels of nested lists and objects
+DIGITS = 400  # most characters of a number; a double needs 17 digits, and has at most 309 before its point
+LARGEST = 2**53  # not every program that reads JSON represents larger integers exactly
 
 
 def read_json(path: Path, most: int) -> Any:
     """Return the content of a JSON file of at most ``most`` bytes.
 
     Raises:
-        ValueError: in one line that names the file: it is no regular file, too large, not UTF-8 or not strict JSON (see
-            :func:`parse_json`).
-        OSError: it can't be opened.
+        ValueError: the file is no regular file, too large, not UTF-8 or not strict JSON (see :func:`parse_json`). The
+            message is one line that names the file.
+        OSError: the file can't be opened.
     """
     return parse_json(read_bounded(path, most), str(path))
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Return the bytes of a regular file that has at most ``most``. Raises ValueError, naming it, and OSError."""
+    """Return the bytes of a regular file. Raises OSError, or ValueError that names a file of over ``most`` bytes."""
     with open(open_regular(path), "rb") as file:
         content = file.read(most + 1)
         size = os.fstat(file.fileno()).st_size
@@ -47,8 +47,8 @@ def read_bounded(path: Path, most: int) -> bytes:
 def open_regular(path: str | Path) -> int:
     """Return the descriptor of a regular file, opened for reading.
 
-    Raises ValueError, naming the path, for anything else, such as a named pipe, which would keep its opener waiting;
-    OSError."""
+    Raises ValueError, which names the path, for anything else, such as a named pipe, whose opening would block. Raises
+    OSError if the file can't be opened."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
@@ -62,9 +62,9 @@ def open_regular(path: str | Path) -> int:
 
 
 def parse_json(content: bytes | str, source: str) -> Any:
-    """Return the value of a JSON text. It must be UTF-8, hold each key of an object once, and no NaN or Infinity.
+    """Return the value of a JSON text, which must be UTF-8 without duplicate keys, NaN or Infinity.
 
-    source: the file it comes from. Raises ValueError with one line that names it.
+    source: the file's name. Raises ValueError with one line that names it.
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
@@ -125,13 +125,13 @@ def _check_depth(value: Any) -> None:
 
 
 def _items(outer: dict[str, Any] | list[Any]) -> list[Any]:
-    """Return the lists and objects directly in another one."""
+    """Return the lists and objects that are direct elements of ``outer``."""
     values = outer.values() if isinstance(outer, dict) else outer
     return [item for item in values if isinstance(item, dict | list)]
 
 
 def within(place: str, key: str | int) -> str:
-    """Return the place of a value in a JSON text, "starts[3].flags", given that of the object or list it is in."""
+    """Return the path of a value in JSON, such as "starts[3].flags". place: path of the enclosing object or list."""
     if isinstance(key, int):
         return f"{place}[{key}]"
     key = key if re.fullmatch(r"[\w.-]{1,60}", key, re.ASCII) else shown(key)

@@ -1,6 +1,6 @@
-"""The base of the pydantic models that JSON files are checked by. They are strict, frozen, and refuse unknown keys.
+"""Base classes of the pydantic models that check JSON files. The models are strict, frozen, and refuse unknown keys.
 
-The models only check: what is passed on is the JSON value itself, which is often written again as it was.
+The models only check. Functions return the JSON value itself, which is often written again unchanged.
 """
 
 import functools
@@ -34,14 +34,14 @@ def absent() -> Any:
 
 
 class JsonObject(BaseModel):
-    """An object. A field without a default must be there; null is taken only where the field's type says so."""
+    """A JSON object. A field without a default is required. null is accepted only if the field's type allows None."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, value: Any) -> Any:
-        """Stop at the first unknown key: pydantic itself would go on to list a million of them."""
+        """Stop at the first unknown key. pydantic itself would list all of them, perhaps a million."""
         if isinstance(value, dict) and cls.model_config.get("extra") == "forbid":
             known = {field.alias or name for name, field in cls.model_fields.items()}
             for key in value:
@@ -51,26 +51,26 @@ class JsonObject(BaseModel):
 
 
 class OpenJsonObject(JsonObject):
-    """An object that another program writes, or people: keys beyond the fields are not looked at."""
+    """A JSON object that another program or a person writes. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class FileKind:
-    """The type that the content of files of one kind must have, and the most bytes that are read of one."""
+    """A kind of JSON file: the type of its content, and the most bytes that such a file may have."""
 
     def __init__(self, content: Any, most_bytes: int):
         self._content, self.most_bytes = content, most_bytes
 
     @functools.cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """Checks a value; made when it is first used."""
+        """Pydantic adapter that checks a value. It is built on first use."""
         model = isinstance(self._content, type) and issubclass(self._content, BaseModel)
         return TypeAdapter(self._content, config=None if model else ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
-    """Return ``value`` if it is of the kind. Raises ValueError with one line that names the source and the field."""
+    """Return ``value`` unchanged. If it is not of ``kind``, raises ValueError that names the source and the field."""
     try:
         kind.adapter.validate_python(value)
     except ValidationError as error:
@@ -81,12 +81,12 @@ def checked(value: Any, kind: FileKind, source: Path | str) -> Any:
 def read_file(path: Path, kind: FileKind) -> Any:
     """Return the content of a JSON file.
 
-    Raises ValueError with one line that names the file and the field that is wrong; OSError if it can't be opened."""
+    Raises ValueError with one line that names the file and the wrong field, or OSError if the file can't be opened."""
     return checked(read_json(path, kind.most_bytes), kind, path)
 
 
 def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
-    """Return the JSON that a safetensors file has as metadata. Raises ValueError as :func:`read_file`."""
+    """Parse and check JSON text from a safetensors file's metadata. Raises ValueError as :func:`read_file`."""
     if len(text) > kind.most_bytes:
         raise ValueError(f"{source} has metadata of {len(text):,} characters; at most {kind.most_bytes:,} are read")
     return checked(parse_json(text, f"the metadata of {source}"), kind, source)
@@ -95,7 +95,7 @@ def parse_text(text: str, kind: FileKind, source: Path | str) -> Any:
 def _first_problem(error: ValidationError, value: Any) -> str:
     found: dict[str, Any] = dict(error.errors(include_url=False)[0])
     place = ""
-    for step in found["loc"]:  # which also names the members of unions, and "[key]"
+    for step in found["loc"]:  # the location also contains names of union members, and "[key]"
         if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
             value = value[step]
             place = within(place, step)

@@ -1,4 +1,4 @@
-"""Files beside a run's checkpoints that grow record by record, and a count of writes that failed."""
+"""Append-only files of a run, such as its log, and a count of failed writes."""
 
 import contextlib
 import logging
@@ -11,20 +11,20 @@ from opendit.common.safe_files import LinkRefused, open_to_append
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64 << 20  # bytes of records that wait until the disk has room: a week of log lines
+MOST_WAITING = 64 << 20  # bytes of records kept while the disk is full: a week of log lines
 
 
 class RecordFile:
-    """A file that grows by whole records. A record that can't be written waits for the next attempt.
+    """An append-only file of records. A record that can't be written waits for the next attempt.
 
-    Nothing is opened before the first record. After an error the file ends with a whole record; if the file system
-    refuses even to truncate it, that is done before anything else is written.
+    The file is opened at the first record. After an error the file is truncated to its last complete record. If the
+    truncation fails too, it is repeated before the next write.
 
     Args:
-        root: the folder below which no link is followed, as of opendit/common/safe_files.py.
+        root: folder below which no link is followed, see opendit/common/safe_files.py.
 
     Attributes:
-        lost: how many records were dropped because too many were waiting.
+        lost: number of records that were dropped because too many were waiting.
     """
 
     def __init__(self, path: Path, root: Path | None = None):
@@ -34,7 +34,7 @@ class RecordFile:
         self._size, self._torn = 0, False
 
     def append(self, record: bytes) -> None:
-        """Write this record after all that wait. Raises OSError if some still have to wait."""
+        """Write all waiting records and then this one. Raises OSError if a record still has to wait."""
         self._waiting.append(record)
         while sum(map(len, self._waiting)) > MOST_WAITING and len(self._waiting) > 1:
             self._waiting.popleft()
@@ -58,11 +58,11 @@ class RecordFile:
 
     @property
     def waiting(self) -> int:
-        """Return the number of records that are not in the file yet."""
+        """Number of records that are not in the file yet."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """Close the file, after a last attempt to write what waits. Raises OSError."""
+        """Close the file after a last attempt to write the waiting records. Raises OSError."""
         try:
             self.flush()
         finally:
@@ -98,8 +98,9 @@ class RecordFile:
 
 
 class WriteFailures:
-    """Count writes beside the checkpoints that failed. Training continues without them: each kind of
-    failure is logged once, all are counted, and the exit code shows that there were some."""
+    """Counter of failed writes of files other than checkpoints.
+
+    Training continues after such a failure. Each kind of failure is logged once, and the run's exit code becomes 1."""
 
     def __init__(self):
         self._logged: set[tuple[str, int | None]] = set()
@@ -111,7 +112,7 @@ class WriteFailures:
 
     @contextlib.contextmanager
     def survive(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Count an OSError that ends the block, and continue after it. what: names the file that was being written."""
+        """Suppress and count an OSError from the block. what: name of the file that the block writes."""
         try:
             yield
         except OSError as error:
@@ -123,5 +124,5 @@ class WriteFailures:
                 logger.warning("%s%s NOT WRITTEN, %s; training goes on, the run's exit code will be 1", at, what, error)
 
     def describe(self) -> str:
-        """describe() -> "log.jsonl 3 times, samples once"."""
+        """Return a summary such as "log.jsonl 3 times, samples once"."""
         return ", ".join(f"{what} {'once' if n == 1 else f'{n} times'}" for what, n in self._counts.items())

@@ -1,10 +1,10 @@
-"""The one module that writes files. It never follows a symbolic link.
+"""The only module that writes files. It never follows a symbolic link below ``root``.
 
 A run's folder, an output or a data set may come from a stranger, and a link in it can lead anywhere. Every function
-takes ``root``, the folder that the user named. Links in the path of ``root`` itself are the user's own and are
-followed. Below it each folder is opened relative to the one before (``dir_fd``, ``O_NOFOLLOW``), and so is the file. A
-link is refused by the operation itself, so one that is put there between a check and the operation is refused too. By
-default ``root`` is the folder of the file.
+takes ``root``, the folder that the user named. Links in the path of ``root`` itself belong to the user and are
+followed. Below ``root``, every folder and the file itself are opened relative to their parent folder (``dir_fd``,
+``O_NOFOLLOW``). The operation itself refuses a link, so a link that appears after a check is refused too. By default
+``root`` is the folder of the file.
 
 tests/common/test_writers.py fails if another module of the package writes a file itself.
 """
@@ -21,11 +21,11 @@ from typing import BinaryIO, cast
 from opendit.common.utils import printable
 
 _FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # O_PATH needs no permission to list the folder
-_MOST_SHOWN = 200  # characters of where a link leads
+_MOST_SHOWN = 200  # most characters of a link's target in a message
 
 
 class LinkRefused(OSError):
-    """A symbolic link is where something should be written. The message, one line, names it."""
+    """Error for a symbolic link at a path that should be written. The message is one line that names the link."""
 
 
 # ------------------------------------------------------------------------------------------ files that are replaced
@@ -35,19 +35,19 @@ class LinkRefused(OSError):
 def replacing(
     path: Path, mark: str | None = None, *, root: Path | None = None, make: bool = False, temporary: str | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a new, empty file ("w+b") that takes the place of ``path`` at the end of the block, all at once.
+    """Yield a new, empty temporary file ("w+b") that atomically replaces ``path`` at the end of the block.
 
-    After an exception ``path`` is as it was, and nothing is left beside it. The new file's ``name`` is its path, for
-    whoever reads it before the end.
+    After an exception ``path`` is unchanged and the temporary file is deleted. The ``name`` of the file object is the
+    path of the temporary file, for callers that read the file inside the block.
 
     Args:
-        mark: replaces the process number in the temporary file's name, so that a caller can find what a killed process
-            left. Two processes must not use one mark at the same time.
-        make: make the folders down to ``path`` that are not there.
-        temporary: the new file's whole name, where another than ``.STEM.MARK.SUFFIX`` is needed.
+        mark: replaces the process number in the temporary file's name, so that a caller can find the file of a killed
+            process. Two processes must not use the same mark at the same time.
+        make: create missing folders above ``path``.
+        temporary: name of the temporary file. The default is ``.STEM.MARK.SUFFIX``.
 
     Raises:
-        LinkRefused: a link stands at ``path``, at the new file's name, or below ``root`` on the way there.
+        LinkRefused: ``path``, the temporary file or a folder between ``root`` and ``path`` is a link.
         OSError: names ``path``.
     """
     new = path.with_name(temporary or f".{path.stem[:100]}.{mark or os.getpid()}{path.suffix}")
@@ -61,7 +61,7 @@ def replacing(
             _replace(new.name, path, here)
         except BaseException as error:
             if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-                error.filename = str(path)  # a failed write does not say of which file
+                error.filename = str(path)  # the error of a failed write does not name the file
             if made:
                 with contextlib.suppress(OSError):
                     os.unlink(new.name, dir_fd=here)
@@ -69,14 +69,14 @@ def replacing(
 
 
 def write_whole(path: Path, content: bytes, *, root: Path | None = None, make: bool = False) -> None:
-    """Replace ``path`` by a file with this content; arguments and errors as of :func:`replacing`."""
+    """Atomically replace ``path`` by a file with this content. Arguments and errors are those of :func:`replacing`."""
     with replacing(path, root=root, make=make) as file:
         file.write(content)
 
 
 def path_of(file: BinaryIO) -> str:
-    """Return a path under which a library can open a file of :func:`replacing` once more."""
-    number = f"/proc/self/fd/{file.fileno()}"  # this file, whatever has its name by now
+    """Return a path with which a library can open a file from :func:`replacing` a second time."""
+    number = f"/proc/self/fd/{file.fileno()}"  # this exact file, even if its name belongs to another file now
     return number if os.path.exists(number) else str(file.name)
 
 
@@ -85,8 +85,9 @@ def path_of(file: BinaryIO) -> str:
 
 @contextlib.contextmanager
 def creating(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
-    """Yield a new, empty file ("w+b") at ``path``; a file that was there is removed first. Raises as
-    :func:`replacing`."""
+    """Yield a new, empty file ("w+b") at ``path``. An existing file is removed first.
+
+    Raises as :func:`replacing`."""
     with _folder(path.parent, root, False) as here, _create(path, here) as file:
         yield file
 
@@ -96,17 +97,17 @@ def open_to_write(path: Path, flags: int, *, root: Path | None = None, make: boo
 
     Raises:
         LinkRefused: as :func:`replacing`.
-        OSError: names ``path``; something else than a regular file stands there.
+        OSError: ``path`` exists and is no regular file, or can't be opened. The error names ``path``.
     """
     with _folder(path.parent, root, make) as here:
         return _open_regular(path, flags, here, mode)
 
 
 def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) -> int:
-    """Return a descriptor to read and to append to a file, which is made if it is not there; errors as of
-    :func:`open_to_write`.
+    """Return a descriptor for reading a file and appending to it. A missing file is created.
 
-    A file that has a second name (a hard link, which may lie outside ``root``) is copied first: only the copy grows.
+    A file that has a second hard link, perhaps outside ``root``, is first replaced by a copy, so that only the copy
+    grows. Errors are those of :func:`open_to_write`.
     """
     with _folder(path.parent, root, make) as here:
         file = _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, here)
@@ -118,15 +119,14 @@ def open_to_append(path: Path, *, root: Path | None = None, make: bool = False) 
 
 
 def touch(path: Path) -> None:
-    """Set the time of change to now, of a link its own. Raises OSError."""
+    """Set the modification time of a file, or of a link itself, to now. Raises OSError."""
     os.utime(path, follow_symlinks=False)
 
 
 def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bool = False) -> None:
-    """Give a regular file a second name where that can be done (the same disk), else copy it.
+    """Make a hard link at ``path`` to a regular file or, if that is impossible (another disk), a copy.
 
-    Links that lead to ``source`` are followed; what stands at ``path`` is an error. Other arguments as of
-    :func:`replacing`.
+    Symbolic links in ``source`` are followed. ``path`` must not exist. Other arguments are those of :func:`replacing`.
 
     Raises:
         LinkRefused: as :func:`replacing`.
@@ -139,7 +139,7 @@ def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bo
             return os.link(real, path.name, dst_dir_fd=here, follow_symlinks=False)
         except FileExistsError as error:
             raise OSError(error.errno, error.strerror, str(path)) from error
-        except OSError:  # another disk, or a system without second names
+        except OSError:  # another disk, or a file system without hard links
             pass
     with open(real, "rb") as old, replacing(path, root=root) as new:
         shutil.copyfileobj(old, new, 16 << 20)
@@ -149,13 +149,13 @@ def link_or_copy(source: Path, path: Path, *, root: Path | None = None, make: bo
 
 
 def make_folder(folder: Path, *, root: Path | None = None) -> None:
-    """Make a folder below ``root``, and those on the way there, unless they are there. Raises LinkRefused, OSError."""
+    """Create a folder and its missing parent folders. Raises LinkRefused, OSError."""
     with _folder(folder, root, True):
         pass
 
 
 def sync_folder(folder: Path, *, root: Path | None = None) -> None:
-    """Make a folder's entries (files made, renamed) survive a power cut."""
+    """Sync a folder, so that created and renamed entries survive a power cut."""
     with _folder(folder, root, False) as here:
         handle = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
         try:
@@ -165,26 +165,28 @@ def sync_folder(folder: Path, *, root: Path | None = None) -> None:
 
 
 def rename(path: Path, to: Path, *, root: Path | None = None, over_link: bool = False) -> None:
-    """Give a file or folder another name in its folder. What has that name is replaced, except a folder that is not
-    empty and, unless ``over_link``, a link. Raises LinkRefused, OSError."""
+    """Rename a file or folder within its folder.
+
+    An existing entry of that name is replaced, except for a folder that is not empty and, unless ``over_link``, a link.
+    Raises LinkRefused, OSError."""
     with _folder(path.parent, root, False) as here:
         _replace(path.name, to, here, over_link)
 
 
 def link_to(path: Path, target: str, *, root: Path | None = None) -> None:
-    """Make a symbolic link. Raises OSError."""
+    """Make a symbolic link at ``path`` to ``target``. Raises OSError."""
     with _folder(path.parent, root, False) as here:
         os.symlink(target, path.name, dir_fd=here)
 
 
 def remove(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, or a link itself, if it is there. Raises OSError."""
+    """Delete a file, or a link itself, if ``path`` exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), _folder(path.parent, root, False) as here:
         os.unlink(path.name, dir_fd=here)
 
 
 def remove_tree(path: Path, *, root: Path | None = None) -> None:
-    """Delete a file, a link itself, or a folder with all that is in it; what can't be deleted is left."""
+    """Delete a file, a link itself, or a folder with its contents. Whatever can't be deleted is left."""
     with contextlib.suppress(OSError), _folder(path.parent, root, False) as here:
         if not stat.S_ISDIR(os.lstat(path.name, dir_fd=here).st_mode):
             return os.unlink(path.name, dir_fd=here)
@@ -202,8 +204,9 @@ def remove_folder(path: Path, *, root: Path | None = None) -> None:
 
 
 def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
-    """Move all files below ``source``, on the same disk, to the same places below ``folder``, replacing those that are
-    there. Raises LinkRefused, OSError."""
+    """Move all files below ``source`` to the same relative paths below ``folder``, which is on the same disk.
+
+    Existing files are replaced. Raises LinkRefused, OSError."""
     source = Path(os.path.abspath(source))
     for parent, _, names in os.walk(source):
         to = folder / Path(parent).relative_to(source)
@@ -213,14 +216,15 @@ def move_into(source: Path, folder: Path, *, root: Path | None = None) -> None:
 
 
 def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
-    """Raise LinkRefused if one of these names in a folder is a link: before long work that ends with writing there.
+    """Raise LinkRefused if one of these names in a folder is a link.
 
-    flag: that names the folder, for the message."""
+    Call this function before long work that will write these files. flag: the flag that names the folder, for the
+    message."""
     try:
         with _folder(folder, None, False) as here:
             for name in names:
                 _refuse_link(folder / name, here)
-    except FileNotFoundError:  # the folder is still to be made
+    except FileNotFoundError:  # the folder will be created later
         return
     except LinkRefused as error:
         raise LinkRefused(f"{flag}: {error}" if flag else str(error)) from None
@@ -231,7 +235,7 @@ def refuse_links(folder: Path, names: Iterable[str], flag: str = "") -> None:
 
 @contextlib.contextmanager
 def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
-    """Yield a descriptor of a folder that no link below ``root`` leads to. make: make what is missing of it."""
+    """Yield a descriptor of a folder, reached from ``root`` without a link. make: create missing folders."""
     root = folder if root is None else root
     try:
         at, here = root, os.open(root, _FOLDER | os.O_CLOEXEC)
@@ -250,7 +254,7 @@ def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
             except FileNotFoundError:
                 if not make:
                     raise
-                with contextlib.suppress(FileExistsError):  # another process was faster
+                with contextlib.suppress(FileExistsError):  # another process created it meanwhile
                     os.mkdir(name, dir_fd=here)
                 deeper = _open(at, _FOLDER, here)
             os.close(here)
@@ -261,7 +265,7 @@ def _folder(folder: Path, root: Path | None, make: bool) -> Iterator[int]:
 
 
 def _open(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
-    """``os.open`` of a name in the folder ``here``; ``path``: for messages."""
+    """Open ``path.name`` in the folder of descriptor ``here`` with ``os.open``. ``path`` is used in messages."""
     try:
         return os.open(path.name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
     except OSError as error:
@@ -270,7 +274,7 @@ def _open(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
 
 
 def _delete(name: str, here: int) -> None:
-    """Delete a file, a link or an empty folder, if that can be done."""
+    """Delete a file, a link or an empty folder if possible. Errors are ignored."""
     for delete in (os.unlink, os.rmdir):
         with contextlib.suppress(OSError):
             delete(name, dir_fd=here)
@@ -278,7 +282,7 @@ def _delete(name: str, here: int) -> None:
 
 
 def _open_regular(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
-    file = _open(path, flags | os.O_NONBLOCK, here, mode)  # a FIFO would keep its opener for ever
+    file = _open(path, flags | os.O_NONBLOCK, here, mode)  # opening a FIFO would block forever
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)
@@ -286,7 +290,7 @@ def _open_regular(path: Path, flags: int, here: int, mode: int = 0o666) -> int:
 
 
 def _replace(name: str, path: Path, here: int, over_link: bool = False) -> None:
-    """Give a file another name in the folder ``here``; ``path`` ends with that name."""
+    """Rename ``name`` to ``path.name`` in the folder of descriptor ``here``."""
     if not over_link:
         _refuse_link(path, here)
     try:
@@ -296,7 +300,7 @@ def _replace(name: str, path: Path, here: int, over_link: bool = False) -> None:
 
 
 def _create(path: Path, here: int) -> BinaryIO:
-    """A new file in the folder ``here``. What a killed process has left there is removed first."""
+    """Create ``path.name`` in the folder of descriptor ``here``. A file left by a killed process is removed first."""
     _refuse_link(path, here)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=here)

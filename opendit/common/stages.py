@@ -14,15 +14,15 @@ T = TypeVar("T")
 class Stages:
     """Divide the time since the process began into named stages.
 
-    A stage is a context. The time of a stage inside another does not count for the outer one, so all stages together
-    add up to the age of the process. They are those of one thread; work of other threads is reported by :meth:`beside`
-    and not part of the sum.
+    Calling the object with a name returns a context manager for a stage. The time of an inner stage does not count for
+    the outer stage, so the stages add up to the age of the process. Stages must be entered from a single thread. Work
+    of other threads is recorded by :meth:`beside` and is not part of the sum.
 
     Args:
-        first: the stage that the process has been in until now.
+        first: name of the stage from the start of the process until the first context.
 
     Attributes:
-        wait: called at the end of every stage, to wait for an accelerator to finish its work.
+        wait: function called at the end of every stage, to wait for an accelerator to finish its work.
         marks: event -> seconds from the start of the process.
     """
 
@@ -37,7 +37,7 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Enter the stage ``name``, which may be entered several times."""
+        """Enter the stage ``name``. A stage may be entered several times."""
         outer = self._switch(name)
         try:
             yield
@@ -46,7 +46,7 @@ class Stages:
             self._switch(outer)
 
     def _switch(self, name: str) -> str:
-        """Begin or continue a stage. Return the interrupted one."""
+        """Begin or continue a stage. Return the name of the interrupted stage."""
         now, before = time.perf_counter(), self._now
         self._seconds[before] = self._seconds.get(before, 0.0) + now - self._began
         self._now, self._began = name, now
@@ -59,22 +59,22 @@ class Stages:
             self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def mark(self, event: str) -> None:
-        """Record when something happened for the first time. May be called from any thread."""
+        """Record the time of an event when it happens for the first time. May be called from any thread."""
         with self._lock:
             self.marks.setdefault(event, time.perf_counter() - self._start)
 
     def seconds(self) -> dict[str, float]:
-        """Return stage -> seconds, in the order in which they began. Their sum is the age of the process."""
+        """Return stage -> seconds, in the order in which the stages began. The sum is the age of the process."""
         self._switch(self._now)
         return dict(self._seconds)
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        """Return stages, work beside them and marks, in seconds, for a JSON file."""
+        """Return the seconds of stages, of work in other threads and of marks, for a JSON file."""
         parts = {"stages": self.seconds(), "beside": self._beside, "marks": self.marks}
         return {part: {name: round(value, 3) for name, value in values.items()} for part, values in parts.items()}
 
     def table(self) -> str:
-        """Return a table with a line for each stage, the sum, and the work beside them."""
+        """Return a text table of the stages, their sum, the work in other threads, and the marks."""
         seconds = self.seconds()
         total = sum(seconds.values())
         lines = [f"{'seconds':>10} {'share':>7}  stage"]
@@ -86,15 +86,15 @@ class Stages:
 
 
 class Background(Generic[T]):
-    """Run ``work()`` in a thread that starts at once and that the end of the program does not wait for.
+    """Run ``work()`` in a daemon thread, which starts immediately and does not delay the end of the program.
 
     Attributes:
-        seconds: how long it took; set when it is done.
+        seconds: duration of the work, set when the work is done.
     """
 
     def __init__(self, work: Callable[[], T], name: str = "background"):
         self._work, self._error = work, None
-        self._result: T  # once it is done without an error
+        self._result: T  # set when the work is done without an error
         self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -108,7 +108,7 @@ class Background(Generic[T]):
         self.seconds = time.perf_counter() - began
 
     def result(self) -> T:
-        """Wait for the work. Return what it has returned, or raise what it has raised."""
+        """Wait for the work. Return its result or raise its exception."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -116,7 +116,7 @@ class Background(Generic[T]):
 
 
 def process_seconds() -> float:
-    """Return the age of this process in seconds, or, if the system does not tell, since this module was imported."""
+    """Return the age of this process in seconds. If it is unknown, return the time since this module was imported."""
     try:
         with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
             began = float(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

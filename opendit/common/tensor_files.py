@@ -1,4 +1,4 @@
-"""safetensors files: written with their checksum, opened under any name, and the shapes in them."""
+"""Write safetensors files with a checksum, open them under any file name, and read the shapes in them."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from opendit.common.safe_files import creating
 FLOATS = ("F64", "F32", "F16", "BF16")
 MOST_HEADER_BYTES = 64 << 20
 Shapes = dict[str, tuple[int, ...]]
-Kinds = dict[str, tuple[str, tuple[int, ...]]]  # dtype as the format names it, and shape
+Kinds = dict[str, tuple[str, tuple[int, ...]]]  # name -> (dtype as safetensors names it, shape)
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,10 +35,10 @@ _BLOCK = 16 << 20
 def write_file(
     to: Path | BinaryIO, blocks: Iterator[bytes | memoryview], *, root: Path | None = None
 ) -> dict[str, Any]:
-    """Write and sync a file. Return its entry of the manifest, computed from memory and not from the disk.
+    """Write and sync a file. Return its manifest entry: bytes, and the SHA-256 of the blocks in memory.
 
-    to: the path of a file that is made anew below ``root`` (see opendit/common/safe_files.py), or an open, empty file.
-    Raises OSError (a full disk, no permission), naming the file.
+    to: an open, empty file, or the path of a new file below ``root`` (see opendit/common/safe_files.py). Raises
+    OSError, which names the file, for example for a full disk.
     """
     if isinstance(to, Path):
         with creating(to, root=root) as file:
@@ -48,7 +48,7 @@ def write_file(
         for block in blocks:
             digest.update(block)
             size += len(block)
-            while len(block):  # a write may take a part
+            while len(block):  # os.write may write only a part
                 block = memoryview(block)[os.write(handle, block) :]
         os.fsync(handle)
     except OSError as error:
@@ -66,9 +66,11 @@ def write_tensors(
 ) -> dict[str, Any]:
     """Write CPU tensors as a safetensors file. Other arguments, result and errors are those of :func:`write_file`.
 
-    kinds: dtype and shape of the tensors to write, for ``tensors`` that reads each on access; by default of all.
+    kinds: dtype and shape of each tensor to write, by default of all. Pass ``kinds`` if ``tensors`` reads a tensor from
+    disk at each access.
 
-    (safetensors' own save_file neither hashes nor syncs, and does not tell a full disk from a bug.)
+    This function replaces safetensors' save_file, which neither hashes nor syncs, and does not tell a full disk from a
+    bug.
     """
     if kinds is None:
         kinds = {name: (DTYPES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -76,7 +78,7 @@ def write_tensors(
 
 
 def nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor."""
+    """Return the number of bytes of a tensor. dtype: as safetensors names it."""
     return ITEM_BYTES[dtype] * math.prod(shape)
 
 
@@ -88,7 +90,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     yield len(text).to_bytes(8, "little") + text
     for name in kinds:
         data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -97,7 +99,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: dict[str, str], kinds:
 
 
 def open_mapped(path: Path, framework: str = "pt") -> safe_open:
-    """Call ``safe_open`` for any path: the library itself refuses paths that are not UTF-8."""
+    """Call ``safe_open`` for any path. The library itself refuses paths that are not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -105,16 +107,16 @@ def open_mapped(path: Path, framework: str = "pt") -> safe_open:
         try:
             return safe_open(
                 f"/proc/self/fd/{file}", framework=framework
-            )  # which maps it, and needs no name after that
+            )  # safe_open maps the file, and the descriptor can be closed afterwards
         finally:
             os.close(file)
     return safe_open(path, framework=framework)
 
 
 def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
-    """Open a safetensors file. The library compares the header with the file's size.
+    """Open a safetensors file. The library checks that the header fits the file's size.
 
-    Raises ValueError that names the file: it is no regular file, its header is too large, or it is damaged.
+    Raises ValueError, which names the file, if it is no regular file, has too large a header, or is damaged.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -124,13 +126,13 @@ def open_safetensors(path: Path, framework: str = "pt") -> safe_open:
         if length > MOST_HEADER_BYTES:
             raise ValueError(f"{path} is not a readable safetensors file (a header of {length:,} bytes)")
         return open_mapped(path, framework)
-    except (SafetensorError, OSError, RuntimeError) as error:  # the last of a file that can't be mapped
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: the file can't be mapped
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} is not a readable safetensors file ({reason}); take another one") from error
 
 
 def shapes_in(file: safe_open, path: Path, floats: bool = True) -> Shapes:
-    """Return name -> shape of all tensors. With ``floats``, raise ValueError if one holds no floating-point numbers."""
+    """Return name -> shape of all tensors. With ``floats``, raise ValueError for a tensor that holds no floats."""
     shapes = {}
     for name in file.keys():  # noqa: SIM118
         part = file.get_slice(name)

@@ -1,5 +1,7 @@
-"""Modules without memory, and functions that torch.compile leaves alone, both without importing torch's compiler: that
-takes 2 s of CPU time."""
+"""Build modules on the meta device, and exclude functions from torch.compile.
+
+Neither imports torch's compiler, whose import takes 2 s of CPU time.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,13 +17,14 @@ class _Decorator(Protocol):
     def __call__(self, function: Function, /) -> Function: ...
 
 
-# torch.compiler.disable as torch's own optimizers use it: the first call imports the compiler, decorating does not.
+# The form of torch.compiler.disable that torch's own optimizers use. It imports the compiler at the first call of the
+# function, not when the function is decorated.
 _disable: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 not_compiled: _Decorator = _disable
 
 
 class _SkipInitialization(TorchFunctionMode):
-    """``torch.nn.init`` does nothing."""
+    """Mode in which the functions of ``torch.nn.init`` do nothing."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -32,8 +35,8 @@ class _SkipInitialization(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_meta() -> Iterator[None]:
-    """Build modules and tensors on torch's meta device, where they have shapes and types but no values.
+    """Build modules and tensors on torch's meta device, with shapes and dtypes but without values.
 
-    Initialisation is skipped: to draw random numbers on that device, which has none, torch imports its compiler."""
+    Initialisation is skipped, because drawing random numbers on the meta device would import torch's compiler."""
     with torch.device("meta"), _SkipInitialization():
         yield

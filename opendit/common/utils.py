@@ -1,6 +1,6 @@
-"""Small helpers of every package: imports that wait, an error for users, SHA-256, and text for messages.
+"""Small helpers for every package: lazy imports, an error for users, SHA-256, and text for messages.
 
-Importing this module is cheap: it needs no package beyond Python's own.
+Importing this module is cheap, because it imports only Python's standard library.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HASH_BLOCK = 4 << 20  # bytes that are read at once
+HASH_BLOCK = 4 << 20  # bytes per read
 
 
 @contextlib.contextmanager
@@ -30,17 +30,17 @@ def collection_paused() -> Iterator[None]:
 
 
 class DataError(RuntimeError):
-    """The data can't be used. The message tells the user why; no traceback is needed."""
+    """Error for data that can't be used. The message tells the user why, without a traceback."""
 
 
 def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """Return ``__getattr__`` (PEP 562) and ``__all__`` of a package, or a module, whose names come from others.
+    """Return ``__getattr__`` (PEP 562) and ``__all__`` of a package or module that re-exports names lazily.
 
-    A module is imported when one of its names is first used, so that flags can be checked without torch.
+    Each source module is imported when one of its names is first used, so that flags can be checked without torch.
 
     Args:
-        package: its ``__name__``.
-        modules: a module's full name -> the names taken from it, with spaces between them.
+        package: ``__name__`` of the package.
+        modules: full name of a source module -> its re-exported names, separated by spaces.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 
@@ -48,7 +48,7 @@ def import_when_used(package: str, modules: dict[str, str]) -> tuple[Callable[[s
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name]), name)
-        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        setattr(sys.modules[package], name, value)  # later uses bypass this function
         return value
 
     return get, sorted(homes)
@@ -67,14 +67,14 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedStream(NamedTuple):
-    """A part of ``length`` bytes for :func:`hash_parts` that comes block by block and is never in memory as a whole."""
+    """A part of ``length`` bytes for :func:`hash_parts`, produced in blocks so that it need not fit in memory."""
 
     length: int
     blocks: Iterable[bytes]
 
 
 def hash_parts(*parts: bytes | str | HashedStream) -> str:
-    """Return the SHA-256 of a list of parts. Each is preceded by its length, so that no two lists collide."""
+    """Return the SHA-256 of a list of parts, each preceded by its length so that no two lists collide."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, HashedStream):
@@ -92,9 +92,9 @@ def hash_parts(*parts: bytes | str | HashedStream) -> str:
 
 
 def printable(text: str | Path) -> str:
-    """Return a name or a reason as one line that any UTF-8 output takes.
+    """Return text as one line of valid UTF-8.
 
-    Control characters, and bytes that are not UTF-8, become escapes like those of Python."""
+    Control characters, and bytes that are not UTF-8, become escapes as in Python."""
     text = str(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else _escape(c) for c in text)
 
@@ -106,7 +106,7 @@ def _escape(c: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a short form of a JSON value for a message of one line, whatever the value holds."""
+    """Return a short, one-line form of any JSON value for a message."""
     if isinstance(value, str):
         return ascii(value) if len(value) <= 60 else f"{ascii(value[:60])}..."
     if isinstance(value, list):
@@ -118,7 +118,7 @@ def shown(value: Any) -> str:
 
 
 def read_size(text: str, name: str) -> int:
-    """Return the bytes of ``1GB``, ``500MB``, ``64MiB`` or a bare number. Raises ValueError, calling it ``name``."""
+    """Return the bytes of ``1GB``, ``500MB``, ``64MiB`` or a bare number. A ValueError begins with ``name``."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(i?)b?", text.lower())
     size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0
     if found is None or not 1 <= size <= 1e15 or (found[3] and not found[2]):

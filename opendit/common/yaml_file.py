@@ -1,12 +1,12 @@
-"""A reader of YAML that a stranger may have written, within limits.
+"""Read YAML from untrusted sources within limits on size, depth, aliases and time.
 
-The parser's events are turned into plain values here, one by one and without recursion, so every limit is checked
-before anything grows: PyYAML's own composer crashes on deep nesting, and copies merge keys without end.
+This module turns the parser's events into plain values one by one and without recursion, and checks every limit before
+memory grows. PyYAML's own composer crashes on deep nesting, and copies merge keys without a limit.
 
-A value is a text, a number, true, false, null, a list, or a dictionary whose keys are texts. Plain content reads as
-``yaml.safe_load`` reads it. Dates, times such as ``1:30`` and everything else that YAML 1.1 makes an object of stay
-texts. Errors are tags other than ``!!str``, numbers that two versions of YAML read differently (``010``), a key that
-occurs twice, and a key that is not a text. Infinities and NaNs are read: whoever uses a number must check for them.
+A value is a string, a number, true, false, null, a list, or a dictionary with string keys. Ordinary content gives the
+same values as ``yaml.safe_load``. Dates, times such as ``1:30``, and everything else that YAML 1.1 turns into an object
+stay strings. Errors are tags other than ``!!str``, numbers that two versions of YAML read differently (``010``),
+duplicate keys, and keys that are not strings. Infinities and NaNs are accepted, so callers must check for them.
 """
 
 import re
@@ -24,10 +24,10 @@ from opendit.common.utils import printable, shown
 
 MOST_BYTES = 1 << 20
 TIME_LIMIT = 30.0  # seconds
-MOST_VALUES = 2_000_000  # keys included; what an alias repeats counts as if it were written out
+MOST_VALUES = 2_000_000  # keys included; the values that an alias repeats count again
 MOST_DEPTH = 64
 MOST_ALIASES = 10_000
-MOST_DIRECTIVES = 16  # lines that begin with %: libyaml takes quadratic time for them
+MOST_DIRECTIVES = 16  # lines that begin with %, for which libyaml takes quadratic time
 
 _TRUE, _FALSE = ("yes", "true", "on"), ("no", "false", "off")  # also Yes and YES
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0b[01_]*[01][01_]*|0x[0-9a-fA-F_]*[0-9a-fA-F][0-9a-fA-F_]*)")
@@ -39,9 +39,9 @@ _OF = {list: "tag:yaml.org,2002:seq", dict: "tag:yaml.org,2002:map"}
 
 
 def read_yaml(path: Path, name: str, most: int = MOST_BYTES) -> Any:
-    """Return the content of a YAML file of at most ``most`` bytes, or of a ``.json`` file, which is read as JSON.
+    """Return the content of a YAML file of at most ``most`` bytes. A ``.json`` file is read as JSON.
 
-    Raises ValueError with one line that begins with ``name`` and tells the line of the file."""
+    Raises ValueError with one line that begins with ``name`` and gives the line in the file."""
     try:
         content = read_bounded(path, most)
     except ValueError as error:
@@ -75,7 +75,7 @@ def parse_yaml(content: bytes, name: str) -> Any:
 
 
 def _directives(text: str) -> Iterator[int]:
-    """Yield the places of the first few lines that begin with %."""
+    """Yield the offsets of the lines that begin with %, up to one more than ``MOST_DIRECTIVES``."""
     for count, found in enumerate(re.finditer(r"^%", text, re.MULTILINE)):
         if count > MOST_DIRECTIVES:
             return
@@ -83,7 +83,7 @@ def _directives(text: str) -> Iterator[int]:
 
 
 class _BadValue(Exception):
-    """A value is refused. line: the line of the file that it is on."""
+    """Error for a value that is refused. line: the line of the file with the value."""
 
     def __init__(self, event: yaml.Event, why: str):
         super().__init__(why)
@@ -92,8 +92,13 @@ class _BadValue(Exception):
 
 @dataclass
 class _Finished:
-    """A finished value. values, letters: how many it has when its aliases are written out. depth: of lists and
-    dictionaries in it, counting itself."""
+    """A completely read value.
+
+    Attributes:
+        plain_merge: True for the merge key ``<<``.
+        values, letters: number of values and characters in it, with aliases expanded.
+        depth: levels of nested lists and dictionaries, including the value itself.
+    """
 
     value: Any
     plain_merge: bool = False
@@ -117,7 +122,7 @@ class _Builder:
     def __init__(self, most_letters: int):
         self.most_letters, self.end = most_letters, time.monotonic() + TIME_LIMIT
         self.open: list[_Open] = []
-        self.anchors: dict[str, _Finished | None] = {}  # None: not finished
+        self.anchors: dict[str, _Finished | None] = {}  # None: the value is not complete yet
         self.values = self.letters = self.aliases = 0
         self.root: Any = None
 
@@ -171,7 +176,7 @@ class _Builder:
         done = self.open.pop()
         if (
             isinstance(done.value, dict) and done.merge is not None
-        ):  # what is merged comes first, and keys of the dictionary's own replace it
+        ):  # merged keys come first, and the dictionary's own keys override them
             own = dict(done.value)
             done.value.clear()
             for merged in reversed(done.merge):
@@ -195,7 +200,7 @@ class _Builder:
         self._add(event, known)
 
     def _add(self, event: yaml.Event, known: _Finished) -> None:
-        """Put a finished value where it belongs."""
+        """Add a finished value to the innermost open list or dictionary, or make it the root."""
         if not self.open:
             self.root = known.value
             return
@@ -234,7 +239,7 @@ def _is_merge(event: yaml.ScalarEvent) -> bool:
 
 
 def _merged(event: yaml.Event, value: Any) -> list[dict[str, Any]]:
-    """Return the dictionaries whose keys a merge key copies."""
+    """Return the dictionaries whose keys a merge key ``<<`` copies."""
     found = value if isinstance(value, list) else [value]
     if not all(isinstance(part, dict) for part in found):
         raise _BadValue(event, "<< takes over keys of a dictionary, or of a list of them")
@@ -248,7 +253,7 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
     if event.tag is not None:
         raise _BadValue(event, f"the tag {printable(event.tag)[:60]} is not read; leave it out")
     text = event.value
-    if not event.implicit[0]:  # in quotes, or a block
+    if not event.implicit[0]:  # a quoted or block scalar
         return text
     if text in ("", "~", "null", "Null", "NULL"):
         return None
@@ -271,21 +276,21 @@ def _scalar(event: yaml.ScalarEvent) -> Any:
 
 
 def require(true: object, where: str, message: str) -> None:
-    """Raise ValueError, which begins with ``where``, unless ``true``."""
+    """Raise ValueError with a message that begins with ``where`` unless ``true`` holds."""
     if not true:
         raise ValueError(f"{where}: {message}")
 
 
 def require_known(found: dict[Any, Any], known: Sequence[str], where: str, hints: Mapping[str, str] = {}) -> None:
-    """Raise ValueError for a key that is not ``known``. hints: the end of the message for some keys."""
+    """Raise ValueError for a key that is not in ``known``. hints: unknown key -> text appended to the message."""
     if unknown := next((key for key in found if key not in known), None):
         keys = ", ".join(known[:20])
         raise ValueError(f"{where}: has the unknown key {shown(unknown)}; known here: {keys}{hints.get(unknown, '')}")
 
 
 def positive(value: Any, what: str, where: str) -> Fraction:
-    """Return a number above 0, exactly. Raises ValueError, which calls it ``what``."""
-    try:  # 1e3 is a string in YAML
+    """Return a positive number as an exact fraction. Raises ValueError, whose message calls the value ``what``."""
+    try:  # YAML reads 1e3 as a string
         number = float(value) if type(value) in (int, float, str) and len(str(value)) <= 100 else 0.0
         if 1e-15 < number < 1e15:
             return Fraction(str(value))

@@ -1,4 +1,4 @@
-"""A share of a data set that is held out of training, and the rest: together all rows, none in both."""
+"""Split a data set into rows for training and rows held out for validation."""
 
 import copy
 from collections.abc import Sequence
@@ -22,16 +22,18 @@ from opendit.data.medium import Medium
 from opendit.data.order.sequences import permuted
 from opendit.data.row_arrays import Complement, chosen, kept_array, stream_of
 
-_DRAWN = 2**17  # places of a permutation that are computed at once
-SEED = 0x76616C  # of everything random about held-out samples: runs of any --global_seed have the same ones
+_DRAWN = 2**17  # entries of the permutation computed per batch
+SEED = 0x76616C  # seed of everything random about held-out samples, so that they don't depend on --global_seed
 
 
 def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows"]:
-    """Return (the rows to train on, the rows held out). Of n files round(share x n) are held out, at least one. All
-    rows of a file, such as a picture's with several captions, are on the same side.
+    """Return (rows to train on, rows held out). Together they are all rows of the data set.
 
-    Which files is drawn by their numbers alone, so that every run on this data set holds out the same ones, whatever
-    its seed, its number of ranks or where it is resumed; a larger share also holds out those of a smaller one.
+    Of n files, round(share x n) are held out, at least one. All rows of a file, such as those of a picture with several
+    captions, are on the same side.
+
+    The choice depends only on the number of files. So every run on this data set holds out the same files, whatever its
+    seed, number of ranks or resume step. A larger share includes the files of a smaller share.
 
     Raises ValueError if nothing is left to train on.
     """
@@ -45,7 +47,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
             f"--validate_share {share:g}: of {files:,} samples {count:,} are held out, and none is left to train on; "
             "lower it"
         )
-    # The smaller side is drawn and listed; the other one is its complement.
+    # The smaller side is stored as a list of rows, and the larger side as its complement.
     fewer_held = 2 * count <= files
     drawn = _drawn(*((0, count) if fewer_held else (count, files)), files)
     few = _rows_of(drawn, sources, counts).astype(np.int32 if len(dataset) < 2**31 else np.int64, copy=False)
@@ -56,7 +58,7 @@ def hold_out(dataset: MediaDataset, share: float) -> tuple["SomeRows", "SomeRows
 
 
 def _drawn(start: int, stop: int, files: int) -> np.ndarray:
-    """Return the files at these places of the permutation that says which are held out, in rising order."""
+    """Return the files at positions [start, stop) of the permutation that orders files for holding out, sorted."""
     found = np.empty(stop - start, dtype=np.int32 if files < 2**31 else np.int64)
     for first in range(start, stop, _DRAWN):
         places = np.arange(first, min(stop, first + _DRAWN))
@@ -66,8 +68,9 @@ def _drawn(start: int, stop: int, files: int) -> np.ndarray:
 
 
 def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], counts: list[int]) -> np.ndarray:
-    """Return the rows that show these files, both in rising order. sources: see ``Description.files``; counts: the
-    number of files of each."""
+    """Return the rows of these files. Files and rows are in rising order.
+
+    sources: see ``Description.files``. counts: number of files of each source."""
     ends = np.cumsum(counts)
     rows, parts = 0, []
     for (size, file_of), count, end in zip(sources, counts, ends.tolist(), strict=True):
@@ -83,10 +86,10 @@ def _rows_of(files: np.ndarray, sources: list[tuple[int, np.ndarray | None]], co
 
 
 class SomeRows(MediaDataset):
-    """Some rows of another data set, numbered anew; everything else is as it is there.
+    """A subset of another data set's rows, renumbered from 0.
 
-    rows: those of ``whole`` in rising order, listed or all but a few. part: says which they are, for people. Raises
-    ValueError without any.
+    rows: the chosen rows of ``whole``, rising. part: description of the subset for the log. Raises ValueError if
+    ``rows`` is empty.
     """
 
     def __init__(self, whole: MediaDataset, rows: np.ndarray | Complement, part: str):
@@ -147,7 +150,7 @@ class SomeRows(MediaDataset):
         return Fingerprint(lambda: self._identity(whole), lambda: whole.contents, whole.checksums)
 
     def _identity(self, whole: Fingerprint) -> str:
-        if self._known is None:  # a run asks for it several times, and many rows take a second
+        if self._known is None:  # cached, because a run needs it several times and many rows take a second
             rows = stream_of(self.rows, lambda rows: rows.astype(np.int64))
             self._known = hash_parts("rows", whole.identity, rows)
         return self._known
@@ -167,5 +170,5 @@ class SomeRows(MediaDataset):
         return int(self.rows[row])
 
     def _below(self, ends: Sequence[int]) -> list[int]:
-        """Count the rows that lie before each of these rows of ``whole``."""
+        """Return, for each of these row numbers of ``whole``, the number of chosen rows below it."""
         return self.rows.searchsorted(ends).tolist()

@@ -1,4 +1,4 @@
-"""Pictures in folders: finding, checking and reading them."""
+"""Find, check and read pictures in folders."""
 
 import os
 import shlex
@@ -34,7 +34,7 @@ CHECKED_HEADERS = 2000
 
 
 class PictureFolder(NamedTuple):
-    """Class names, picture paths and their labels, sorted, of a folder of pictures, and what else is in it."""
+    """Contents of a folder of pictures: class names, sorted paths, labels, and the files that are not read."""
 
     class_names: list[str]
     paths: list[str]
@@ -45,9 +45,9 @@ class PictureFolder(NamedTuple):
 def find_pictures(folder: str) -> PictureFolder:
     """Find the pictures of a folder.
 
-    Every subfolder is a class, searched to any depth, and gives it its name; a folder with pictures and no subfolder is
-    one class. Raises FileNotFoundError (no pictures) or ValueError (a folder that can't be read, a class without
-    pictures, a folder of splits), naming the flag and what to do.
+    Every subfolder is a class with the subfolder's name, and is searched to any depth. A folder with pictures and no
+    subfolder is a single class. Raises FileNotFoundError if there are no pictures, and ValueError for a folder that
+    can't be read, a class without pictures, or a folder of splits. Errors name the flag and the fix.
     """
     ignored, suffixes = Ignored(), picture_suffixes()
     try:
@@ -61,7 +61,7 @@ def find_pictures(folder: str) -> PictureFolder:
         path, others[name] = os.path.join(folder, name), Ignored()
         pictures[name] = list(files_below(path, suffixes, others[name], above=above))
         ignored.add(others[name])
-        if _leads_up(path, above):  # named already
+        if _leads_up(path, above):  # already listed in ``ignored``
             del pictures[name]
     if any(pictures.values()):
         _check_classes(folder, pictures, others)
@@ -89,7 +89,7 @@ def _leads_up(path: str, above: frozenset[Any]) -> bool:
 
 
 def _class_name(name: str) -> str:
-    """Return a folder's name as text: bytes that are not UTF-8 are escaped, because checkpoints and logs hold text."""
+    """Return a folder's name as valid UTF-8 for checkpoints and logs. Other bytes are escaped."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -101,8 +101,9 @@ def _unreadable(folder: str, folders: list[str]) -> ValueError:
 
 
 def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str, Ignored]) -> None:
-    """Raise ValueError if the folders in ``folder`` are splits, or one has no pictures. others: what else each one
-    holds."""
+    """Raise ValueError if the subfolders are splits, or if a subfolder has no pictures.
+
+    others: files in each subfolder that are not read."""
     splits = [name for name in pictures if name.lower() in ("train", "val", "valid", "validation", "test")]
     if "train" in splits and len(splits) == len(pictures):
         train = os.path.join(folder, "train")
@@ -124,14 +125,15 @@ def _check_classes(folder: str, pictures: dict[str, list[str]], others: dict[str
 
 
 def check_headers(folder: str, paths: Sequence[str], max_bad: float) -> None:
-    """Open up to 2,000 pictures spread evenly over ``paths``, headers only.
+    """Read the headers of up to 2,000 pictures, evenly spaced in ``paths``.
 
-    Raises ValueError naming the first few if all of them, or more than the share ``max_bad``, can't be opened.
+    Raises ValueError, which names the first few bad files, if all of them or more than the share ``max_bad`` can't be
+    opened.
     """
-    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    picture_suffixes()  # register Pillow's formats before the threads start, because they would race
     rows = spread(len(paths), CHECKED_HEADERS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns of large and odd files; whether one is usable shows anyway
+        warnings.simplefilter("ignore")  # Pillow warns about large and odd files, usable or not
         bad = [why for why in in_threads(_why_not, [paths[row] for row in rows]) if why is not None]
     if len(bad) > max_bad * len(rows):
         share = "none can be read" if len(bad) == len(rows) else f"{len(bad):,} can't be read, more than {max_bad:.0%}"
@@ -150,8 +152,9 @@ def _why_not(path: str) -> str | None:
 
 
 class FolderDataset(PicturesAndClips):
-    """Pictures in folders of their classes, or of one class; mirrored at random by default. options: see
-    ``PicturesAndClips``, which describes the samples."""
+    """Pictures in one folder per class, or in a single folder. They are mirrored at random by default.
+
+    options: see ``PicturesAndClips``, which also describes the samples."""
 
     def __init__(self, folder: str, image_size: int, *, random_flip: bool | None = None, **options: Any):
         super().__init__(image_size, random_flip=random_flip is None or random_flip, **options)
@@ -190,7 +193,7 @@ class FolderDataset(PicturesAndClips):
         return Fingerprint(self._identity, lambda: hash_files(self.paths))
 
     def _identity(self) -> str:
-        # Paths are joined to the folder: what is before them is cut off, which takes a second for a million.
+        # Hash paths relative to the folder. Cutting the folder's prefix off takes a second for a million paths.
         before = os.path.join(self.folder, "").encode("utf-8", "surrogateescape")
         names = b"\0".join(name.removeprefix(before) for name in self.paths.encoded())
         return hash_parts("folder", "\0".join(self.class_names), names, self.labels.tobytes())

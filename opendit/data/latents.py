@@ -1,17 +1,17 @@
-"""Cached latents in safetensors files, and the data set that reads them; for tars see ``shards.latents``.
+"""Read and write cached latents in safetensors files. For latents in tars see ``shards.latents``.
 
-``preprocess.py latents --shard_size 4096`` writes them, and all caches from before tars have this form.
+``preprocess.py latents --shard_size 4096`` writes this format. Caches from before tars were added have it too.
 
 A folder holds ``latents-00000-of-00012.safetensors``, ... and ``index.json``. A shard has the tensors
 
-    moments  (n, F, 2C, h, w) float16   mean and standard deviation of every picture; F = 2: also of its mirror image
+    moments  (n, F, 2C, h, w) float16   mean and standard deviation of every picture and, if F = 2, of its mirror image
     labels   (n,) int64
-    rows     (n,) int64                 the picture's row in the data set it came from
+    rows     (n,) int64                 the picture's row in the source data set
 
-and, in its metadata, the settings it was made with and the files that couldn't be read. A clip's moments have its
-latent frames, too: (n, F, 2C, t, h, w); a shard holds pictures or clips. For captions see ``text_cache``. The index has
-every shard's size and SHA-256 (none in caches from before there were checksums) and is written last: a folder without
-one is unfinished.
+A shard's metadata holds the settings and the files that couldn't be read. A shard holds either pictures or clips.
+Moments of clips have an axis of latent frames: (n, F, 2C, t, h, w). For captions see ``text_cache``. The index has the
+size and SHA-256 of every shard (caches of early versions have no checksums). It is written last, so a folder without an
+index is unfinished.
 """
 
 import json
@@ -48,7 +48,7 @@ from opendit.data.shards.latents import TarLatents, open_tars
 from opendit.data.sources import Request
 from opendit.data.text_cache import open_empty_caption, padded
 
-_KEY = "opendit"  # the shards' only metadata key: safetensors writes several in random order, so not the same bytes
+_KEY = "opendit"  # the only metadata key of a shard, because safetensors writes several keys in random order
 
 
 def shard_name(shard: int, shards: int) -> str:
@@ -56,8 +56,9 @@ def shard_name(shard: int, shards: int) -> str:
 
 
 def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any], skipped: list[str]) -> str:
-    """Write a shard under another name and rename it, so that an existing shard is complete. Return its SHA-256,
-    computed from the bytes in memory."""
+    """Write a shard under a temporary name and rename it, so that an existing shard is always complete.
+
+    Return its SHA-256, computed from the bytes in memory."""
     metadata = json.dumps({"settings": settings, "skipped": skipped}, sort_keys=True)
     aligned = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     with replacing(path, temporary=path.name + ".partial") as new:
@@ -65,7 +66,7 @@ def write_shard(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any]
 
 
 def read_shard_header(path: Path) -> tuple[int, dict[str, Any], list[str]] | None:
-    """Return (pictures, settings, skipped files) of a shard; None if it isn't a complete shard of ours."""
+    """Return (pictures, settings, skipped files) of a shard, or None for any other or incomplete file."""
     try:
         with open_safetensors(path) as shard:
             header = parse_text((shard.metadata() or {}).get(_KEY, ""), SHARD, path)
@@ -78,14 +79,22 @@ FILES = ShardForm("latents-*.safetensors", shard_name, read_shard_header, write_
 
 
 class LatentDataset(CachedLatents):
-    """Cached latents; ``x`` is a picture's means and standard deviations (2C, h, w) float32, or a clip's (2C, t, h, w).
+    """Data set of cached latents in safetensors files.
 
-    vae: the ``--vae`` they were made with. scaling_factor, shift_factor: for ``encoders.vae.sample_moments``.
-    text_encoder: the encoder whose embeddings of the captions are cached, None without any; max_tokens: their length.
-    of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads them.
+    A sample ``x`` holds the means and standard deviations of a picture (2C, h, w) or of a clip (2C, t, h, w), float32.
 
-    Raises ValueError if they were made for another ``image_size`` or other clips, have no mirror images though
-    ``random_flip`` asks for them, or lack a shard, and if the index or a shard's header contradicts itself.
+    Args:
+        of_run: random_flip, use_video, num_frames, frame_interval and fps of the run that reads the latents.
+
+    Attributes:
+        vae: the ``--vae`` that made the latents.
+        scaling_factor, shift_factor: arguments of ``encoders.vae.sample_moments``.
+        text_encoder: the encoder whose caption embeddings are cached; None if there are no embeddings.
+        max_tokens: length of the padded embeddings.
+
+    Raises:
+        ValueError: the latents were made for another ``image_size`` or other clips, lack the mirror images that
+            ``random_flip`` requests, or lack a shard; or the index or a shard's header is inconsistent.
     """
 
     def __init__(self, folder: str | Path, image_size: int, *, seed: int = 0, **of_run: Any):
@@ -108,13 +117,13 @@ class LatentDataset(CachedLatents):
             self.captions = TextTable.joined(pairs, "surrogatepass")
         self.token_ends = [shard["token_ends"] for shard in arrays] if self.text_encoder else []
         self.empty_caption = open_empty_caption(self.folder, index["text"]) if self.text_encoder else None
-        self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened where they are first read
+        self._open: dict[int, dict[str, Any]] = {}  # shard -> its mapped tensors, opened at the first read
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def _find(self, row: int) -> tuple[int, int, dict[str, Any]]:
-        """Return (shard, row in the shard, its mapped tensors)."""
+        """Return (shard, row in the shard, mapped tensors of the shard)."""
         shard = int(np.searchsorted(self.starts, row, side="right")) - 1
         if shard not in self._open:
             file = safe_open(self.folder / self.index["shards"][shard]["file"], "pt")
@@ -148,7 +157,7 @@ class LatentDataset(CachedLatents):
         return Shapes(keys=self.keys, latents=self._sizes, frame_rates=self._recorded_rates)
 
     def _sizes(self) -> list[tuple[int, Size]]:
-        """Return, for each shard, (the end of its rows, (frames, height, width) of their latents)."""
+        """Return (end of the rows, (frames, height, width) of the latents) for each shard."""
         sizes = []
         for first, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             if first < end:
@@ -160,7 +169,7 @@ class LatentDataset(CachedLatents):
         return self.captions[row] if self.conditioning == "text" else None
 
     def _embedding(self, shard: int, place: int, tensors: dict[str, Any]) -> tuple[Embedding | None, int]:
-        """Return a row's embedding, if there are any, and its bytes."""
+        """Return (a row's embedding or None, bytes read)."""
         if self.text_encoder is None:
             return None, 0
         ends = self.token_ends[shard]
@@ -184,11 +193,11 @@ class LatentDataset(CachedLatents):
     def describe(self) -> Description:
         clips = int((self.keys == self.keys.max()).sum())
         about = self._description(str(self.folder), clips, self.empty_caption)
-        # The captions are in memory.
+        # All captions can be counted, because they are in memory.
         return replace(about, counted_captions=((len(self), 1_000_000),), largest_label=self._largest_label)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}  # a file mapping doesn't travel to a worker that isn't forked
+        return {**self.__dict__, "_open": {}}  # mapped files can't be pickled for a worker that isn't forked
 
 
 def open_source(asked: Request) -> LatentDataset | TarLatents | None:

@@ -1,8 +1,8 @@
-"""The index of a folder of cached latents, and what all data sets of them share.
+"""The index of a folder of cached latents, and the base class of all data sets of cached latents.
 
-``index.json`` of safetensors files (version 1) is of pictures of one size; that of tars (version 2) holds one such
-index for every ``--image_size``, whose tars may each have latents of another shape (``--bucket_tokens``). It is written
-last, so shards that no index names are unfinished.
+The index is the file ``index.json``. In version 1 (safetensors files) it describes pictures of one size. In version 2
+(tars) it holds one such index for every ``--image_size``, and the tars of one size may have latents of different shapes
+(``--bucket_tokens``). The index is written last, so a shard that is not in the index is unfinished.
 """
 
 import fcntl
@@ -51,7 +51,7 @@ Skipped = Annotated[list[Text], FailFast()]
 
 
 class ClipSettings(JsonObject):
-    """Settings by which clips were read from their files."""
+    """Settings with which clips were read from their files."""
 
     num_frames: Side
     frame_interval: Side
@@ -64,7 +64,7 @@ class LatentsSettings(JsonObject):
 
     version: Count
     data: Word
-    shapes: Word = absent()  # of each sample, with --bucket_tokens
+    shapes: Word = absent()  # identity of the data set with its shapes, with --bucket_tokens
     bucket_tokens: Positive = absent()
     pictures: Count
     image_size: Side
@@ -85,8 +85,13 @@ class LatentsShard(JsonObject):
 
 
 class ShardEntry(JsonObject):
-    """A file of latents in the index. shape_key: its shapes' place among those of the media. latent_shape: if it is not
-    that of the index, of caches that were made with --bucket_tokens."""
+    """Entry of the index for one file of latents.
+
+    Attributes:
+        shape_key: key of the samples' shape among the shapes of the media.
+        latent_shape: shape of the file's latents in a cache made with --bucket_tokens. If absent, the index's
+            ``latent_shape`` holds.
+    """
 
     file: FileName
     count: Count
@@ -97,7 +102,12 @@ class ShardEntry(JsonObject):
 
 
 class TextEncoding(JsonObject):
-    """The encoder of the embeddings beside the latents. pooled, dtype: if they are not the tokens' width and fp16."""
+    """The encoder of the embeddings that are stored with the latents.
+
+    Attributes:
+        pooled: width of the pooled vectors, if it is not the width of the tokens.
+        dtype: dtype of the embeddings, if it is not fp16.
+    """
 
     encoder: Name
     max_tokens: int = Field(ge=1, le=1 << 16)
@@ -106,7 +116,14 @@ class TextEncoding(JsonObject):
 
 
 class CaptionCounts(JsonObject):
-    """Counts of the captions that an encoder embedded: checked, cut, and the tokens of the longest."""
+    """Statistics of the captions that an encoder embedded.
+
+    Attributes:
+        rows: number of rows.
+        counted: number of captions whose tokens were counted.
+        cut: number of captions that were cut.
+        longest: tokens of the longest caption.
+    """
 
     rows: Count
     counted: Count
@@ -115,7 +132,7 @@ class CaptionCounts(JsonObject):
 
 
 class ForeignTars(JsonObject):
-    """Tars that another program made: the content of their arrays, and the files."""
+    """Format of tars that another program made: the form of their arrays, and the arrays' names."""
 
     form: str = Field(pattern=rf"^({'|'.join(FOREIGN_FORMS)})\z")
     array: Name
@@ -129,7 +146,7 @@ class LatentsOfOneSize(JsonObject):
     class_names: Texts
     image_size: Side
     vae: Name
-    # One number, or one a channel.
+    # Each is one number, or one number per channel.
     scaling_factor: Scale | Annotated[list[Scale], Len(1, 4096)]
     shift_factor: Shift | Annotated[list[Shift], Len(1, 4096)]
     latent_shape: LatentShape
@@ -138,23 +155,23 @@ class LatentsOfOneSize(JsonObject):
     settings: LatentsSettings = absent()
     skipped: Skipped = []
     video: ClipSettings = absent()
-    data_fps: Rate = 1  # of the files that the clips were read from
+    data_fps: Rate = 1  # frames a second of the files that the clips were read from
     conditioning: Literal["label", "text"] = "label"
     text: TextEncoding = absent()
     captions: CaptionCounts = absent()
-    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of the files beside the shards
+    checksums: Annotated[dict[FileName, Sha256], FailFast(), MaxLen(1000)] = {}  # of other files than the shards
     foreign: ForeignTars = absent()
 
 
 class LatentsIndex(LatentsOfOneSize):
-    """The index of files, which are of one size."""
+    """The index of safetensors files, version 1. It covers one picture size."""
 
     format: Word
     version: Count
 
 
 class LatentsSizes(JsonObject):
-    """The index of tars: of every size of the pictures one."""
+    """The index of tars, version 2. ``sizes`` has one entry per picture size."""
 
     format: Word
     version: Count
@@ -164,14 +181,21 @@ class LatentsSizes(JsonObject):
 SHARD = FileKind(LatentsShard, 16 * MIB)
 LATENTS_INDEX, LATENTS_SIZES = FileKind(LatentsIndex, 32 * MIB), FileKind(LatentsSizes, 256 * MIB)
 
-_SMALL = ("labels", "captions", "caption_ends", "token_ends")  # read whole: a few bytes a sample
+_SMALL = ("labels", "captions", "caption_ends", "token_ends")  # read completely: a few bytes a sample
 REPAIR = "copy it again or run the preprocess.py command that made it"
 
 
 class ShardLayout(NamedTuple):
-    """The contents that every shard of an index must have: latents of ``shape`` (2C, [t,] h, w), ``views`` of each
-    picture, labels below ``classes``, captions if there are no classes (0), and embeddings of up to ``max_tokens``
-    (0: none), of this dtype and with pooled vectors of this width (None: the tokens')."""
+    """The contents that every shard of an index must have.
+
+    Attributes:
+        shape: (2C, [t,] h, w), the shape of a latent.
+        views: number of latents of each picture; 2 if mirrored pictures are included.
+        classes: number of classes, above every label. 0 if the samples have captions instead.
+        max_tokens: most tokens of an embedding; 0 if there are no embeddings.
+        pooled: width of the pooled vectors; None if it equals the width of the tokens.
+        dtype: dtype of the embeddings, as safetensors names it.
+    """
 
     shape: tuple[int, ...]
     views: int
@@ -182,7 +206,7 @@ class ShardLayout(NamedTuple):
 
 
 def check_index(index: dict[str, Any], path: Path) -> None:
-    """Raise ValueError if the fields of an index, each of which is valid, contradict each other."""
+    """Raise ValueError if the fields of an index contradict each other. Each field alone must be valid already."""
 
     def require(right: bool, problem: str) -> None:
         if not right:
@@ -217,9 +241,9 @@ def layout_of(index: dict[str, Any]) -> ShardLayout:
 
 
 def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict[str, np.ndarray]:
-    """Read the small tensors of a shard, whose file, size, tensors and shapes must be those in the index.
+    """Read the small tensors of a shard, and check its file, size, tensors and shapes against the index.
 
-    Raises ValueError naming the file and what is wrong.
+    Raises ValueError, which names the file and the problem.
     """
     path = folder / shard["file"]
     if not path.is_file():
@@ -240,7 +264,7 @@ def read_shard(folder: Path, shard: dict[str, Any], layout: ShardLayout) -> dict
 
 
 def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
-    """Raise ValueError if a shard lacks a tensor of ``rows`` samples, or has others. None stands for any length."""
+    """Raise ValueError if a shard's tensors, dtypes or shapes are not those of ``rows`` samples of this layout."""
     moments = (rows, layout.views, *layout.shape)
     wanted = {"moments": ("F16", moments), "labels": ("I64", (rows,)), "rows": ("I64", (rows,))}
     if not layout.classes:
@@ -255,7 +279,7 @@ def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
         part = file.get_slice(name)
         found = part.get_shape()
         if name == "moments" and len(shape) == len(found) == 6 and found[3] == 1:
-            shape = (*shape[:3], 1, *shape[4:])  # pictures among clips have one frame
+            shape = (*shape[:3], 1, *shape[4:])  # in a data set of clips, a picture has one frame
         fits = len(found) == len(shape) and all(b in (None, a) for a, b in zip(found, shape, strict=True))
         if part.get_dtype() != dtype or not fits:
             expected = ["any" if side is None else side for side in shape]
@@ -263,7 +287,7 @@ def _check_header(file: safe_open, rows: int, layout: ShardLayout) -> None:
 
 
 def _check_values(small: dict[str, np.ndarray], file: safe_open, layout: ShardLayout) -> None:
-    """Raise ValueError for labels without a class, captions that are not UTF-8, and invalid offsets."""
+    """Raise ValueError if labels are out of range, captions are not UTF-8, or offsets are invalid."""
     labels = small["labels"]
     wrong = (labels < 0) | (labels >= layout.classes)
     if layout.classes and wrong.any():
@@ -304,9 +328,15 @@ FORMAT, FILES_VERSION, TARS_VERSION = "opendit-latents", 1, 2
 
 @dataclass(frozen=True)
 class ShardForm:
-    """The format of a cache's shards. pattern: of their names. name: (shard, shards) -> a name. header: path ->
-    (samples, settings, skipped files), None for an incomplete shard. write: (path, tensors, settings, skipped) -> its
-    SHA-256; an existing shard is complete. version: of the index."""
+    """The format of a cache's shards.
+
+    Attributes:
+        pattern: glob pattern of the file names.
+        name: function (shard, number of shards) -> file name.
+        header: function path -> (number of samples, settings, skipped files), or None for an incomplete shard.
+        write: function (path, tensors, settings, skipped files) -> SHA-256. An existing shard is always complete.
+        version: version of the index.
+    """
 
     pattern: str
     name: Callable[[int, int], str]
@@ -316,8 +346,10 @@ class ShardForm:
 
 
 def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
-    """Return the checked indexes in the content of an index.json, one for each size; None if the file is something
-    else. Raises ValueError for an index that can't be true, and for another version's."""
+    """Return the checked indexes in the content of an index.json, one for each picture size.
+
+    Return None if the content is no index of latents. Raises ValueError for an invalid index and for an unknown
+    version."""
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         return None
     version = index.get("version")
@@ -335,8 +367,9 @@ def check_indexes(index: Any, source: str) -> list[dict[str, Any]] | None:
 
 
 def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
-    """Read and check the indexes of a folder, see :func:`check_indexes`; None if there are none. Raises ValueError for
-    a damaged one."""
+    """Read and check the indexes of a folder, see :func:`check_indexes`.
+
+    Return None if the folder has none. Raises ValueError for a damaged index."""
     path = folder / INDEX
     try:
         content = read_json(path, LATENTS_SIZES.most_bytes)
@@ -350,7 +383,7 @@ def read_indexes(folder: Path) -> list[dict[str, Any]] | None:
 
 
 def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> dict[str, Any]:
-    """Return the index of pictures of this size. Raises ValueError, which begins with ``name``."""
+    """Return the index of pictures of this size. Raises ValueError, which begins with ``name``, if there is none."""
     found = next((index for index in indexes if index["image_size"] == image_size), None)
     if found is None:
         sizes = [str(index["image_size"]) for index in indexes]
@@ -362,20 +395,21 @@ def choose_index(indexes: list[dict[str, Any]], name: str, image_size: int) -> d
 
 
 def write_index(folder: Path, version: int, indexes: list[dict[str, Any]]) -> None:
-    """Write the index: in version 1 the only one of ``indexes``, in version 2 all, the smallest pictures first."""
+    """Write index.json: the only element of ``indexes`` in version 1, all of them by picture size in version 2."""
     plain = [{key: value for key, value in index.items() if key not in ("format", "version")} for index in indexes]
     content: dict[str, Any] = {"sizes": sorted(plain, key=lambda index: index["image_size"])}
     content = plain[0] if version == FILES_VERSION else content
     text = json.dumps({"format": FORMAT, "version": version, **content}, indent=1) + "\n"
     with replacing(folder / INDEX, temporary=INDEX + ".partial") as new:
-        write_file(new, iter([text.encode()]))  # synced: else the new name may survive a power cut that it doesn't
+        write_file(new, iter([text.encode()]))  # synced: a power cut can't leave the name without content
 
 
 class CachedLatents(MediaDataset):
-    """The base class of data sets of cached latents: everything that follows from their index, for any kind of
-    shards."""
+    """Base class of data sets of cached latents, for any format of shards.
 
-    note = ""  # what the log's line ends with
+    It holds everything that follows from the index."""
+
+    note = ""  # end of the data set's line in the log
     seed: int = 0
     max_bad: float = 0.05
 
@@ -390,8 +424,9 @@ class CachedLatents(MediaDataset):
         frame_interval: int = 1,
         fps: float | None = None,
     ) -> None:
-        """Take over what an index says. The other arguments are the run's. Raises ValueError, which begins with
-        ``name``, for what the run asks for and the latents are not."""
+        """Set this object's fields from an index, after comparing the index with the settings of the run.
+
+        Raises ValueError, which begins with ``name``, if the latents don't fit the run's settings."""
         made = index.get("video")
         if use_video != (made is not None):
             what = (
@@ -403,7 +438,7 @@ class CachedLatents(MediaDataset):
         for flag, value in (("num_frames", num_frames), ("frame_interval", frame_interval), ("fps", fps)):
             if not made or (of_made := made.get(flag)) == value:
                 continue
-            if of_made is None or value is None:  # of a flag that one of them does not have
+            if of_made is None or value is None:  # only the index or only the run has the flag
                 there, here, fix = (
                     ("without", f"has --{flag} {value:g}", "leave it out")
                     if of_made is None
@@ -421,7 +456,7 @@ class CachedLatents(MediaDataset):
         self.index, self.vae = index, index["vae"]
         self.random_flip = index["flips"] if random_flip is None else random_flip
         self.class_names = index["class_names"]
-        # One number, or one a channel, which JSON knows as a list only.
+        # Each is one number, or one number per channel, which JSON stores as a list.
         scale, shift = index["scaling_factor"], index["shift_factor"]
         self.scaling_factor: float | tuple[float, ...] = tuple(scale) if isinstance(scale, list) else scale
         self.shift_factor: float | tuple[float, ...] = tuple(shift) if isinstance(shift, list) else shift
@@ -436,12 +471,12 @@ class CachedLatents(MediaDataset):
 
     @property
     def checksums(self) -> dict[str, str]:
-        """The SHA-256 of each file for which the index has one."""
+        """SHA-256 by file name, for every file whose checksum is in the index."""
         of_shards = {shard["file"]: shard["sha256"] for shard in self.index["shards"] if "sha256" in shard}
         return of_shards | self.index.get("checksums", {})
 
     def _identity(self) -> str:
-        # Without checksums and counts: a cache of an earlier version has none, and is the same one when it gets them.
+        # Checksums and counts are left out, so that adding them to a cache of an earlier version keeps its identity.
         shards = [{key: value for key, value in shard.items() if key != "sha256"} for shard in self.index["shards"]]
         index = {key: value for key, value in self.index.items() if key not in ("checksums", "captions")}
         return hash_parts(json.dumps({**index, "shards": shards}, sort_keys=True))
@@ -461,9 +496,9 @@ class CachedLatents(MediaDataset):
         )
 
     def _shown(self, moments: Tensor) -> tuple[Medium, np.ndarray]:
-        """Show latents in false colours; the medium is the picture or clip that they were made of."""
+        """Return the picture or clip that the latents were made from, as a Medium, and the latents in false colours."""
         video, size, along = self.index.get("video"), self.index["image_size"], 1
-        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first frame has a latent of its own
+        if video and (latent_frames := self.sample_shape[1]) > 1:  # the first frame has its own latent
             along = 1 + (moments.shape[1] - 1) * (video["num_frames"] - 1) // (latent_frames - 1)
         height, width = (side * size // self.sample_shape[-1] for side in moments.shape[-2:])
         return Medium(along, height, width), of_moments(moments)[1]
@@ -508,22 +543,24 @@ LOCK = ".index.lock"
 
 @contextmanager
 def index_locked(folder: Path, form: ShardForm) -> Iterator[None]:
-    """Keep all other processes from changing the folder's index. Hold it for moments, not for as long as encoding
-    takes. Nothing is locked for latents in files, which have only one size."""
+    """Lock the folder's index against changes by other processes.
+
+    Hold the lock briefly, not during encoding. Latents in safetensors files have only one size, so for them nothing is
+    locked."""
     if form.version != TARS_VERSION:
         yield
         return
     with open(open_to_write(folder / LOCK, os.O_WRONLY | os.O_CREAT), "w") as lock:
-        with suppress(OSError):  # of a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)  # which ends with the process, however that ends
+        with suppress(OSError):  # on a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
         yield
 
 
 def take_index(folder: Path, settings: dict[str, Any], form: ShardForm) -> dict[str, str]:
-    """Take the latents that are about to be made out of the index, so that nobody reads them while they change. Return
-    the checksums that the index had of them.
+    """Remove the latents that are about to be made from the index, so that nobody reads them while they change.
 
-    Raises ValueError if the folder holds something else, or latents of other data.
+    Return the checksums of the removed shards by file name. Raises ValueError if the folder holds an index of something
+    else, or latents of other data.
     """
     with index_locked(folder, form):
         indexes, others = _indexes(folder, settings, form)
@@ -536,10 +573,9 @@ def take_index(folder: Path, settings: dict[str, Any], form: ShardForm) -> dict[
 
 
 def put_index(folder: Path, settings: dict[str, Any], form: ShardForm, index: dict[str, Any]) -> None:
-    """Write the latents that were made into the folder's index, beside those that others have put there meanwhile. Call
-    it under :func:`index_locked`.
+    """Add ``index`` to the folder's index file, and keep what other processes have added meanwhile.
 
-    Raises ValueError as :func:`take_index` does.
+    Call this function under :func:`index_locked`. Raises ValueError as :func:`take_index` does.
     """
     write_index(folder, form.version, [*_indexes(folder, settings, form)[1], index])
 
@@ -547,7 +583,7 @@ def put_index(folder: Path, settings: dict[str, Any], form: ShardForm, index: di
 def _indexes(
     folder: Path, settings: dict[str, Any], form: ShardForm
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return all indexes of a folder, and those of other sizes."""
+    """Return (all indexes of a folder, its indexes of other picture sizes)."""
     tars = form.version == TARS_VERSION
     if any(folder.glob("latents-*.safetensors" if tars else "latents-*.tar")):
         fix = "give --shard_size as a number of pictures to go on with them" if tars else "give --shard_size as 1GB"
@@ -556,7 +592,7 @@ def _indexes(
         return [], []
     try:
         indexes = read_indexes(folder)
-    except ValueError:  # damaged, or another version's: it is written anew
+    except ValueError:  # damaged, or of another version: the index is written again
         indexes = []
     if indexes is None:
         raise ValueError(f"--output {folder}: holds an {INDEX} of something else; pass another folder")
@@ -576,7 +612,7 @@ def complete_shards(folder: Path, settings: dict[str, Any], form: ShardForm) -> 
     for path in sorted(folder.glob(form.pattern)):
         header = form.header(path)
         if header is None:
-            continue  # a damaged one is remade
+            continue  # a damaged shard is made again
         other = sorted(key for key in settings if settings.get(key) != header[1].get(key))
         if other:
             changes = (f"{key} {str(header[1].get(key))[:12]} there, {str(settings[key])[:12]} now" for key in other)

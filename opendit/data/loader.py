@@ -1,8 +1,8 @@
 """Read the batches of every step, in worker processes that read ahead, and choose the schedule of a data set.
 
-Any number of ranks, micro-batches and worker processes divides the same global batch. The workers are watched while
-they read, and ended whatever happens to the process that asks: a worker can die, run out of memory or hang, and that
-process can fail or be killed. In every case the outcome is one error that names the file, and no process is left.
+The global batch is the same for any number of ranks, micro-batches and worker processes. The main process watches its
+workers: if a worker dies, runs out of memory or hangs, the run ends with one error that names the file. The workers
+also end if the main process fails or is killed, so no process is left.
 """
 
 import ctypes
@@ -55,27 +55,29 @@ from opendit.data.shaped import ShapedDataset
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 2  # batches that a worker process is asked for before the first of them is taken
-POLL = 1.0  # seconds between checks of the workers while a batch is awaited
+AHEAD = 2  # batches that each worker process prefetches
+POLL = 1.0  # seconds between checks of the workers while the main process waits for a batch
 
-# A thread that frees a tensor while the interpreter ends aborts the process ("terminate called without an active
-# exception"): tensors that such a thread may still hold are kept forever.
+# If a thread frees a tensor while the interpreter exits, the process aborts ("terminate called without an active
+# exception"). This list keeps tensors that such a thread may still hold.
 not_ended: list[Any] = []
 
 
 class ReadAhead:
     """Iterator over the results of ``reader`` for a sequence of requests, in order, computed in worker processes.
 
-    A context manager. The workers start once, here, and live until ``close()``; with 0 workers this process reads.
+    Use it as a context manager. The workers start in the constructor and live until ``close()``. With 0 workers the
+    main process reads.
 
     Args:
-        reader: turns a request into a result; its ``dataset`` is the MediaDataset that it reads, and it calls its
-            ``on_read`` with each row before it reads the row.
-        requests: what to read, an iterable.
-        patience: seconds that a single file may take while its batch is awaited, before DataError names it; 0: no
-            limit.
-        who: begins the line that names the file after half of them, such as "rank 3: ".
-        on_hang: with 0 workers, where nothing can interrupt a read: called with the error's text, in another thread.
+        reader: map-style dataset that turns a request into a result. ``reader.dataset`` is the MediaDataset. The reader
+            calls ``reader.on_read`` with each row before it reads the row.
+        requests: iterable of requests.
+        patience: seconds that one file may take while the main process waits for its batch. After that, DataError names
+            the file. 0 means no limit.
+        who: prefix of the warning that is logged after half of ``patience``, such as "rank 3: ".
+        on_hang: function that is called from another thread with the error's text when a file hangs. Needed with 0
+            workers, where nothing can interrupt a read.
     """
 
     def __init__(
@@ -93,12 +95,12 @@ class ReadAhead:
         self.num_workers = num_workers
         self.reading = _Reading(max(1, num_workers))
         reader.on_read = self.reading.begin
-        # A process that this one's main thread starts can be told to end with it.
+        # Workers can be set to end with their parent only if its main thread starts them.
         in_main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
         with collection_paused(), warnings.catch_warnings():
-            # More workers than cores are right where reading waits for a disk. (torch warns when a loader is made, and
-            # some versions when it starts.)
+            # More workers than cores are useful if reads wait for a disk. torch warns about them when a loader is
+            # constructed, and some versions also when the loader starts.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader = DataLoader(
                 _Guarded(reader, self.reading) if num_workers else reader,
@@ -111,18 +113,19 @@ class ReadAhead:
                 worker_init_fn=partial(_start_worker, with_parent=in_main),
             )
             self._results: Any = iter(loader)
-        # With torch's handler a worker's death raises at whatever line the program is: in the middle of saving, or
-        # where Python swallows the error. Without it the next request for a result raises.
+        # Restore the previous handler. torch's handler raises on a worker's death at whichever line is running, perhaps
+        # in the middle of a save or where Python swallows the error. Without torch's handler, the next ``__next__``
+        # raises instead.
         if signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self._workers = list(getattr(self._results, "_workers", []))
-        # Before multiprocessing's own exit, which ends its processes by a signal that these ignore, and waits.
+        # Runs before multiprocessing's exit handler, which sends a signal that the workers ignore and then waits.
         self._end = util.Finalize(self, end_processes, args=(self._workers,), exitpriority=10)
         me = weakref.ref(self)
         if num_workers:
             self._results._get_data = lambda: cast(ReadAhead, me())._wait_for_result()
-        self._asked: float | None = None  # since when the main process waits for a result
-        self._hung = ""  # why the workers were given up
+        self._asked: float | None = None  # time at which the main process began to wait for a result
+        self._hung = ""  # error text, set when the workers are killed for a late file
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=_watch, args=(me, self._closing, on_hang), name="reading", daemon=True)
         if patience:
@@ -138,7 +141,7 @@ class ReadAhead:
         return self
 
     def __next__(self) -> Any:
-        """Return the next result. Raises DataError if a worker process died or hangs, or the error that it met."""
+        """Return the next result. Raises DataError if a worker died or hangs, or the error that a worker caught."""
         if self._results is None:
             raise StopIteration
         if self._workers and wait([worker.sentinel for worker in self._workers], timeout=0):
@@ -159,22 +162,24 @@ class ReadAhead:
         return result
 
     def _wait_for_result(self):
-        """Wait as DataLoader does, which checks its workers only every five seconds."""
+        """Wait for a result and poll every second; DataLoader's own wait polls only every five seconds."""
         while True:
             arrived, result = self._results._try_get_data(timeout=POLL)
             if arrived:
                 return result
 
     def _give_up(self, late: str) -> None:
-        """Kill the workers because a file is late. The main process may be taking over a result from one of them, where
-        only that worker's end wakes it."""
+        """Kill the workers because a file is late.
+
+        The main process may be blocked while it receives a result from a worker. Only that worker's end wakes it."""
         self._hung = _no_data(late, self.patience)
         for worker in self._workers:
             worker.kill()
 
     def _late(self, seconds: float) -> str:
-        """Return the files that have been read for ``seconds``, with their readers; or, if nothing moves though no file
-        is read, the worker that is stopped. Empty if there is progress."""
+        """Describe what has made no progress for ``seconds``: files with their workers, or stopped or idle workers.
+
+        Return an empty string if there is progress."""
         if not self._workers:
             row, took = self.reading.at(0)
             return "" if row is None or took < seconds else f"{self.dataset.source(row)} has been read for {took:.0f} s"
@@ -197,14 +202,14 @@ class ReadAhead:
     def _check_deaths(self, patience: float, cause: Exception | None = None) -> None:
         """Raise DataError if a worker died.
 
-        A result can fail to arrive a moment before its worker's death shows, so this waits up to ``patience`` seconds
-        for one."""
+        A read can fail a moment before the worker's exit is visible, so this method waits up to ``patience`` seconds
+        for an exit."""
         if self._hung:
             raise DataError(self._hung) from cause
         ending = wait([worker.sentinel for worker in self._workers], timeout=patience) if self._workers else []
         dead = []
         for number, worker in enumerate(self._workers):
-            if worker.sentinel in ending:  # its files are closed; its exit code follows within moments
+            if worker.sentinel in ending:  # the exit code becomes available within moments
                 worker.join(timeout=5)
             if worker.exitcode not in (None, 0):
                 row, _ = self.reading.at(number)
@@ -222,27 +227,28 @@ class ReadAhead:
         results, self._results = self._results, None
         self._closing.set()
         if self._watcher.is_alive() and self._watcher is not threading.current_thread():
-            self._watcher.join(timeout=1)  # it must not free the batches; it may be ending the program itself
+            self._watcher.join(timeout=1)  # so that the watcher does not free the batches
         if results is None or not self._workers:
             self.reading.end()
             return
-        # In a thread, because torch's waits are unbounded: workers that answer end at once, the others are killed.
+        # torch's shutdown runs in a thread because its waits have no timeout. Workers that respond end at once; the
+        # others are killed.
         orderly = threading.Thread(target=shut_down, args=(results,), name="loader end", daemon=True)
         orderly.start()
         orderly.join(timeout=1)
         self._end()
         orderly.join(timeout=1)
-        if orderly.is_alive():  # on a busy machine; it must not be the one that frees the batches
+        if orderly.is_alive():  # on a busy machine; this thread must not be the one that frees the batches
             not_ended.append(results)
 
 
 def shut_down(results: Any) -> None:
-    with suppress(Exception):  # of queues whose other end was just killed
+    with suppress(Exception):  # from queues whose other end was just killed
         results._shutdown_workers()
 
 
 def _watch(reads: "weakref.ref[ReadAhead]", closing: threading.Event, on_hang: Callable[[str], None] | None) -> None:
-    """Watch a reader from a thread, and give up on what takes longer than its patience."""
+    """Run in a thread: log files that are late, and end the reading when a file takes longer than ``patience``."""
     told = False
     while (ahead := reads()) is not None and not closing.is_set():
         patience, asked = ahead.patience, ahead._asked
@@ -274,8 +280,8 @@ def _no_data(late: str, patience: float) -> str:
 class _Reading:
     """The row that each worker reads, in memory shared with the main process.
 
-    These are two numbers a worker, written at every file. Times are time.monotonic(), which all processes of a machine
-    share."""
+    Each worker writes two numbers at every file: the row, and the time from time.monotonic(), a clock that all
+    processes of a machine share."""
 
     def __init__(self, workers: int):
         self._rows, self._since = RawArray(ctypes.c_int64, workers), RawArray(ctypes.c_double, workers)
@@ -291,7 +297,7 @@ class _Reading:
         self.begin(-1)
 
     def at(self, number: int) -> tuple[int | None, float]:
-        """Return the row that a worker reads, or None, and the seconds since it began or ended a row."""
+        """Return the row that a worker reads, or None, and the seconds since the worker last began or ended a row."""
         row = self._rows[number]
         return None if row < 0 else row, time.monotonic() - self._since[number]
 
@@ -303,8 +309,9 @@ class _Reading:
 
 @dataclass
 class _Failed:
-    """An exception of a worker process, as a result: DataLoader would raise it with the worker's traceback as its
-    text."""
+    """An exception of a worker process, passed to the main process as a result.
+
+    If the worker raised it, DataLoader would raise an error whose text is the worker's traceback."""
 
     kind: str  # "data", "memory", "shm", or "bug"
     text: str
@@ -341,7 +348,7 @@ class _Failed:
 
 
 class _WorkerTraceback(Exception):
-    """Cause of an error from another process; its text is that process's traceback."""
+    """Cause of an error from another process. The text is the traceback of that process."""
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
@@ -367,9 +374,9 @@ def _start_worker(worker: int, with_parent: bool) -> None:
     leave_inherited_garbage()
     if with_parent:
         end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process handles them: it may save first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the main process handles them, perhaps saves
         signal.signal(number, signal.SIG_IGN)
-    warnings.filterwarnings("ignore", module="PIL")  # about large or odd pictures; unusable ones are named anyway
+    warnings.filterwarnings("ignore", module="PIL")  # large or odd pictures; unusable ones are reported
 
 
 def _unchanged(result):
@@ -384,18 +391,18 @@ class Batch:
     """The samples that one rank processes at once.
 
     Attributes:
-        x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format; for packs a tuple of B such tensors
-            without the B, of different sizes, those with the most tokens first.
+        x: (B, C, H, W) or (B, C, T, H, W) float32, or uint8 in any memory format. For packs: a tuple of B tensors
+            without the B axis, of different sizes, sorted by falling number of tokens.
         y: (B,) int64 classes.
-        index: (B,) int64 positions in the global batch, the key of all the samples' randomness.
-        micro: the number of the micro-batch in the step's gradient accumulation.
-        segments_in_step: samples of the step, over all ranks and micro-batches.
-        weights: (B,) float32 of the samples' losses; None for 1.
+        index: (B,) int64 positions in the global batch, which key all randomness of the samples.
+        micro: index of the micro-batch in the step's gradient accumulation.
+        segments_in_step: number of samples in the step, over all ranks and micro-batches.
+        weights: (B,) float32 weights of the samples' losses; None means 1.
         skipped: "path: reason" for every unreadable file.
-        shortened: clips read at a smaller interval than asked for.
+        shortened: number of clips read at a smaller frame interval than requested.
         bytes_read: bytes of files and tars that were read.
-        text: B captions; None where the conditioning is by label.
-        small: for every sample what ``enlarge`` still has to do on the device; None where nothing is left.
+        text: B captions; None if the conditioning is by label.
+        small: the enlargement of each sample that ``enlarge`` still has to do on the device; None if none is needed.
     """
 
     x: Tensor | tuple[Tensor, ...]
@@ -410,13 +417,15 @@ class Batch:
     shortened: int = 0
     bytes_read: int = 0
     text: tuple[str, ...] | None = None
-    embedding: Embedding | None = None  # of the captions, where it is cached
+    embedding: Embedding | None = None  # embedding of the captions, if cached
     small: tuple[Small | None, ...] | None = None
-    shared: Tensor | tuple[Tensor, ...] | None = None  # for a pinned batch: ``x`` in the worker's memory
+    shared: Tensor | tuple[Tensor, ...] | None = None  # in a pinned batch: ``x`` in memory shared with the worker
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle a worker's batch: samples stay in shared memory, and small parts become arrays in the message, because
-        each tensor would cost another message."""
+        """Return the state that a worker pickles.
+
+        ``x`` stays a tensor in shared memory. The small tensors become NumPy arrays inside the message, because every
+        tensor would cost another message."""
         return {**self.__dict__, "y": self.y.numpy(), "index": self.index.numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -435,8 +444,8 @@ class _Request:
     step: int
     micro: int
     epoch: int
-    samples: int = 0  # of the step
-    packed: bool = False  # samples of any sizes, in one sequence
+    samples: int = 0  # number of samples in the step
+    packed: bool = False  # True if the samples have any sizes and form one sequence
 
 
 def requests(
@@ -448,7 +457,7 @@ def requests(
     start_step: int,
     end_step: int | None,
 ) -> Iterator[_Request]:
-    """Yield what a rank reads, step after step, micro-batch after micro-batch."""
+    """Yield one request for each step and micro-batch of a rank, in order."""
     for step in itertools.count(start_step) if end_step is None else range(start_step, end_step):
         rows, epoch = schedule.rows(step), schedule.epoch(step)
         for micro in range(micro_batches):
@@ -458,12 +467,13 @@ def requests(
 
 
 class _BatchReader(Dataset[Any]):
-    """Reader that turns a request into a batch, in the worker processes."""
+    """Map-style dataset that turns a request into a batch, in the worker processes."""
 
     def __init__(self, dataset: MediaDataset, enlarge: bool, augment: bool = True):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
-        # Bytes are a quarter of the memory to fill, stack and hand to the main process: half of a small clip's time.
+        # uint8 is a quarter of the memory to fill, stack and pass to the main process. With float32, these steps take
+        # half of a small clip's time.
         self.samples = SampleReader(dataset, as_bytes=True, enlarge=enlarge, augment=augment)
         self.has_text = self.samples.about.conditioning == "text"
         self.buffer = _RingBuffer()
@@ -472,8 +482,8 @@ class _BatchReader(Dataset[Any]):
         if request.packed:
             return self._packed(request)
         x, items = None, []
-        # Each sample moves to the batch before the next is read: the memory of one clip is used over and over, where
-        # that of all of them would be returned to the kernel and requested again, 1 ms a clip.
+        # Each sample is copied to the batch before the next is read, so that all clips reuse the memory of one.
+        # Otherwise the memory would be returned to the kernel and requested again, which costs 1 ms a clip.
         for i, item in enumerate(self.samples.items(request.sample_keys, self.on_read)):
             x = self.buffer.batch(len(request.sample_keys), _whole_shape(item), item.x) if x is None else x
             _place(item, x[i])
@@ -481,7 +491,7 @@ class _BatchReader(Dataset[Any]):
         return self._batch(request, cast(Tensor, x), items)
 
     def _packed(self, request: _Request) -> Batch:
-        """Read samples of any sizes into one piece of memory, of which the batch has views."""
+        """Read samples of any sizes into one buffer. The batch holds views of the buffer."""
         items = list(self.samples.items(request.sample_keys, self.on_read))
         shapes = [_whole_shape(item) for item in items]
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -516,19 +526,19 @@ def _whole_shape(item: Item) -> tuple[int, ...]:
 
 
 def _place(item: Item, target: Tensor) -> None:
-    """Copy a sample to its place in a batch, a small one to its upper left corner."""
+    """Copy a sample into ``target``; a sample that is not yet enlarged goes to the upper left corner."""
     if item.small is not None:
         target = target[..., : item.small.height, : item.small.width]
     target.copy_(item.x)
 
 
 class _RingBuffer:
-    """Memory in which batches are collated: a worker's ring buffer, which it shares with the main process.
+    """Ring buffer in shared memory in which a worker collates its batches.
 
-    New shared memory for every batch costs the kernel more than the copy: 2.3 ms of the 7 that a clip of 16 x 256 x 256
-    takes. A worker makes a batch when it is asked to, and it is asked for batch n + ``AHEAD`` only once the main
-    process has batch n, which it copies before it asks for more (``BatchIterator``). So batch n + ``AHEAD`` + 1 may
-    replace n.
+    Allocating new shared memory for every batch costs more than the copy: 2.3 ms of the 7 ms that a clip of
+    16 x 256 x 256 takes. The main process requests batch n + ``AHEAD`` from a worker only after it has received batch
+    n, and it copies batch n before it requests more (``BatchIterator``). So batch n + ``AHEAD`` + 1 may overwrite batch
+    n.
     """
 
     def __init__(self):
@@ -537,8 +547,10 @@ class _RingBuffer:
         self.own = OwnMemory()  # used with 0 workers
 
     def batch(self, count: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``, which has the
-        same axes: clips are channels-last, and permuting them takes longer than copying."""
+        """Return an uninitialized (count, *shape) tensor with the dtype and memory format of ``like``.
+
+        ``like`` has as many axes as ``shape``. The memory format is kept because clips are channels-last, and permuting
+        a clip takes longer than copying it."""
         order = sorted(range(like.dim()), key=lambda axis: -like.stride(axis))
         out = like.new_empty(0)
         size = count * math.prod(shape) * like.element_size()
@@ -549,7 +561,8 @@ class _RingBuffer:
     def _next(self, size: int) -> torch.UntypedStorage:
         place, self.made = self.made % (AHEAD + 1), self.made + 1
         if place == len(self.storages) or self.storages[place].nbytes() < size:
-            # Filled once: small samples leave gaps, and pages that were never written are slow to read.
+            # The buffer is filled once, because small samples leave gaps and pages that were never written are slow to
+            # read.
             storage = torch.UntypedStorage._new_shared(size, device="cpu")
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             self.storages[place : place + 1] = [storage]
@@ -557,11 +570,14 @@ class _RingBuffer:
 
 
 class OwnMemory:
-    """Memory that is reused: memory freed between two batches returns to the system, and getting it again costs as much
-    as copying a batch."""
+    """Pool of reusable memory.
+
+    Without the pool, memory freed between two batches returns to the system. Allocating it again costs as much as
+    copying a batch."""
 
     def __init__(self):
-        # Each piece, and the view of it that its latest storage holds for as long as that is used.
+        # Pairs of a buffer and a weak reference to the view that its latest storage holds. The buffer is free once that
+        # view is gone.
         self._pieces: list[tuple[np.ndarray, weakref.ref[np.ndarray]]] = []
 
     def storage(self, size: int) -> torch.UntypedStorage:
@@ -576,7 +592,7 @@ class OwnMemory:
         return torch.from_numpy(view).untyped_storage()
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return a copy of ``x``, which has no gaps."""
+        """Return a copy of ``x``, which must be dense in memory."""
         out = x.new_empty(0).set_(self.storage(x.numel() * x.element_size()), 0, x.shape, x.stride())
         return out.copy_(x)
 
@@ -586,10 +602,14 @@ def _stack_embeddings(parts: list[Embedding | None]) -> Embedding | None:
 
 
 class BatchIterator:
-    """Iterator over batches; a context manager, which ends its worker processes.
+    """Iterator over batches, and a context manager that ends the worker processes.
 
-    read: files tried so far. skipped: those that were unreadable. shortened: clips read at a smaller interval than
-    asked for. bytes_read: bytes of files and tars that were read."""
+    Attributes:
+        read: number of files tried so far.
+        skipped: number of unreadable files so far.
+        shortened: number of clips read at a smaller frame interval than requested.
+        bytes_read: bytes of files and tars that were read.
+    """
 
     def __init__(
         self,
@@ -621,7 +641,7 @@ class BatchIterator:
         found to be damaged."""
         batch = next(self._batches)
         if self.verification is not None:
-            self.verification.check()  # here, so that its thread starts after the worker processes
+            self.verification.check()  # called here so that the verification thread starts after the worker processes
         self._counter.add(len(batch.y), batch.skipped)
         self.shortened += batch.shortened
         self.bytes_read += batch.bytes_read
@@ -631,12 +651,12 @@ class BatchIterator:
             self._mapped.append(came)
         if isinstance(batch.x, Tensor):
             return replace(batch, x=self._own(batch.x, self._own_memory.copy), shared=None)
-        # The samples of packs have many sizes, so that their memory could hardly be reused.
+        # The samples of packs have many sizes, so their memory could hardly be reused.
         return replace(batch, x=tuple(self._own(part, Tensor.clone) for part in batch.x), shared=None)
 
     def _own(self, x: Tensor, copied: Callable[[Tensor], Tensor]) -> Tensor:
         x = x if self._as_bytes else to_pixels(x)
-        return copied(x) if x.is_shared() else x  # the worker overwrites it, see _RingBuffer
+        return copied(x) if x.is_shared() else x  # the worker overwrites shared memory, see _RingBuffer
 
     @property
     def read(self) -> int:
@@ -676,16 +696,17 @@ def build_loader(
 ) -> BatchIterator:
     """Return the batches of one data-parallel rank, from ``start_step`` to before ``end_step`` (or forever).
 
-    For every step and micro-batch these are units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of the
-    global batch. The worker processes live until ``close()``; with 0 workers this process reads, with the same result.
+    In every step and micro-batch the rank reads the units (micro * dp_size + dp_rank) * batch_size + [0, batch_size) of
+    the global batch. The worker processes live until ``close()``. With 0 workers the main process reads the same
+    batches.
 
     Args:
-        max_bad: the share of unreadable files beyond which DataError is raised.
+        max_bad: DataError is raised if a larger share of the files is unreadable.
         on_skip: called once for every unreadable file.
-        as_bytes: keep clips uint8, a quarter of the bytes to pin and send; ``to_pixels`` makes them float32 on the
-            device.
-        enlarge: False leaves clips that are smaller than asked for to ``enlarging.enlarge``; needs ``as_bytes``.
-        patience, who, on_hang: for a file that never arrives, see ``ReadAhead``.
+        as_bytes: keep clips as uint8, a quarter of the bytes to pin and send. ``to_pixels`` converts a batch to float32
+            on the device.
+        enlarge: if False, clips that are smaller than requested are left for ``enlarging.enlarge``. Needs ``as_bytes``.
+        patience, who, on_hang: handling of a file that never arrives, see ``ReadAhead``.
 
     Raises:
         ValueError: the schedule doesn't fit the data set, the ranks or the batch size.
@@ -720,10 +741,13 @@ def read_batches(
     on_skip: Callable[[str], None] | None = None,
     **how: Any,
 ) -> BatchIterator:
-    """Return the batches of these samples in order, neither mirrored nor cut at random, with 8-bit pixels as bytes.
+    """Return the batches of these samples in order, without random mirroring or cropping. Pixels stay uint8.
 
-    The samples of one batch have one step and shape. max_bad, on_skip: see :func:`build_loader`. how: num_workers,
-    patience, who and on_hang of ``ReadAhead``.
+    The samples of one batch must have one step and one shape.
+
+    Args:
+        max_bad, on_skip: see :func:`build_loader`.
+        how: num_workers, patience, who and on_hang of ``ReadAhead``.
     """
     asked = [_Request(list(keys), keys[0].step, 0, 0) for keys in batches]
     read = ReadAhead(_BatchReader(dataset, enlarge=True, augment=False), asked, pin_memory=False, **how)
@@ -744,13 +768,15 @@ def build_schedule(
     caption_tokens: int = 0,
     attention: float = float("inf"),
 ) -> BatchSchedule:
-    """Return the data set's schedule: in buckets if its samples have several shapes, by weights if it has several
-    sources.
+    """Return the schedule of a data set.
+
+    With ``pack_tokens`` it is a ``PackSchedule``. Otherwise it is a ``BlendSchedule`` for a data set of several
+    weighted sources, a ``BucketSchedule`` for samples of several shapes, and else a plain ``BatchSchedule``.
 
     Args:
-        bucket_tokens: tokens of a unit of several samples of one shape; for a ``ShapedDataset``.
-        pack_tokens: tokens of a unit of any samples; for a ``ShapedDataset``.
-        caption_tokens: tokens of a pack that each sample takes beside its media's.
+        bucket_tokens: tokens of a unit, which holds several samples of one shape. Needs a ``ShapedDataset``.
+        pack_tokens: tokens of a unit, which holds samples of any shapes. Needs a ``ShapedDataset``.
+        caption_tokens: tokens that each sample's caption adds to a pack.
         attention: see ``PackSchedule``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``preprocess.py look``: show a share of a data set's rows, on a contact sheet, in histograms and on a page."""
+"""``preprocess.py look``: show some rows of a data set on a contact sheet, in histograms and on an HTML page."""
 
 import base64
 import functools
@@ -40,11 +40,11 @@ BUDGETS = tuple(1024 * 2**i for i in range(8))  # tokens of a sequence: 1k to 12
 
 @dataclass(frozen=True)
 class MediumTokens:
-    """Counts the tokens of a medium at its own aspect ratio and length.
+    """Function that counts the tokens of a medium at its own aspect ratio and length.
 
-    It is scaled down, never up, to the area of ``image_size`` squared. Every ``frame_interval``-th frame of a clip
-    counts (or ``fps`` a second), up to ``num_frames``. A token covers ``token_pixels`` x ``token_pixels`` pixels of
-    ``token_frames`` frames.
+    The medium is scaled down, never up, to the area of ``image_size`` squared. Of a clip, every ``frame_interval``-th
+    frame counts, or ``fps`` frames a second, up to ``num_frames``. A token covers ``token_pixels`` x ``token_pixels``
+    pixels of ``token_frames`` frames.
     """
 
     image_size: int
@@ -63,9 +63,14 @@ class MediumTokens:
 
 @dataclass(frozen=True)
 class BudgetFill:
-    """budget: tokens of a sequence. fill: share of the sequences' tokens that are used, without the emptiest sequence,
-    which more media would fill; None if there is only that one. too_long: share of the media that are longer than a
-    sequence and left out."""
+    """Result of packing media into sequences.
+
+    Attributes:
+        budget: tokens of a sequence.
+        fill: share of the sequences' tokens that are used. The emptiest sequence is not counted, because more media
+            would fill it. None if it is the only sequence.
+        too_long: share of the media that are longer than a sequence and left out.
+    """
 
     budget: int
     fill: float | None
@@ -73,10 +78,11 @@ class BudgetFill:
 
 
 def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
-    """Fill sequences of ``budget`` tokens with whole media, longest first, each into the fullest sequence with room for
-    it."""
+    """Pack media of these lengths into sequences of ``budget`` tokens by best fit.
+
+    The longest medium comes first. Each goes into the fullest sequence that can still hold it."""
     fitting = sorted((length for length in lengths if length <= budget), reverse=True)
-    free: list[int] = []  # of each sequence, rising
+    free: list[int] = []  # free tokens of each sequence, rising
     for length in fitting:
         place = bisect_left(free, length)
         left = free.pop(place) if place < len(free) else budget
@@ -87,20 +93,21 @@ def fill_of(lengths: Sequence[int], budget: int) -> BudgetFill:
 
 
 SIZE = 11
-MISSING = "Glyph .* missing from"  # how matplotlib's warning of a glyph that no font has begins
-# How the files of fonts with Chinese, Japanese and Korean begin, in lower case; the first that is installed is taken.
+MISSING = "Glyph .* missing from"  # start of matplotlib's warning about a glyph that no font has
+# Prefixes of the file names of fonts for Chinese, Japanese and Korean, in lower case. The first installed font is used.
 CJK = ("notosanscjk", "sourcehansans", "wqy-microhei", "wqy-zenhei", "droidsansfallback", "pingfang", "msyh", "simhei")
 
 
 @cache
 def font_files() -> list[str]:
-    """Return the files of DejaVu Sans, which comes with matplotlib and has more of the world's letters than Pillow's
-    font, and of an installed font for Chinese, Japanese and Korean, if there is one."""
+    """Return the font files: DejaVu Sans and, if installed, a font for Chinese, Japanese and Korean.
+
+    DejaVu Sans comes with matplotlib and has more letters than Pillow's own font."""
     import matplotlib
     from matplotlib.font_manager import findSystemFonts  # the manager's own list may be older than a font
 
     found = [str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"))]
-    # Of several weights the regular one.
+    # The regular weight comes first.
     installed = sorted(findSystemFonts(), key=lambda path: ("regular" not in Path(path).name.lower(), path))
     for begin in CJK:
         if path := next((path for path in installed if Path(path).name.lower().startswith(begin)), None):
@@ -110,7 +117,7 @@ def font_files() -> list[str]:
 
 @cache
 def families() -> list[str]:
-    """Return matplotlib's names of the fonts; it takes each glyph from the first that has it."""
+    """Return matplotlib's names of the fonts. It draws each glyph with the first font that has the glyph."""
     from matplotlib.font_manager import fontManager
     from matplotlib.ft2font import FT2Font
 
@@ -121,27 +128,32 @@ def families() -> list[str]:
 
 @cache
 def loaded_fonts() -> list[tuple[ImageFont.FreeTypeFont, Mapping[int, object]]]:
-    """Return Pillow's fonts, each with the characters that it has."""
+    """Return Pillow's fonts, each with a mapping whose keys are the font's characters."""
     from matplotlib.ft2font import FT2Font
 
     return [(ImageFont.truetype(path, SIZE), FT2Font(path).get_charmap()) for path in font_files()]
 
 
 def font_of(text: str) -> ImageFont.FreeTypeFont:
-    """Return the font that lacks the fewest characters of a text, which Pillow draws in one font."""
+    """Return the font that lacks the fewest characters of a text. Pillow draws a text in a single font."""
     return min(loaded_fonts(), key=lambda font: sum(ord(letter) not in font[1] for letter in text))[0]
 
 
 THUMBNAIL = 160  # pixels of a thumbnail's longer side
-COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet, and of a clip
+COLUMNS, OF_CLIP = 8, 3  # thumbnails in a line of the sheet; thumbnails of a clip
 GAP, LINE, MOST_CLASSES = 8, 15, 20
 INK, FAINT, BACKGROUND = (20, 20, 20), (110, 110, 110), (255, 255, 255)
 
 
 @dataclass(frozen=True)
 class Look:
-    """One row that was opened. words: its caption or its class. frames: thumbnails, (h, w, 3) uint8 each: one of a
-    picture, three of a clip; none if the row is not on the contact sheet."""
+    """One opened row.
+
+    Attributes:
+        words: caption or class of the row.
+        frames: thumbnails, (h, w, 3) uint8 each: one of a picture or three of a clip. Empty if the row is not on the
+            contact sheet.
+    """
 
     row: int
     source: str
@@ -152,11 +164,13 @@ class Look:
 
 @dataclass(frozen=True)
 class Findings:
-    """The opened rows of ``dataset`` in their order, and "file: reason" for every bad one.
+    """Results of opening rows of ``dataset``.
 
     Attributes:
-        drawn: the rows of the figures; several sources contribute by weight, so some rows may occur twice and others
-            never.
+        looks: the rows that could be opened, in the order of the data set.
+        bad: "file: reason" for every row that could not be opened.
+        tokens: counts the tokens of a medium.
+        drawn: the rows that the figures count. Several sources contribute by weight, so a row may occur twice or never.
     """
 
     dataset: MediaDataset
@@ -175,12 +189,12 @@ class Findings:
 
     @property
     def counted(self) -> str:
-        """The unit that figures count."""
+        """Label of the unit that the figures count."""
         return "rows looked into" if self.dataset.describe().sources is None else "samples by weight"
 
     @functools.cached_property
     def of_captions(self) -> list[str]:
-        """Lines about captions that are long and captions that say nothing, of the rows that were opened."""
+        """Lines about long captions and captions without words among the opened rows."""
         if (about := self.dataset.describe()).conditioning != "text":
             return []
         words = {each.row: each.words for each in self.looks}
@@ -189,7 +203,7 @@ class Findings:
 
     @property
     def looked(self) -> str:
-        """The number of rows that were opened and, with several sources, the samples that they stand for, in words."""
+        """Text with the number of opened rows and, with several sources, the number of samples of each source."""
         rows = f"{len(self.looks) + len(self.bad):,} of {len(self.dataset):,} rows, bad: {len(self.bad):,}"
         if (sources := self.dataset.describe().sources) is None:
             return rows
@@ -199,10 +213,10 @@ class Findings:
 
 
 def draw_sheet(found: Findings) -> bytes:
-    """Draw a PNG of thumbnails in the data set's order, each over its size and its words."""
+    """Draw a PNG of thumbnails in the data set's order. Each has its caption or class and its size below it."""
     clips = any(len(each.frames) > 1 for each in found.shown)
     columns = COLUMNS // OF_CLIP * OF_CLIP if clips else min(COLUMNS, len(found.shown))
-    lines: list[list[tuple[int, Look]]] = []  # of each the place in its line
+    lines: list[list[tuple[int, Look]]] = []  # for each line: (column, look) pairs
     end = columns
     for each in found.shown:
         places = OF_CLIP if len(each.frames) > 1 else 1
@@ -240,7 +254,7 @@ def _cut(text: str, length: Callable[[str], float], most: float) -> str:
 
 
 def _size(medium: Medium) -> str:
-    """Return the size as text, width x height: "64 x 64", or "64 x 64, 48 frames, 2.0 s" of a clip."""
+    """Return width x height as text, such as "64 x 64", or "64 x 64, 48 frames, 2.0 s" for a clip."""
     size = f"{medium.width:,} x {medium.height:,}"
     if medium.frames > 1:
         size += f", {medium.frames:,} frames" + (f", {medium.seconds:.1f} s" if medium.fps else "")
@@ -258,12 +272,12 @@ def draw_histograms(found: Findings) -> bytes:
     import matplotlib
 
     with matplotlib.rc_context({"font.family": families()}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the page has the words as text
+        warnings.filterwarnings("ignore", MISSING, UserWarning)  # the HTML page shows the captions as text anyway
         return _draw_histograms(found)
 
 
 def _draw_histograms(found: Findings) -> bytes:
-    from matplotlib.figure import Figure  # without pyplot, which keeps figures and looks for a screen
+    from matplotlib.figure import Figure  # pyplot would keep the figures and look for a display
 
     media = [each.medium for each in found.drawn]
     figure = Figure(figsize=(15, 8.5), layout="constrained")
@@ -317,7 +331,7 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
         return
     low, high = min(values), max(values)
-    if low == high:  # one bar, of which the axis shows what it is
+    if low == high:  # all values are equal: draw one bar, and the axis shows the value
         axes.bar([low], [len(values)], width=0.1 * abs(low) or 0.1)
         axes.set_xlim(low - (abs(low) or 1), low + (abs(low) or 1))
     else:
@@ -325,7 +339,7 @@ def _histogram(axes, values, title: str, label: str, counted: str) -> None:
 
 
 def make_page(found: Findings, sheet: bytes, histograms: bytes) -> str:
-    """Return one HTML page that needs no other file: the data set's line, the bad rows, both pictures, and a table."""
+    """Return a self-contained HTML page: the data set's description, bad rows, tables, and both pictures."""
     media = [each.medium for each in found.drawn]
     of_clips = [each.medium for each in found.clips]
     columns = {
@@ -401,9 +415,9 @@ def run(
     fps: float | None = None,
     **media: Any,
 ) -> None:
-    """Run ``preprocess.py look`` with its flags' values. media: see :func:`open_any`.
+    """Run ``preprocess.py look`` with the values of its flags. media: options of :func:`open_any`.
 
-    Raises DataError, and writes nothing, if no row can be read."""
+    If no row can be read, raises DataError and writes nothing."""
     refuse_links(Path(output), [SHEET, HISTOGRAMS, PAGE], "--output")
     dataset, video = open_any(data_path, fps=fps, **media)
     found = look(dataset, samples, pictures, num_workers, MediumTokens(*video, token_pixels, token_frames, fps))
@@ -435,9 +449,10 @@ def open_any(
     **options: Any,
 ) -> tuple[MediaDataset, tuple[int, int, int]]:
     """Return the data set of ``--data_path``, with its clips if it has any, and (image_size, num_frames,
-    frame_interval): the given values, else those that cached latents were made at, else 256, 16, 1.
+    frame_interval).
 
-    options: more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, which name the flag.
+    An argument that is None defaults to the setting of the cached latents or, for other data, to 256, 16 or 1. options:
+    more fields of ``sources.Request``. Raises ValueError or FileNotFoundError, which name the flag.
     """
     made: dict[str, Any] = {}
     if (indexes := _indexes(data_path)) is not None:
@@ -446,22 +461,23 @@ def open_any(
     size = image_size or made.get("image_size", 256)
     frames, interval = num_frames or made.get("num_frames", 16), frame_interval or made.get("frame_interval", 1)
     rate = fps if fps is not None or frame_interval is not None else made.get("fps")
-    # A bad file is to be found, not to end the search. One that has clips is asked for as such; one that has none says
-    # so, or opens all the same, and what it says then of pictures is what is wrong, or what it is.
+    # max_bad=1.0, because bad files are reported instead of ending the search. The data set is opened with clips first.
+    # If that fails, it is opened as pictures, and that attempt's error is the one to report.
     options |= dict(seed=0, max_bad=1.0, short_clips="interval", num_frames=frames, frame_interval=interval, fps=rate)
     try:
         dataset = build_dataset(data_path, size, use_video=True, **options)
     except ValueError:
         dataset = build_dataset(data_path, size, use_video=False, **options)
     if not _has_clips(dataset):
-        with suppress(ValueError):  # of a cooker, whose clips no index tells
+        with suppress(ValueError):  # a cooker has no index that lists its clips
             dataset = build_dataset(data_path, size, use_video=False, **options)
     return dataset, (size, frames, interval)
 
 
 def _indexes(data_path: str) -> list[dict[str, Any]] | None:
-    """Read the indexes of cached latents, in a folder or behind an address, also if they are the first source of a
-    blend; None for anything else."""
+    """Read the indexes of cached latents in a folder or behind an address.
+
+    For a blend, read those of its first source. Return None if the data are not cached latents."""
     if inline := inline_sources(data_path):
         return _indexes(inline[0][0])
     if not is_address(data_path):
@@ -474,8 +490,9 @@ def _indexes(data_path: str) -> list[dict[str, Any]] | None:
 
 
 def _has_clips(dataset: MediaDataset) -> bool:
-    """Return True if a data set that was opened with its clips has any, as far as it knows. Nothing needs to be looked
-    up in one that was opened as pictures, or that opens with clips only if it has some."""
+    """Return True if a data set that was opened with clips has any, or if there is no need to check.
+
+    Only ``PicturesAndClips`` need the check: other data sets open with clips only if they have some."""
     dataset = dataset.whole if isinstance(dataset, Recaptioned) else dataset
     if isinstance(dataset, BlendedDataset):
         return any(map(_has_clips, dataset.parts))
@@ -485,8 +502,10 @@ def _has_clips(dataset: MediaDataset) -> bool:
 
 
 def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
-    """Return ``samples`` rows, or as many as there are, in rising order and spread evenly. Of several sources each gets
-    its initial share by weight, at least one row, and the rows of a small source are repeated."""
+    """Return ``samples`` rows, or all if there are fewer, in rising order and evenly spaced.
+
+    With several sources, each contributes by its initial weight, at least one row. Rows of a small source are
+    repeated."""
     sources = dataset.describe().sources
     if sources is None:
         return _spread(len(dataset), min(samples, len(dataset)))
@@ -499,14 +518,15 @@ def draw_rows(dataset: MediaDataset, samples: int) -> np.ndarray:
 
 
 def _spread(size: int, count: int) -> np.ndarray:
-    """Return ``count`` of the rows 0 to ``size`` - 1, in rising order. If that is more than there are, each row occurs
-    equally often, give or take one."""
+    """Return ``count`` evenly spaced rows of 0 to ``size`` - 1, in rising order.
+
+    If ``count`` exceeds ``size``, rows are repeated, and the numbers of repetitions differ by at most one."""
     some = np.linspace(0, size - 1, count % size).round().astype(np.int64)
     return np.sort(np.concatenate([np.tile(np.arange(size), count // size), some]))
 
 
 def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, tokens: MediumTokens) -> Findings:
-    """Open ``samples`` rows (0: all), see :func:`draw_rows`, and keep thumbnails of up to ``pictures`` of them."""
+    """Open ``samples`` rows (0: all) chosen by :func:`draw_rows`, and keep thumbnails of up to ``pictures`` rows."""
     samples = min(samples or len(dataset), len(dataset))
     drawn = draw_rows(dataset, samples)
     rows = (np.unique(drawn) if samples < len(dataset) else np.arange(len(dataset))).tolist()
@@ -532,7 +552,7 @@ def look(dataset: MediaDataset, samples: int, pictures: int, num_workers: int, t
 
 @dataclass(frozen=True)
 class _Opener:
-    """Open a row in a process that looks. It is an object, so that it can be sent to processes that are not forked."""
+    """Callable that opens a row in a worker process. Unlike a closure, it can be pickled for processes not forked."""
 
     dataset: MediaDataset
 
@@ -547,8 +567,9 @@ class _Opener:
 
 
 def thumbnail(frame: np.ndarray) -> np.ndarray:
-    """Scale (H, W) or (H, W, 3) uint8 to (h, w, 3) of at most ``THUMBNAIL`` pixels a side. Small frames are magnified
-    by a whole number, so that their pixels show."""
+    """Scale a frame, (H, W) or (H, W, 3) uint8, to (h, w, 3) with at most ``THUMBNAIL`` pixels a side.
+
+    Small frames are enlarged by a whole number, so that their pixels stay visible."""
     image = Image.fromarray(np.ascontiguousarray(frame)).convert("RGB")
     longest = max(image.size)
     if longest > THUMBNAIL:

@@ -1,7 +1,8 @@
 """``preprocess.py ucf101``, ``folder`` and ``check``: list clips and pictures with their captions in a CSV, and keep
 the rows that can be trained on.
 
-Decoders crash and hang on broken files. Each is tried in a separate process, so such a file costs only its row.
+Decoders crash and hang on broken files. Files are decoded in separate processes, so that a broken file costs only its
+row.
 """
 
 import os
@@ -25,21 +26,22 @@ from opendit.data.processes import run_apart
 from opendit.data.progress import Progress
 from opendit.data.tables import Columns, TableRow, write_csv
 
-# A run of capitals (TV in TVShow), a word with or without its capital, a number.
+# A run of capitals (TV in TVShow), a word with or without a capital, or a number.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_a-zA-Z]+")
 
 
 def class_caption(name: str) -> str:
-    """Turn a class's name into words: ApplyEyeMakeup is "apply eye makeup", YoYo "yo yo", TVShow "TV show", play_piano
-    "play piano"."""
+    """Turn a class name into words.
+
+    For example, ApplyEyeMakeup becomes "apply eye makeup", TVShow "TV show", and play_piano "play piano"."""
     words = _WORDS.findall(name)
     return " ".join(word if len(word) > 1 and word.isupper() else word.lower() for word in words) or name
 
 
 def find_ucf101(root: str | Path) -> CaptionedFiles:
-    """Find every clip below ``root``, captioned with its folder's name. Clips directly in ``root`` have no class.
+    """Find every clip below ``root``, captioned with its folder's name. Clips directly in ``root`` are left out.
 
-    Raises FileNotFoundError if there is no such folder or no clip in a class folder.
+    Raises FileNotFoundError if the folder does not exist or holds no clip in a class folder.
     """
     found = CaptionedFiles()
     for path in _clips_below(root, found.ignored):
@@ -60,9 +62,9 @@ def find_ucf101(root: str | Path) -> CaptionedFiles:
 
 
 def find_folder(root: str | Path) -> CaptionedFiles:
-    """Find every clip and picture below ``root`` with its caption; without one, it is its folder's name.
+    """Find every clip and picture below ``root`` with its caption. The default caption is the folder's name.
 
-    Raises FileNotFoundError if there is no such folder, no medium in it or no caption at all.
+    Raises FileNotFoundError if the folder does not exist, or holds no media or no captions.
     """
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
@@ -83,7 +85,7 @@ def _note(ignored: Ignored) -> str:
 
 
 def _clips_below(root: str | Path, ignored: Ignored) -> Iterator[Path]:
-    """Return the clips at any depth, sorted folder by folder, each folder once; count the rest."""
+    """Yield the clips at any depth, sorted by folder. Each folder is visited once. Other files count in ``ignored``."""
     root = str(root)
     if not os.path.isdir(root):
         raise FileNotFoundError(f"there is no folder {printable(root)}")
@@ -92,7 +94,7 @@ def _clips_below(root: str | Path, ignored: Ignored) -> Iterator[Path]:
 
 
 def make(kind: str, root: str, output: str) -> None:
-    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write the CSV and print what is in it."""
+    """Run ``preprocess.py ucf101`` or ``preprocess.py folder``: write the CSV and print a summary."""
     found = find_ucf101(root) if kind == "ucf101" else find_folder(root)
     write_csv(output, found.rows)
     for line in found.lines():
@@ -110,7 +112,7 @@ TIME_LIMIT = 60.0  # seconds for the two frames of one file
 
 
 def probe(path: str, is_picture: bool) -> Medium:
-    """Decode a picture, or a clip's first and last frame, as training does. Raises an exception of any kind."""
+    """Decode a picture, or a clip's first and last frame, as training does. May raise any exception."""
     return (of_picture(read_picture(path)) if is_picture else open_clip(path, middle=False))[0]
 
 
@@ -124,11 +126,12 @@ def check_rows(
     num_workers: int = 2,
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[TableRow], list[Medium], dict[str, list[str]]]:
-    """Return the rows that can be trained on, in their order, the media in their files, and for every reason the "path:
-    what is wrong" of the rows that were dropped for it. A row counts under the first reason that applies: empty
-    caption, missing, undecodable, too small (a shorter side below ``min_size``), too short. A picture is never too
-    short."""
-    found: list[Medium | tuple[str, str] | None] = []  # of every row; a fault: its reason and what is wrong
+    """Check rows, and return (kept rows in their order, their media, dropped rows).
+
+    The dropped rows are a dictionary: reason -> list of "path: problem". A row counts under the first reason that
+    applies: empty caption, missing, undecodable, too small (shorter side below ``min_size``), too short. A picture is
+    never too short."""
+    found: list[Medium | tuple[str, str] | None] = []  # for every row: its medium, or (reason, "path: problem")
     for row in rows:
         why = problem(row.path) if not says_nothing(row.text) else None
         missing = None if why is None else ("missing", f"{printable(row.path)}: {why}")
@@ -164,8 +167,9 @@ def _size(row: TableRow, medium: Medium) -> str:
 
 
 def table(media: list[Medium]) -> str:
-    """Return a table of the minimum, median and maximum of durations, frames, sizes and frame rates. Durations, frames
-    and rates are of the clips alone."""
+    """Return a text table of the minimum, median and maximum of durations, frames, sizes and frame rates.
+
+    Durations, frames and rates cover only the clips."""
     clips = [medium for medium in media if medium.fps]
     columns: list[tuple[str, list[float], Callable[[float], str]]] = [
         ("duration (s)", [m.seconds for m in clips], "{:.2f}".format),
@@ -190,9 +194,9 @@ def check(
     image_size: int = 0,
     **how: Any,
 ) -> None:
-    """Run ``preprocess.py check`` with its flags' values. how: see :func:`check_rows`.
+    """Run ``preprocess.py check`` with the values of its flags. how: arguments of :func:`check_rows`.
 
-    Raises DataError, and writes nothing, if no row is left."""
+    If no row is left, raises DataError and writes nothing."""
     rows, lines = read_captioned(csv, printable(csv), Columns(file_column, caption_column))
     print("\n".join(lines), end="\n" * bool(lines))
     kept, media, dropped = check_rows(rows, **how)

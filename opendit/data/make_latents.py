@@ -1,7 +1,7 @@
-"""Encodes a data set, pictures or clips and their captions, once.
+"""Encode the pictures or clips of a data set, and their captions, once before training.
 
-Every rank encodes the shards ``rank, rank + world_size, ...``; a shard's bytes depend on the settings alone, not
-on how many ranks there are or how often the job was stopped and started again.
+Every rank encodes the shards ``rank, rank + world_size, ...``. The bytes of a shard depend on the settings only, not on
+the number of ranks or on how often the job was interrupted.
 """
 
 import math
@@ -53,15 +53,17 @@ from opendit.parallel.supervisor import Supervisor
 
 
 class _RowReader(Dataset[Any]):
-    """Reads batches of rows, unmirrored and without replacements, in a worker process."""
+    """Map-style dataset that reads batches of rows in a worker process. It does not mirror rows or replace bad ones."""
 
     def __init__(self, dataset: MediaDataset):
         self.dataset = dataset
         self.on_read: Callable[[int], None] | None = None
 
     def __getitem__(self, rows: list[int]) -> tuple[list[int], list[int], list[str], Tensor | None, list[str]]:
-        """Return the readable rows, their labels, their captions if there are any, their pictures (B, C, H, W), clips
-        (B, C, T, H, W) or None, and the skipped files."""
+        """Return (rows, labels, captions, media, skipped files). The first four are of the readable rows only.
+
+        The captions are empty if the data set has none. The media are pictures (B, C, H, W) or clips (B, C, T, H, W),
+        or None if no row was readable."""
         good, labels, captions, pictures, skipped = [], [], [], [], []
         self.dataset.prefetch(rows)
         for row in rows:
@@ -100,18 +102,30 @@ def make_latents(
     patience: float = 0.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Write the latents of ``dataset`` to ``output``, keeping the shards there: tars of about ``tar_bytes``
-    (``opendit.data.shards.latents``), beside those of the same data at other picture sizes; or, without it, safetensors
-    files of ``shard_size`` samples (``opendit.data.latents``).
+    """Write the latents of ``dataset`` to ``output``, and keep the complete shards that are there already.
 
-    dataset: with ``bucket_tokens``, a ShapedDataset, whose samples have up to so many tokens, for tars.
-    codec: of pictures, or of clips if the data set's items are clips. flips: also encode every picture's mirror image.
-    patience, on_hang: for a file that takes for ever, see ``ReadAhead``. encoder: a frozen text encoder, or those of a
-    public model, for the captions, which are kept as words without one. counted: rank 0's count of the
-    captions by the encoder's tokens, which the index keeps. With several ranks the default process group must exist.
+    With ``tar_bytes`` the shards are tars (``opendit.data.shards.latents``). One folder can hold tars of the same data
+    at several picture sizes. Without ``tar_bytes`` the shards are safetensors files (``opendit.data.latents``). With
+    several ranks the default process group must exist.
 
-    Returns the index on rank 0, None elsewhere. Raises ValueError if ``output`` holds latents of other settings,
-    DataError if more than ``max_bad`` of the files can't be read or a latent doesn't fit float16.
+    Args:
+        dataset: with ``bucket_tokens``, a ShapedDataset.
+        codec: codec of pictures, or of clips if the data set's items are clips.
+        flips: also encode the mirror image of every picture.
+        encoder: frozen text encoder, or the encoders of a public model. Without one, captions are stored as text.
+        counted: rank 0's count of the captions by the encoder's tokens, which is stored in the index.
+        shard_size: samples of a safetensors file.
+        tar_bytes: approximate bytes of a tar.
+        bucket_tokens: most tokens of a sample of a ShapedDataset; for tars only.
+        max_bad: largest tolerated share of unreadable files.
+        patience, on_hang: handling of a file that never arrives, see ``ReadAhead``.
+
+    Returns:
+        The index on rank 0, None on other ranks.
+
+    Raises:
+        ValueError: ``output`` holds latents of other settings.
+        DataError: more than ``max_bad`` of the files can't be read, or a latent doesn't fit float16.
     """
     output = Path(output)
     form = FILES if tar_bytes is None else tars_of(image_size)
@@ -124,7 +138,7 @@ def make_latents(
     kept = complete_shards(output, settings, form)
     before = _take_index(output, settings, form, world_size, rank)
     mine = {shard: plan[shard] for shard in range(rank, shards, world_size)}
-    # What is kept is read once for its checksum; a shard that is not what an index said of it is remade.
+    # Every kept shard is read once for its checksum. A shard whose checksum differs from the index is made again.
     names = {shard: form.name(shard, shards) for shard in mine}
     checksums = {name: sha256_of(output / name) for name in names.values() if name in kept}
     checksums = {name: found for name, found in checksums.items() if before.get(name, found) == found}
@@ -150,7 +164,7 @@ def make_latents(
     everyone = [checksums]
     if world_size > 1:
         everyone = [{}] * world_size
-        dist.all_gather_object(everyone, checksums, group=dist.group.WORLD)  # which waits for all
+        dist.all_gather_object(everyone, checksums, group=dist.group.WORLD)  # also waits for all ranks
     checksums = {name: found for part in everyone for name, found in part.items()}
     if rank > 0:
         return None
@@ -175,8 +189,9 @@ def _take_index(output: Path, settings: dict[str, Any], form: ShardForm, world_s
 
 
 def _plan(dataset: MediaDataset, shard_size: Callable[[list[int]], int]) -> list[list[int]]:
-    """Return the rows of every shard: in order, but those of one shape first and then those of the next. shard_size:
-    returns how many of these rows, which have one shape, are in a shard."""
+    """Return the rows of every shard. Rows are grouped by shape, and stay in order within a shape.
+
+    shard_size: function from the rows of one shape to the number of rows per shard."""
     keys = dataset.shapes().array
     keys = np.zeros(len(dataset), dtype=np.int64) if keys is None else keys
     plan = []
@@ -192,12 +207,12 @@ def noun_of(settings: dict[str, Any]) -> str:
 
 
 def inner(codec: Codec) -> Any:
-    return getattr(codec, "codec", codec)  # of a picture's codec that works frame by frame
+    return getattr(codec, "codec", codec)  # a frame-by-frame video codec wraps a picture codec
 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What is encoded, and by what. encoder: of captions, which are kept as words without one."""
+    """A data set with its codec and encoder. Without an encoder, captions are stored as text."""
 
     dataset: MediaDataset
     codec: Codec
@@ -214,9 +229,10 @@ class _Encoding:
         return self.dataset.describe().conditioning == "text"
 
     def latent_shape(self, rows: Sequence[int] = ()) -> tuple[int, ...]:
-        """Return the shape of a picture's latent, (C, h, w), or of a clip's, (C, t, h, w): of these rows, which have
-        one shape, or without any of a sample of ``image_size``."""
-        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # pictures' take no frames
+        """Return the shape of a latent: (C, h, w) for a picture, (C, t, h, w) for a clip.
+
+        rows: rows of one shape. Without rows, the latent is of a sample of ``image_size``."""
+        shape, latents_of = self.dataset.describe().sample_shape, cast(Any, self.codec)  # picture codecs take no frames
         frames = shape[1] if len(shape) == 4 else None
         size: Size = frames or 1, self.image_size, self.image_size
         if rows and isinstance(self.dataset, ShapedDataset):
@@ -226,15 +242,16 @@ class _Encoding:
         return latents_of.latent_shape(*(size[1:] if frames is None else size))
 
     def samples_of_a_tar(self, tar_bytes: int, rows: list[int]) -> int:
-        """Return how many of these rows, at least one, a tar of about ``tar_bytes`` holds, with captions of the longest
-        length."""
+        """Return the number of these rows that fit a tar of about ``tar_bytes``, at least one.
+
+        Every caption is assumed to have the most tokens."""
         numbers = (4 if self.flips else 2) * math.prod(self.latent_shape(rows))
         if self.encoder:
             numbers += form_of(self.encoder).numbers(self.encoder.max_tokens)
         return max(1, tar_bytes // (2 * numbers + HEADERS))
 
     def settings(self, shard_size: int, version: int, bucket_tokens: int | None) -> dict[str, Any]:
-        """Return everything that a shard's bytes depend on."""
+        """Return all settings that determine the bytes of a shard."""
         about, data = self.dataset.describe(), self.dataset.fingerprint().identity
         settings = {
             "version": version,
@@ -259,9 +276,9 @@ class _Encoding:
     def encode(
         self, batches: Iterable[tuple[Any, ...]], of_shard: list[int], counter: BadFileCounter, bar: Progress
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Encode the rows of a shard. Return its tensors, and the files skipped in it."""
+        """Encode the rows of a shard. Return the shard's tensors and the skipped files."""
         views, (channels, *sides) = 2 if self.flips else 1, self.latent_shape(of_shard)
-        moments = [torch.empty(0, views, 2 * channels, *sides, dtype=torch.half)]  # without a single readable picture
+        moments = [torch.empty(0, views, 2 * channels, *sides, dtype=torch.half)]  # used if no picture is readable
         all_labels, all_rows, all_captions, embedded, all_skipped = [], [], [], [], []
         for rows, labels, captions, pictures, skipped in batches:
             counter.add(len(rows), skipped)
@@ -288,7 +305,7 @@ class _Encoding:
     def entries(
         self, output: Path, settings: dict[str, Any], plan: list[list[int]], checksums: dict[str, str], form: ShardForm
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Return the index's entries of all shards, and the skipped files. Raises DataError for a missing shard."""
+        """Return the index entries of all shards, and the skipped files. Raises DataError for a missing shard."""
         entries, all_skipped = [], []
         for shard, rows in enumerate(plan):
             name = form.name(shard, len(plan))
@@ -359,12 +376,15 @@ def run(
     data_timeout: float = 300.0,
     **media: Any,
 ) -> dict[str, Any] | None:
-    """Run ``preprocess.py latents`` with its flags' values, with one process per GPU if torchrun started several.
+    """Run ``preprocess.py latents`` with the values of its flags.
 
-    patch: of the model for which ``bucket_tokens`` counts tokens, ([frames,] rows, columns). media: fields of
-    ``sources.Request``, about how files are read.
+    If torchrun started several processes, each uses one GPU.
 
-    Raises ValueError, OSError or DataError; among several processes, an error of one ends all, see ``Supervisor``.
+    Args:
+        patch: ([frames,] rows, columns), the patch of the model for which ``bucket_tokens`` counts tokens.
+        media: fields of ``sources.Request`` about how files are read.
+
+    Raises ValueError, OSError or DataError. If one of several processes fails, all end, see ``Supervisor``.
     """
     place = find_place()
     rank, world_size = place.rank, place.world_size
@@ -373,7 +393,7 @@ def run(
         stack.enter_context(supervisor)
     with stack:
         if vae not in HUB:
-            vae = str(Path(vae).expanduser().resolve())  # the index keeps it for runs that start in other folders
+            vae = str(Path(vae).expanduser().resolve())  # absolute: runs in other folders read it from the index
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
@@ -417,7 +437,8 @@ def run(
             print(f"encoding with --vae {vae}{captions} on {device} in {precision}", flush=True)
         counted = _count_captions(dataset, encoder) if rank == 0 and about.conditioning == "text" else None
         if world_size > 1:
-            # Only to wait for each other at the end, which may be long after the first rank is through.
+            # The ranks only wait for each other at the end. The last may finish long after the first, so the
+            # timeout is long.
             store = dist.PrefixStore("default", meet(place))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(days=30))
         index = make_latents(
@@ -450,7 +471,9 @@ def run(
 def _load_encoder(
     name: str, pretrained: str | None, max_tokens: int | None, device: torch.device, dtype: torch.dtype
 ) -> AnyEncoder:
-    """Load a text encoder, or those of a folder of the family of ``pretrained``, in the dtype that they train with."""
+    """Load the text encoder ``name``, or from folder ``name`` the text encoders of the family of ``pretrained``.
+
+    Encoders of a family are loaded in bfloat16, the dtype of training; others in ``dtype``."""
     if pretrained is not None:
         family = FAMILIES[cast(str, family_in(name_of_folder(pretrained) or ""))]
         return load_published_text(Path(name), family, device=device, dtype=torch.bfloat16, max_tokens=max_tokens)
@@ -459,7 +482,7 @@ def _load_encoder(
 
 
 def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> CaptionCount:
-    """Count the captions, and print lines about those that are cut and those that say nothing."""
+    """Count the captions, and print lines about captions that are cut and captions without words."""
     if encoder is None:
         found = count_captions(dataset)
         lines = found.for_any_encoder()
@@ -472,8 +495,10 @@ def _count_captions(dataset: MediaDataset, encoder: AnyEncoder | None) -> Captio
 
 
 def pick_dtype(mixed_precision: str, device: torch.device, auto: str = "fp16") -> torch.dtype:
-    """Return the precision of the networks. auto: by default on a GPU; fp16 has the ten bits of mantissa that latents
-    are stored with. A CPU computes in fp32."""
+    """Return the dtype of the networks: fp32 on a CPU, else the dtype of ``mixed_precision``.
+
+    auto: dtype for ``--mixed_precision auto`` on a GPU. The default is fp16 because latents are stored with the ten
+    bits of mantissa of fp16."""
     if device.type != "cuda":
         if mixed_precision in ("fp16", "bf16"):
             raise ValueError(f"--mixed_precision {mixed_precision}: needs a GPU, and there is none; leave it out")

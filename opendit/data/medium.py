@@ -1,5 +1,8 @@
-"""Describe a picture or clip before it is cropped or resized: its size, the times of its frames, and frames to look at;
-and choose which frames of a clip to read: every n-th, or n a second."""
+"""Describe pictures and clips before cropping and resizing, and choose which frames of a clip to read.
+
+The description of a medium has its size, the times of its frames, and frames for a preview. Frames are chosen at a
+fixed interval or at a frame rate.
+"""
 
 import math
 from collections import Counter
@@ -12,27 +15,29 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-MAX_FRAMES = 2**22  # of a clip: 19 hours at 60 frames a second
-# Seconds by which a time may be too late: Matroska rounds to milliseconds, and its streams are copied to other files.
+MAX_FRAMES = 2**22  # most frames of a clip: 19 hours at 60 frames a second
+# Seconds by which a display time may be late. Matroska rounds times to milliseconds, and other files copied from a
+# Matroska stream keep the rounded times.
 ROUNDING = 1e-3 + 1e-6
 
 
 class Timeline(NamedTuple):
-    """seconds: (frames,) float64, ascending, when each frame of a clip is shown."""
+    """Display times of a clip's frames. seconds: (frames,) float64, ascending."""
 
     seconds: np.ndarray
 
     @property
     def end(self) -> float:
-        """The time at which the last frame ends. It lasts as long as the median frame; a single frame takes no time."""
+        """End time of the last frame, which lasts as long as the median frame. A single frame has no duration."""
         if len(self.seconds) < 2:
             return float(self.seconds[-1])
         return float(self.seconds[-1] + np.median(np.diff(self.seconds)))
 
     @property
     def rate(self) -> float:
-        """Frames a second: the mean rate if frames are equally far apart up to rounding, otherwise that of the median
-        distance. 0 for a single frame."""
+        """Frames a second; 0 for a single frame.
+
+        This is the mean rate if the frames are equally spaced up to rounding, else the rate of the median distance."""
         if len(self.seconds) < 2:
             return 0.0
         gaps = np.diff(self.seconds)
@@ -45,17 +50,18 @@ class Timeline(NamedTuple):
         return max(1, int(np.ceil((self.end - self.seconds[0] - ROUNDING) * fps)))
 
     def shown_at(self, times: np.ndarray) -> list[int]:
-        """Return the frame that a player shows at each time: the last one that is due by then, within the rounding of
-        files."""
+        """Return the index of the frame that a player shows at each time.
+
+        This is the last frame whose display time, within ``ROUNDING``, is not later."""
         found = np.searchsorted(self.seconds, times + ROUNDING, side="right") - 1
         return found.clip(0, len(self.seconds) - 1).tolist()
 
 
 def clip_window(length: int, num_frames: int, frame_interval: int, start: float | None) -> list[int] | None:
-    """Return indices of ``num_frames`` frames ``frame_interval`` apart in a clip of ``length`` frames; None if they
-    don't fit.
+    """Return indices of ``num_frames`` frames ``frame_interval`` apart, or None if they don't fit.
 
-    start: a number in [0, 1) picks among all windows that fit, evenly; None takes the middle one.
+    length: number of frames of the clip. start: number in [0, 1) that selects one of all windows that fit, with equal
+    shares; None selects the middle window.
     """
     last_start = length - 1 - (num_frames - 1) * frame_interval
     if last_start < 0:
@@ -65,17 +71,18 @@ def clip_window(length: int, num_frames: int, frame_interval: int, start: float 
 
 
 def fitting_interval(length: int, num_frames: int, frame_interval: int) -> int:
-    """Return the largest interval up to ``frame_interval`` at which ``num_frames`` frames fit into a clip of
-    ``length``; ``frame_interval`` if none does."""
+    """Return the largest interval, at most ``frame_interval``, at which ``num_frames`` frames fit into ``length``.
+
+    Return ``frame_interval`` if no interval fits."""
     too_short = num_frames <= length < 1 + (num_frames - 1) * frame_interval
     return (length - 1) // (num_frames - 1) if too_short else frame_interval
 
 
 def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float | None) -> list[int] | None:
-    """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart; None if the clip is shorter.
+    """Return indices of the frames shown at ``num_frames`` times 1 / ``fps`` s apart, or None if the clip is shorter.
 
-    A window begins when a frame is first shown. start: as in ``clip_window``; it picks among all frames from which a
-    window fits.
+    A window begins at the display time of a frame. start: as in ``clip_window``; it selects one of the frames at which
+    a window that fits can begin.
     """
     span = (num_frames - 1) / fps
     fitting = len(timeline.seconds)
@@ -88,19 +95,21 @@ def timed_window(timeline: Timeline, num_frames: int, fps: float, start: float |
 
 
 def whole_clip(timeline: Timeline, num_frames: int) -> list[int]:
-    """Return indices of the frames shown at ``num_frames`` times spread evenly from the first frame to the last."""
+    """Return indices of the frames shown at ``num_frames`` evenly spaced times from the first frame to the last."""
     return timeline.shown_at(np.linspace(timeline.seconds[0], timeline.seconds[-1], num_frames))
 
 
-COLOURS = "colours"  # in Image.info of a decoded picture: what it was, see Medium
-# Of latents: what is shown black and white, in shares of all values below, so that a few wild ones hide nothing.
+COLOURS = "colours"  # key in Image.info of a decoded picture for the file's kind of colours, see Medium
+# Quantiles of latent values that are shown as black and as white, so that a few outliers don't hide the rest.
 _DARKEST, _BRIGHTEST = 0.02, 0.98
 
 
 @dataclass(frozen=True)
 class Medium:
-    """A picture or clip as its file has it. A picture has one frame and no rate. duration: seconds that a clip is shown
-    for; 0: as long as its frames take at its rate. colours: "HDR (PQ)" and the like if it is not SDR, else ""."""
+    """A picture or clip as its file has it. A picture has one frame and no rate.
+
+    duration: display time of a clip in seconds; 0 means frames / fps. colours: kind of colours if they are converted,
+    such as "HDR (PQ)", else ""."""
 
     frames: int
     height: int
@@ -114,18 +123,19 @@ class Medium:
         return self.duration or (self.frames / self.fps if self.fps else 0.0)
 
     def frames_at(self, fps: float | None) -> int:
-        """Return the number of frames at a rate; None: all of them."""
+        """Return the number of frames at the rate ``fps``, or of all frames if it is None."""
         return self.frames if fps is None or not self.fps else max(1, math.ceil((self.seconds - ROUNDING) * fps))
 
 
 def of_picture(picture: Image.Image) -> tuple[Medium, np.ndarray]:
-    """Return a decoded picture as a medium and as (1, H, W) or (1, H, W, 3) uint8."""
+    """Return (medium, pixels) of a decoded picture. The pixels are (1, H, W) or (1, H, W, 3) uint8."""
     return Medium(1, picture.height, picture.width, colours=picture.info.get(COLOURS, "")), np.asarray(picture)[None]
 
 
 def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return a sample (1 or 3, H, W) or (1 or 3, T, H, W) in [-1, 1] as a medium and as uint8: its first, middle and
-    last frame, (n, H, W) or (n, H, W, 3)."""
+    """Return (medium, frames) of a sample in [-1, 1] of shape (1 or 3, H, W) or (1 or 3, T, H, W).
+
+    The frames are the first, middle and last one as uint8, (n, H, W) or (n, H, W, 3)."""
     x = x[:, None] if x.ndim == 3 else x
     length = x.shape[1]
     shown = x[:, sorted({0, length // 2, length - 1})].add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
@@ -135,8 +145,9 @@ def of_pixels(x: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
-    """Return a VAE's means and deviations (2C, [T,] h, w) as :func:`of_pixels` returns pixels: the first three channels
-    of the means are shown as red, green and blue, or one as grey."""
+    """Return (medium, frames) of a VAE's means and deviations (2C, [T,] h, w), as :func:`of_pixels` does for pixels.
+
+    The first three channels of the means are shown as red, green and blue, or the first as grey."""
     channels = len(moments) // 2
     means = moments[: 3 if channels >= 3 else 1].float()
     low, high = torch.quantile(means.flatten()[: 2**20], torch.tensor([_DARKEST, _BRIGHTEST])).tolist()
@@ -144,7 +155,7 @@ def of_moments(moments: Tensor) -> tuple[Medium, np.ndarray]:
 
 
 def count_colours(media: Iterable[Medium]) -> list[str]:
-    """Return "2 clips are HDR (PQ), tone-mapped to SDR" for each kind of colours that is converted."""
+    """Return a line such as "2 clips are HDR (PQ), tone-mapped to SDR" for each kind of colours that is converted."""
     counts = Counter((medium.colours, medium.frames > 1) for medium in media if medium.colours)
     lines = []
     for (colours, clips), count in sorted(counts.items()):

@@ -1,4 +1,4 @@
-"""``--data_path mock``: random latents of the model's size, to time a training step where there is no data."""
+"""``--data_path mock``: random latents of the model's size, to time a training step without data."""
 
 import numpy as np
 import torch
@@ -13,16 +13,20 @@ from opendit.encoders.vae import codec_geometry
 from opendit.encoders.video_vae import latent_frames, video_geometry
 
 ROWS, CLASSES, PIXEL_CHANNELS = 2**17, 1000, 3
-_LATENT, _TEXT = 0, 1  # streams of random numbers of a row
+_LATENT, _TEXT = 0, 1  # the two random streams of each row
 
 
 class MockDataset(MediaDataset):
-    """Looks like cached latents: ``x`` is means and standard deviations (2C, h, w) or (2C, t, h, w), drawn from N(0, 1)
-    by the row's number.
+    """Random data in the format of cached latents.
 
-    image_size, num_frames (None: pictures) and vae give the shape. Rows have one of ``num_classes`` labels, or with a
-    ``text_encoder`` captions: words for ``bytes``, random embeddings of the encoder's width for another one.
-    Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or sizes that the VAE can't take.
+    ``x`` holds means and standard deviations, (2C, h, w) or (2C, t, h, w). The means are drawn from N(0, 1), keyed by
+    the row, and the deviations are 0. ``image_size``, ``num_frames`` (None for pictures) and ``vae`` determine the
+    shape.
+
+    Rows have one of ``num_classes`` labels. With a ``text_encoder`` they have captions instead: text for the encoder
+    ``bytes``, random embeddings of the encoder's width for any other.
+
+    Raises ValueError or FileNotFoundError for an unknown VAE or encoder, or for sizes that the VAE can't encode.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class MockDataset(MediaDataset):
         self.vae, self.seed = vae, seed
         self.has_captions = text_encoder is not None
         self.class_names = [] if text_encoder else [str(label) for label in range(num_classes or CLASSES)]
-        # Of captions that a frozen encoder has seen; the bytes encoder is a part of the model and is given words.
+        # Embeddings stand for the output of a frozen encoder. The bytes encoder is part of the model and gets text.
         self.text_encoder = text_encoder if text_encoder != "bytes" else None
         self.max_tokens, self.empty_caption = 0, None
         if self.text_encoder:

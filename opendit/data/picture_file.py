@@ -1,4 +1,4 @@
-"""Read a picture file of any kind, from anybody, as 8-bit sRGB; and the crop of ADM and Meta's DiT."""
+"""Read untrusted picture files of any format as 8-bit sRGB, and crop them as ADM and Meta's DiT do."""
 
 import io
 import math
@@ -18,20 +18,20 @@ from opendit.data.colours import Convert, conversion_of, kind_of_picture, note_c
 from opendit.data.files import TIME_LIMIT, printable, problem
 from opendit.data.medium import COLOURS
 
-# Of one picture: where Pillow itself stops. Decoded they are 4 bytes each, and some modes need three times that for a
-# moment: 2 GiB.
+# Most pixels of a picture; Pillow has the same limit. A decoded pixel takes 4 bytes, and some modes briefly need three
+# times as much, 2 GiB in all.
 MAX_PIXELS = 178_956_970
 MAX_WHOLE_FILE = 2**28  # bytes of a file in a format that Pillow reads into memory before it decodes it (WebP, AVIF)
-MAX_SCANS = 500  # of a progressive JPEG, each of which passes over the whole picture; cameras and programs write ten
-LONGEST = 16  # a picture longer than this many times its width is cut before it is enlarged
+MAX_SCANS = 500  # most scans of a progressive JPEG; each decodes the whole picture, and programs write about ten
+LONGEST = 16  # a picture with a larger ratio of its sides is cut before it is enlarged
 
-ORIENTATION = 274  # EXIF's tag of that name; from 5 on the picture is shown on its side
-SAMPLE_FORMAT = 339  # TIFF's tag of that name; 1: unsigned integers
+ORIENTATION = 274  # EXIF tag; values from 5 on swap width and height
+SAMPLE_FORMAT = 339  # TIFF tag; the value 1 means unsigned integers
 
-WHITE = (255, 255, 255)  # what shows through transparent pixels
+WHITE = (255, 255, 255)  # colour behind transparent pixels
 
-# Formats that Pillow opens and that aren't pictures: EPS is a program that Ghostscript would run, and Pillow reads only
-# the headers of the others.
+# Formats that Pillow opens and that are not read here. EPS is a program that Ghostscript would run. Of the others,
+# Pillow reads only the headers.
 NO_PICTURES = ("EPS", "BUFR", "GRIB", "HDF5", "MPEG", "WMF")
 
 
@@ -49,22 +49,26 @@ def picture_suffixes() -> frozenset[str]:
 
 
 def start_of_crop(down: int, across: int, place: tuple[float, float] | None) -> tuple[int, int]:
-    """Return the first row and column of a crop. down, across: how far it can be moved. place: (down, across) in [0, 1)
-    of that; None: the middle."""
+    """Return the first row and column of a crop.
+
+    down, across: pixels by which the crop can be moved. place: position (down, across) in [0, 1); None: the middle."""
     if place is None:
         return down // 2, across // 2
     return int(place[0] * (down + 1)), int(place[1] * (across + 1))
 
 
 def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Cut ADM's centre crop of size x size pixels: halve by box filter while both sides stay at least ``size``, resize
-    bicubically to shorter side = ``size``, cut out the middle.
+    """Return ADM's centre crop of size x size pixels.
 
-    The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's guided-diffusion, on which the reference
-    statistics of the field's FID numbers rest. Only a picture that would be enlarged and is more than ``LONGEST`` times
-    as long as it is wide is cut first: ADM's way takes gigabytes for a strip. Its pixels are the same but for one level
-    in 255 here and there, by the rounding of the filter's weights. place: cut out there instead, see
-    :func:`start_of_crop`.
+    The picture is halved by a box filter while both sides stay at least ``size``, resized bicubically until the shorter
+    side is ``size``, and cut to the middle. The pixels equal those of ``center_crop_arr`` in Dhariwal and Nichol's
+    guided-diffusion, on which the reference statistics of published FID numbers are based.
+
+    One case differs: a picture that would be enlarged, and whose sides have a ratio above ``LONGEST``, is cut before it
+    is enlarged, because ADM's order takes gigabytes for it. A few of its pixels differ by one level in 255, because the
+    filter's weights are rounded.
+
+    place: position of the crop instead of the middle, see :func:`start_of_crop`.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
@@ -72,21 +76,23 @@ def center_crop(image: Image.Image, size: int, place: tuple[float, float] | None
     width, height = round(image.width * scale), round(image.height * scale)
     top, left = start_of_crop(height - size, width - size, place)
     if scale > 1 and max(image.size) > LONGEST * min(image.size):
-        across, down = image.width / width, image.height / height  # pixels of the picture for one of the crop's
+        across, down = image.width / width, image.height / height  # pixels of the picture per pixel of the crop
         return _enlarge(image, size, (left * across, top * down, (left + size) * across, (top + size) * down))
     image = image.resize((width, height), resample=Image.Resampling.BICUBIC)
     return image.crop((left, top, left + size, top + size))
 
 
 def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, float] | None = None) -> Image.Image:
-    """Cut the largest middle of a picture with the ratio width : height, at width x height pixels: :func:`center_crop`
-    for any ratio of sides, except that strips that are enlarged are not cut first. place: as there."""
+    """Return the largest centre crop with the ratio width : height, resized to width x height pixels.
+
+    This generalises :func:`center_crop` to any ratio, except that long pictures are not cut before they are enlarged.
+    place: see :func:`center_crop`."""
     if height == width:
         return center_crop(image, height, place)
     while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), resample=Image.Resampling.BOX)
     scale = max(width / image.width, height / image.height)
-    across, down = width / scale, height / scale  # of the picture's own pixels
+    across, down = width / scale, height / scale  # size of the crop in the picture's pixels
     at = (0.5, 0.5) if place is None else place
     left, top = (image.width - across) * at[1], (image.height - down) * at[0]
     box = (max(0.0, left), max(0.0, top), min(image.width, left + across), min(image.height, top + down))
@@ -94,8 +100,9 @@ def fill_crop(image: Image.Image, height: int, width: int, place: tuple[float, f
 
 
 def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
-    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8, mirrored if ``flip``. C is 1 for a grey
-    picture."""
+    """Convert an 8-bit picture to float32 (C, H, W) in [-1, 1], or to uint8 with ``as_bytes``.
+
+    C is 1 for a grey picture. ``flip`` mirrors the picture."""
     pixels = torch.from_numpy(np.array(image))
     pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
     pixels = pixels.flip(-1) if flip else pixels
@@ -103,8 +110,9 @@ def to_tensor(image: Image.Image, flip: bool, as_bytes: bool = False) -> Tensor:
 
 
 def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
-    """Return (height, width) of a picture file, upright, from its header. Raises BadSample as :func:`read_picture`
-    does."""
+    """Return (height, width) of the upright picture, read from the file's header.
+
+    Raises BadSample as :func:`read_picture` does."""
     with opened_picture(path, content) as (_, image):
         return upright_size(image)
 
@@ -113,7 +121,7 @@ def picture_size(path: str, content: bytes | None = None) -> tuple[int, int]:
 def opened_picture(
     path: str, content: bytes | None = None, time_limit: float = TIME_LIMIT
 ) -> Iterator[tuple["PictureFile", Image.Image]]:
-    """Open a picture's file, and Pillow's picture of it, not decoded yet; every error inside becomes a BadSample."""
+    """Yield a picture's file and its undecoded Pillow image. Every error inside the block becomes a BadSample."""
     if content is None and (why := problem(path)) is not None:
         raise BadSample(path, why)
     try:
@@ -121,17 +129,17 @@ def opened_picture(
             yield file, image
     except BadSample:
         raise
-    except Exception as error:  # Pillow's decoders raise nearly every type there is on broken files
+    except Exception as error:  # Pillow's decoders raise nearly any exception type on broken files
         raise BadSample(path, reason(error)) from error
 
 
 def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, float]) -> Image.Image:
-    """Enlarge a box of a picture (left, top, right, bottom in its pixels) to size x size pixels."""
+    """Enlarge a box of a picture to size x size pixels. box: (left, top, right, bottom) in the picture's pixels."""
     margin = 3  # bicubic looks two pixels past the box
     left, top = max(0, math.floor(box[0]) - margin), max(0, math.floor(box[1]) - margin)
     right, bottom = (math.ceil(end) + margin for end in box[2:])
     image = image.crop((left, top, min(right, image.width), min(bottom, image.height)))
-    # One axis after the other, in the order that Pillow takes for the whole picture.
+    # Resize one axis after the other, in Pillow's own order.
     across = (box[0] - left, 0, box[2] - left, image.height)
     image = image.resize((size, image.height), resample=Image.Resampling.BICUBIC, box=across)
     down = (0, box[1] - top, size, box[3] - top)
@@ -139,8 +147,9 @@ def _enlarge(image: Image.Image, size: int, box: tuple[float, float, float, floa
 
 
 class PictureFile(io.BufferedReader):
-    """A file that gives up when its time is over, and never gives more memory than the file has bytes: decoders ask for
-    as many as a header says."""
+    """A file with a deadline for reads, and with bounded reads.
+
+    A decoder requests as many bytes as a header claims. A read never allocates more than the file's size."""
 
     def __init__(self, path: str, time_limit: float, content: bytes | None = None):
         super().__init__(io.FileIO(path) if content is None else io.BytesIO(content))
@@ -167,22 +176,25 @@ class PictureFile(io.BufferedReader):
 def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | None = None) -> Image.Image:
     """Read a picture file as 8-bit sRGB, upright, with its transparent pixels blended onto white.
 
-    Colours are converted, and HDR is tone-mapped, as ``opendit.data.colours`` describes. 16-bit greys are divided by
-    257. Greys of 32-bit integers count as 16-bit ones if they fit; those of floating-point numbers as numbers from 0 to
-    1, 255 or 65,535, whichever is the first that holds them all; if none does, the picture's range, from its least
-    value or 0 to its largest, becomes 0 to 255. The first frame of an animation is read. content: the file's bytes, if
-    it lies in another one that ``path`` only names.
+    Colours are converted, and HDR is tone-mapped, as ``opendit.data.colours`` describes. Of an animation, the first
+    frame is read.
 
-    Raises BadSample, naming the file and the reason, if it is not an ordinary file or not a picture, has more than
-    ``MAX_PIXELS`` pixels, doesn't fit into memory or takes more than ``time_limit`` seconds.
+    Grey pictures with more than 8 bits are scaled to 0 to 255. 16-bit values, and 32-bit integers that fit 16 bits, are
+    divided by 257. Floating-point values are taken to range from 0 to 1, 255 or 65,535, the first of these that holds
+    all values. Otherwise the range from the least value (or 0, if lower) to the largest becomes 0 to 255.
+
+    content: bytes of a picture inside another file; ``path`` is then only its name.
+
+    Raises BadSample, with the file and the reason, for a file that is not regular or no picture, that has more than
+    ``MAX_PIXELS`` pixels, doesn't fit into memory, or takes more than ``time_limit`` seconds.
     """
     with opened_picture(path, content, time_limit) as (file, image):
         note_codes(image, file)
         image.load()
-        # 32-bit integers of a TIFF are unsigned unless it says otherwise; Pillow's are signed.
+        # 32-bit integers in a TIFF are unsigned unless a tag says otherwise. Pillow reads them as signed.
         tags = getattr(image, "tag_v2", {SAMPLE_FORMAT: (2,)})
         unsigned = image.mode == "I" and tags.get(SAMPLE_FORMAT, (1,)) in (1, (1,))
-        conversion = conversion_of(image)  # before it is turned: a copy no longer tells what file it is of
+        conversion = conversion_of(image)  # before upright(): its copy has lost the file's format
         kind = kind_of_picture(image)
         picture = _to_rgb(upright(image), unsigned, conversion)
         picture.info[COLOURS] = kind
@@ -190,14 +202,13 @@ def read_picture(path: str, time_limit: float = TIME_LIMIT, content: bytes | Non
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Return an opened picture as :func:`read_picture` does, but not turned. Raises an exception of any kind."""
+    """Convert an opened picture as :func:`read_picture` does, but without rotating it. May raise any exception."""
     image.load()
     return _to_rgb(image, False, conversion_of(image))
 
 
 def open_picture_file(file: PictureFile) -> Image.Image:
-    """Return Pillow's picture of a file, not decoded yet. Raises ValueError of one that is too large, and Pillow's
-    errors."""
+    """Return the undecoded Pillow image of a file. Raises ValueError for too large a picture, and Pillow's errors."""
     image = Image.open(file, formats=_formats())
     pixels = image.width * image.height
     if pixels > MAX_PIXELS:
@@ -210,7 +221,7 @@ def open_picture_file(file: PictureFile) -> Image.Image:
 
 
 def _scans(file: PictureFile) -> int:
-    """Count the scans of a JPEG file; the file's position is kept."""
+    """Return the number of scans of a JPEG file, and restore the file's position."""
     at, count, last = file.tell(), 0, b""
     file.seek(0)
     while part := file.read(2**20):
@@ -225,7 +236,7 @@ def _too_large(size: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return why a picture can't be read, on one line and not too long."""
+    """Return a short, one-line reason why a picture can't be read."""
     if isinstance(error, Image.UnidentifiedImageError):
         return "not a picture in any known format"
     if isinstance(error, Image.DecompressionBombError):
@@ -237,13 +248,13 @@ def reason(error: Exception) -> str:
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return (height, width) of a picture as :func:`upright` turns it."""
+    """Return (height, width) of a picture after :func:`upright`."""
     turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
     return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Turn a picture as the camera was held. A broken EXIF block is ignored."""
+    """Rotate and mirror a picture by its EXIF orientation. A broken EXIF block is ignored."""
     try:
         return ImageOps.exif_transpose(image)
     except Exception:
@@ -252,26 +263,26 @@ def upright(image: Image.Image) -> Image.Image:
 
 def _to_rgb(image: Image.Image, unsigned: bool, conversion: tuple[str, Convert] | None) -> Image.Image:
     key = image.info.get("transparency")
-    if image.mode.startswith("I") or image.mode == "F":  # convert() would cut everything above 255 to white
+    if image.mode.startswith("I") or image.mode == "F":  # convert() would clip values above 255 to white
         numbers = np.asarray(image).view(np.uint32) if unsigned else np.asarray(image)
         grey = _to_bytes(numbers, image.mode, conversion)
         if isinstance(key, int):
             grey[numbers == key] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode == "RGB" and key is not None:
-        # Of a 16-bit picture, of which Pillow keeps the upper bytes, the key has 16 bits as well.
+        # Pillow keeps only the upper byte of a 16-bit picture's values, but all 16 bits of the transparent colour.
         deep = isinstance(key, tuple) and any(value > 255 for value in key)
         image.info["transparency"] = tuple(value >> 8 for value in key) if deep else key
     if key is None and image.mode not in ("LA", "La", "PA", "RGBA", "RGBa"):
         return _converted(image, conversion)
     image = image.convert("RGBA")
     alpha = image.getchannel("A")
-    # Light is blended as signals of sRGB are, which is how browsers do it.
+    # Blending uses sRGB values without linearising them, as browsers do.
     return on_white(_converted(image.convert("RGB"), conversion), alpha)
 
 
 def _converted(image: Image.Image, conversion: tuple[str, Convert] | None) -> Image.Image:
-    """Convert a picture without alpha to RGB in the colours of sRGB."""
+    """Convert a picture without alpha to sRGB."""
     if conversion is None:
         return image.convert("RGB")
     mode, convert = conversion
@@ -288,9 +299,9 @@ def on_white(picture: Image.Image, alpha: Image.Image) -> Image.Image:
 
 
 def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | None) -> np.ndarray:
-    """Convert (H, W) numbers of a deep grey picture to uint8, at the scale that :func:`read_picture` describes."""
+    """Convert a grey picture (H, W) of more than 8 bits to uint8, scaled as :func:`read_picture` describes."""
     levels = np.arange(256)
-    if conversion is not None:  # 256 greys are converted, and those between them lie between
+    if conversion is not None:  # convert 256 grey levels; other values are interpolated
         ramp = Image.fromarray(np.arange(256, dtype=np.uint8)[None])
         levels = np.asarray(_converted(ramp, conversion))[0, :, 1].astype(float)
     lowest, highest = numbers.min().item(), numbers.max().item()
@@ -300,7 +311,7 @@ def _to_bytes(numbers: np.ndarray, mode: str, conversion: tuple[str, Convert] | 
     white = next((white for white in usual if 0 <= lowest and highest <= white), None)
     lowest, highest = (0, white) if white else (min(0, lowest), max(highest, lowest + 1))
     out = np.empty(numbers.shape, np.uint8)
-    for row in range(0, len(numbers), 256):  # not all at once: a large one would take gigabytes
+    for row in range(0, len(numbers), 256):  # in parts, because a large picture would take gigabytes
         part = numbers[row : row + 256]
         if white == 65535:
             scaled = part.astype(np.float32) / 257

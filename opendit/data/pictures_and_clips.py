@@ -1,5 +1,7 @@
-"""The base class of data sets of pictures and clips, wherever their files lie, and the sizes of their media, which are
-found by the files' headers once for each machine."""
+"""Base class of data sets of pictures and clips, and the search for the sizes of their media.
+
+Sizes are read from the files' headers once per machine and then cached.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,17 +29,23 @@ PICTURE, CLIP = 0, 1  # shape keys
 
 
 class PicturesAndClips(MediaDataset):
-    """Pictures as (3, image_size, image_size) in [-1, 1]; with ``use_video`` clips as (3, num_frames, image_size,
-    image_size), and pictures among them as clips of one frame. A picture run leaves the clips out.
+    """Base class of data sets of pictures and clips.
 
-    num_frames, frame_interval, fps, short_clips: see ``read_clip``. video_reader: one of ``video_readers.CHOICES``.
-    training: read each clip from a place drawn for the sample instead of its middle. random_flip: None means no, since
-    captions may speak of left and right. random_crop, seed, max_bad: see ``Description``.
+    Samples are in [-1, 1]. Without ``use_video`` they are pictures (3, image_size, image_size), and clips are left out.
+    With ``use_video`` they are clips (3, num_frames, image_size, image_size), and pictures are clips of one frame.
 
-    Raises ValueError, naming the flag, for windows that can't be read and for a reader that is not installed.
+    Args:
+        num_frames, frame_interval, fps, short_clips: see ``read_clip``.
+        video_reader: one of ``video_readers.CHOICES``.
+        random_flip: None means False, since captions may mention left and right.
+        random_crop, seed, max_bad: see ``Description``.
+        training: if True, the window of each clip is drawn for the sample. Otherwise it is the middle one.
+
+    Raises:
+        ValueError: a window can't be read, or the reader is not installed. The message names the flag.
     """
 
-    rated = 32  # clips whose frame rate is looked up
+    rated = 32  # number of clips whose frame rate is looked up
 
     def __init__(
         self,
@@ -58,7 +66,7 @@ class PicturesAndClips(MediaDataset):
         check_window(num_frames, frame_interval, short_clips, fps)
         self.num_frames, self.frame_interval, self.short_clips = num_frames, frame_interval, short_clips
         self.fps = fps
-        # Chosen once, here: worker processes are forked from this one, and the run's first lines name the reader.
+        # The reader is chosen once, before worker processes are forked, and the run's first log lines name it.
         self.video_reader, self.why_reader = choose_reader(video_reader) if use_video else ("", "")
         self.use_video, self.image_size = use_video, image_size
         self.sample_shape = (3, num_frames, image_size, image_size) if use_video else (3, image_size, image_size)
@@ -67,7 +75,7 @@ class PicturesAndClips(MediaDataset):
         self.random_window = training and use_video
 
     def description(self, text: str, **fields: Any) -> Description:
-        """Return the description of the data set, with these further fields."""
+        """Return the description of the data set. fields: further fields of ``Description``."""
         clips = None
         if self.use_video:
             names = "num_frames frame_interval short_clips fps".split()
@@ -76,13 +84,13 @@ class PicturesAndClips(MediaDataset):
         return Description(text=text, clips=clips, **{name: getattr(self, name) for name in names} | fields)
 
     def picture_sample(self, picture: Image.Image, view: View) -> Item:
-        """Crop a picture for ``read``."""
+        """Return the cropped picture as an item, for use in ``read``."""
         height, width = view.shape[1:] if view.shape else (self.image_size, self.image_size)
         pixels = to_tensor(fill_crop(picture, height, width, view.place), view.flip, view.as_bytes)
         return Item(pixels[:, None] if self.use_video else pixels)
 
     def clip_sample(self, path: str, view: View, name: str | None = None) -> Item:
-        """Read a clip's file for ``read``. name: of the file in messages, see ``read_clip``. Raises BadSample."""
+        """Return a clip's file as an item, for use in ``read``. name: the file's name in messages. Raises BadSample."""
         frames, height, width = view.shape or (self.num_frames, self.image_size, self.image_size)
         clip, shortened = read_clip(
             path,
@@ -99,13 +107,15 @@ class PicturesAndClips(MediaDataset):
         )
         if clip.shape[-2:] == (height, width):
             return Item(clip.flip(-1) if view.flip else clip, shortened=shortened)
-        small = Small(clip.shape[-2], clip.shape[-1], view.flip)  # mirrored once it is enlarged
+        small = Small(clip.shape[-2], clip.shape[-1], view.flip)  # the clip is mirrored after it is enlarged
         return Item(clip, shortened=shortened, small=small, whole=(height, width))
 
     @property
     def frames_of(self) -> Callable[[Timeline], int] | None:
-        """The function that counts a clip's frames, or None to take those it has: it counts them at ``fps``, but all of
-        a clip that is too short and is read at a higher rate."""
+        """Function that counts a clip's frames at ``fps``, or None to count all of its frames.
+
+        With ``short_clips="interval"`` the count is at least the number of the clip's frames, because a clip that is
+        too short is read at a higher rate."""
         if self.fps is None:
             return None
         return partial(_frames_at, fps=self.fps, at_least_all=self.short_clips == "interval")
@@ -143,25 +153,28 @@ def _frames_at(timeline: Timeline, fps: float, at_least_all: bool) -> int:
     return max(timeline.count(fps), len(timeline.seconds) if at_least_all else 0)
 
 
-SIZES = "sizes as shown, of animations as clips"  # goes into the names of what is kept: other words for other sizes
-HEAD = 1 << 16  # bytes of a picture within which its header nearly always ends
-_WHOLE = 4 * HEAD  # bytes up to which a clip is read at once
-_ROWS = 4096  # looked at between two steps of the progress bar
+SIZES = "sizes as shown, of animations as clips"  # part of the cache key; change it when sizes are defined otherwise
+HEAD = 1 << 16  # bytes that nearly always contain a picture's header
+_WHOLE = 4 * HEAD  # largest clip, in bytes, that is read completely
+_ROWS = 4096  # rows between two updates of the progress bar
 
 
 def sizes_of(dataset: MediaDataset, look: Callable[[int], Size]) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium. look: finds the size of a row's, or raises BadSample; it
-    is called from several threads."""
+    """Return (rows, 3) int32, the size of every row's medium; see :func:`known_sizes`.
+
+    look: returns the size of a row's medium or raises BadSample. It is called from several threads."""
     known = dataset.fingerprint()
     name = hash_parts(SIZES, known.identity, known.contents or "", dataset.shapes().read_as)
     return known_sizes(name, len(dataset), look)
 
 
 def known_sizes(identity: str, rows: int, look: Callable[[int], Size], threads: int = 8) -> np.ndarray:
-    """Return (rows, 3) int32, the size of every row's medium, found once on this machine; see ``kept_file``.
+    """Return (rows, 3) int32, the size of every row's medium, or zeros for a bad one.
 
-    identity: of the data set and its files. look: finds the size of a row's medium, or raises BadSample; it is called
-    from ``threads`` threads.
+    The sizes are found once on this machine and cached, see ``kept_file``.
+
+    identity: hash of the data set and its files, the cache key. look: returns the size of a row's medium or raises
+    BadSample. It is called from ``threads`` threads.
     """
     read, make = partial(_read, rows=rows), partial(_look_at_all, rows, look, threads)
     return kept_file(identity, f"{identity}.npy", read, _write, make)
@@ -173,8 +186,9 @@ def _write(path: Path, found: np.ndarray) -> None:
 
 
 def _read(path: Path, rows: int) -> np.ndarray | None:
-    """Map kept sizes from their file: the processes of a machine share its memory. None if it isn't there or is
-    damaged."""
+    """Map cached sizes from a file, so that all processes of a machine share the memory.
+
+    Return None if the file is missing or damaged."""
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError):
@@ -183,7 +197,7 @@ def _read(path: Path, rows: int) -> np.ndarray | None:
 
 
 def _look_at_all(rows: int, look: Callable[[int], Size], threads: int) -> np.ndarray:
-    picture_suffixes()  # Pillow's formats are not left to the threads, which would race to register them
+    picture_suffixes()  # register Pillow's formats before the threads start, because they would race
     found = np.zeros((rows, 3), dtype=np.int32)
 
     def one(row: int) -> None:
@@ -207,32 +221,33 @@ def file_size(path: str, is_picture: bool, count: Callable[[Timeline], int] | No
 
 
 def stored_picture_size(name: str, size: int, read: Callable[[int, int], bytes]) -> Size:
-    """Return the size of a picture of ``size`` bytes inside another file, of which ``read(at, count)`` gives bytes."""
+    """Return the size of a picture of ``size`` bytes inside another file. ``read(at, count)`` returns its bytes."""
     if size > HEAD:
         try:
             return (1, *picture_size(name, content=read(0, HEAD)))
         except BadSample:
-            pass  # a header that is longer, or a format that is read as a whole
+            pass  # the header is longer, or the format is read as a whole
     return (1, *picture_size(name, content=read(0, size)))
 
 
 def stored_clip_size(
     name: str, size: int, read: Callable[[int, int], bytes], count: Callable[[Timeline], int] | None = None
 ) -> Size:
-    """Return the size of a clip from parts of its file, if they suffice: an MP4's tables and the beginning of its first
-    frame. count: see ``clip_size``."""
+    """Return the size of a clip inside another file. ``read(at, count)`` returns its bytes.
+
+    If possible only an MP4's tables and the start of its first frame are read. count: see ``clip_size``."""
     if size > _WHOLE and (parts := table_parts(read, size, HEAD)) is not None:
         try:
             with as_file(parts, size) as path:
                 return clip_size(path, whole=False, count=count)
         except BadSample:
-            pass  # a decoder that wants all of the first frame, or a file whose frames only decoding counts
+            pass  # the decoder needs the complete first frame, or only decoding can count the frames
     with as_file([(0, read(0, size))], size) as path:
         return clip_size(path, count=count)
 
 
 def column_size(extra: dict[str, str], is_picture: bool) -> Size | None:
-    """Read a size from the columns height, width and, for a clip, num_frames of a CSV's row; None if they have none."""
+    """Return the size in a CSV row's columns height, width and, for a clip, num_frames; None if it is missing."""
     try:
         frames = 1 if is_picture else int(extra["num_frames"])
         found = frames, int(extra["height"]), int(extra["width"])

@@ -1,7 +1,7 @@
-"""Processes that work for another one: none outlives it, and none delays its end.
+"""Run jobs in worker processes that neither outlive their parent process nor delay its end.
 
-``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs on files that may crash or hang their decoder, so that such
-a file costs only itself.
+``in_processes`` runs ordinary jobs. ``run_apart`` runs jobs on files that may crash or hang their decoder. Such a file
+costs only its own job.
 """
 
 import ctypes
@@ -28,21 +28,21 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def leave_inherited_garbage() -> None:
-    """Begin garbage collection in a process started under ``collection_paused``, of its own objects only.
+    """Enable garbage collection in a process started under ``collection_paused``, for its own objects only.
 
-    A forked process inherits its parent's garbage but not its threads. Collecting an object that ends a thread, such as
-    a process group or a store of torch.distributed, waits there forever or crashes.
+    A forked process inherits its parent's garbage but not the parent's threads. If it collects an object that ends a
+    thread, such as a process group or a store of torch.distributed, it waits forever or crashes.
     """
     gc.freeze()
     gc.enable()
 
 
 def end_with_parent() -> None:
-    """Make this process end when its parent does, even if that is killed.
+    """Make this process end when its parent ends, even if the parent is killed.
 
-    On Linux the kernel ends it, even while it is stopped or stuck in a read. If Python's fork server rather than the
-    parent forked it, a thread does. Call this only in a process that its parent's main thread started: the kernel
-    watches the thread, not the process.
+    On Linux the kernel ends this process, even while it is stopped or stuck in a read. If Python's fork server forked
+    this process, a thread ends it. Call this function only in a process that the parent's main thread started, because
+    the kernel watches that thread and not the parent process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -56,9 +56,9 @@ def _follow(parent: BaseProcess) -> None:
 
 
 def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> None:
-    """Kill processes that need no cleanup, and wait for their end, ``patience`` seconds in all.
+    """Kill processes that need no cleanup, and wait up to ``patience`` seconds in total for their end.
 
-    A process that the kernel can't end yet, because it waits for a dead network disk, is left behind."""
+    A process that the kernel can't end yet, for example while it waits for a dead network disk, is left running."""
     for process in processes:
         process.kill()
     until = time.monotonic() + patience
@@ -67,7 +67,7 @@ def end_processes(processes: Sequence[BaseProcess], patience: float = 5.0) -> No
 
 
 def state_of(pid: int) -> str:
-    """Return a process's state if it matters: ``stopped`` or ``waiting for a disk``; otherwise an empty string."""
+    """Return ``stopped`` or ``waiting for a disk`` if a process is in that state, else an empty string."""
     with suppress(OSError, IndexError):
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return {"T": "stopped", "t": "stopped", "D": "waiting for a disk"}.get(letter, "")
@@ -80,9 +80,9 @@ def _begin_process() -> None:
 
 
 def in_processes(work: Callable[..., Any], jobs: Sequence[Any], count: int) -> Iterator[Any]:
-    """Yield ``work(job)`` for all jobs as they are done, computed in ``count`` processes. The first error ends all.
+    """Compute ``work(job)`` for all jobs in ``count`` processes, and yield the results in the order of completion.
 
-    Raises that error, or DataError if a process was killed."""
+    Raises the first error of a job, after which no more jobs start, or DataError if a process was killed."""
     if min(count, len(jobs)) <= 1:
         yield from map(work, jobs)
         return
@@ -108,8 +108,8 @@ def run_apart(
 ) -> Generator[tuple[int, Any], None, None]:
     """Yield (index, ``function(*work[index])``) for all of the work, in the order of completion.
 
-    The result of a job that failed is the reason, a string; the function itself must not return strings. A
-    multiprocessing pool gives up, or waits forever, when one of its processes dies; here only that job is lost.
+    The result of a failed job is a string with the reason, so the function itself must not return strings. If a process
+    dies, only its job is lost, whereas a multiprocessing pool would fail or wait forever.
 
     time_limit: seconds for one job.
     """
@@ -117,17 +117,17 @@ def run_apart(
     running: dict[Connection, list[Any]] = {}  # pipe -> [process, index, deadline]
 
     def give(pipe: Connection, process) -> None:
-        """Send the next job to a free process, or end it."""
+        """Send the next job to a free process, or end the process if no job is left."""
         index = next(todo, None)
         if index is None:
-            # Closing the pipe isn't enough: processes forked later hold copies of it, which keep it open.
+            # Closing the pipe isn't enough, because processes forked later hold copies that keep it open.
             with suppress(OSError):
                 pipe.send(None)
             pipe.close()
             process.join(5)
             return
         running[pipe] = [process, index, time.monotonic() + time_limit]
-        with suppress(OSError):  # if it died while idle, the pipe reads as closed and the job is named
+        with suppress(OSError):  # if the process died while idle, reading the pipe fails later
             pipe.send(work[index])
 
     try:
@@ -156,14 +156,14 @@ def run_apart(
 
 
 def _start_worker(function: Callable[..., Any]) -> tuple[Connection, multiprocessing.Process]:
-    # A forked process starts at once; others import torch for seconds, and again after every crash.
+    # A forked process starts at once. A spawned one imports torch for seconds, and again after every crash.
     methods = multiprocessing.get_all_start_methods()
     context: Any = multiprocessing.get_context("fork" if "fork" in methods else "spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(function, theirs, os.getpid()), daemon=True)
     with collection_paused():
         process.start()
-    theirs.close()  # so that its death closes the pipe
+    theirs.close()  # so that the pipe closes when the worker dies
     return ours, process
 
 
@@ -173,11 +173,11 @@ def _end(pipe: Connection, process: multiprocessing.Process) -> None:
 
 
 def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
-    """Answer jobs with the function's result, or the reason why there is none, in a worker process."""
+    """Run in a worker process: answer each job with the function's result, or with the reason of its failure."""
     _begin_process()
     _silence()
     while True:
-        # A parent that was killed sends nothing, and the pipe stays open in processes forked later.
+        # If the parent is killed, the pipe stays open in processes forked later, so poll for the parent's death.
         while not pipe.poll(1.0):
             if os.getppid() != parent:
                 return
@@ -189,15 +189,15 @@ def _serve(function: Callable[..., Any], pipe: Connection, parent: int) -> None:
             return
         try:
             answer = function(*job)
-        except Exception as error:  # decoders raise any type
-            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # a BadSample's
+        except Exception as error:  # decoders raise exceptions of any type
+            message = str(error).removeprefix(f"{printable(str(job[0]))}: ")  # the prefix of a BadSample's message
             lines = [line.strip() for line in message.splitlines() if line.strip()]
             answer = (lines[0] if lines else type(error).__name__)[:200]
         pipe.send(answer)
 
 
 def _silence() -> None:
-    """Silence FFmpeg's messages about broken files, which would tear the progress bar; each is named at the end."""
+    """Suppress FFmpeg's messages about broken files, which would break the progress bar."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)

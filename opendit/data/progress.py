@@ -1,21 +1,22 @@
-"""Show the progress of a long job: a bar on a terminal, elsewhere a line every half minute."""
+"""Show the progress of a long job: a bar on a terminal, or else a line every half minute."""
 
 import sys
 import time
 
 from tqdm import tqdm
 
-EVERY_S = 30.0  # between two lines in a file
+EVERY_S = 30.0  # seconds between two lines if the output is no terminal
 
 
 class Progress:
-    """Counts what is done of ``total``, on standard error; a context manager.
+    """Progress display on standard error, and a context manager.
 
     Args:
-        unit: what is counted, in the plural.
-        initial: how many of them were done before.
-        title: the beginning of the bar and of every line.
-        disable: show nothing (on all ranks but one); :meth:`write` still does.
+        total: number of units in the job.
+        unit: name of the unit, in the plural.
+        initial: number of units that were done before.
+        title: start of the bar and of every line.
+        disable: show nothing, for all ranks but one. :meth:`write` still prints.
     """
 
     def __init__(self, total: int, unit: str, *, initial: int = 0, title: str = "", disable: bool = False):
@@ -43,7 +44,7 @@ class Progress:
             self._line()
 
     def figures(self, figures: dict[str, str]) -> None:
-        """Set the figures after the count, for example the loss."""
+        """Set values that are shown after the count, for example the loss."""
         self._figures = figures
         if self._bar is not None:
             self._bar.set_postfix(figures, refresh=False)

@@ -1,5 +1,7 @@
-"""Arrays with an entry for every row of a data set, too long to copy or to make twice: one process of a machine makes
-them and keeps them in files, the others map these."""
+"""Arrays with an entry for every row of a data set, without copies in every process.
+
+One process of a machine computes a large array and stores it in a file. The other processes map the file.
+"""
 
 import json
 import os
@@ -15,18 +17,18 @@ from opendit.common.safe_files import creating, remove_tree, rename, write_whole
 from opendit.common.utils import HashedStream
 from opendit.data.files import file_locked
 
-_ROWS = 2**20  # hashed, or chosen, at once
-_LOOKED_AT = 2**16  # rows in which the next one of a key is looked for
+_ROWS = 2**20  # rows hashed or selected per batch
+_LOOKED_AT = 2**16  # rows searched per batch for the next one with a key
 
 
 def stream_of(array: Any, as_hashed: Callable[[np.ndarray], np.ndarray] = np.asarray) -> HashedStream:
-    """Return the bytes of ``as_hashed(array)``, which is called for one part of the array after another."""
+    """Return the bytes of ``as_hashed(array)`` as a stream. ``as_hashed`` is called for one part at a time."""
     parts = (as_hashed(array[first : first + _ROWS]).tobytes() for first in range(0, len(array), _ROWS))
     return HashedStream(len(array) * as_hashed(array[:1]).nbytes, parts)
 
 
 def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
-    """Return ``values[rows]`` for rows that need not be a list in memory."""
+    """Return ``values[rows]``, computed in parts, so that ``rows`` need not be an array in memory."""
     found = np.empty((len(rows), *values.shape[1:]), dtype=values.dtype)
     for first in range(0, len(rows), _ROWS):
         found[first : first + _ROWS] = values[rows[first : first + _ROWS]]
@@ -34,12 +36,12 @@ def chosen(values: np.ndarray, rows: Any) -> np.ndarray:
 
 
 def spread(size: int, most: int) -> list[int]:
-    """Return up to ``most`` of the numbers below ``size``, spread evenly from first to last, in rising order."""
+    """Return up to ``most`` evenly spaced numbers from 0 to ``size`` - 1, in rising order."""
     return np.unique(np.linspace(0, size - 1, min(size, most)).round().astype(np.int64)).tolist()
 
 
 def next_of_key(keys: np.ndarray, row: int) -> int:
-    """Return the next row whose key is that of ``row``, in a circle."""
+    """Return the next row with the key of ``row``. The search wraps around at the end."""
     for start in (*range(row + 1, len(keys), _LOOKED_AT), *range(0, row + 1, _LOOKED_AT)):
         later = np.flatnonzero(keys[start : start + _LOOKED_AT] == keys[row])
         if len(later):
@@ -48,10 +50,12 @@ def next_of_key(keys: np.ndarray, row: int) -> int:
 
 
 class TextTable(Sequence[str]):
-    """An immutable list of texts in two arrays: their UTF-8, uint8, and where each one ends, int64.
+    """An immutable list of texts in two arrays: the UTF-8 bytes, uint8, and the end of each text, int64.
 
-    A million Python strings, shared with forked workers, get copied page by page as their reference counts change:
-    gigabytes over an epoch. Two numpy arrays stay shared. errors: how bytes that are not UTF-8 are decoded.
+    If forked workers shared a million Python strings, changing reference counts would copy the strings page by page,
+    gigabytes over an epoch. Two numpy arrays stay shared.
+
+    errors: error handler of ``bytes.decode`` for bytes that are not UTF-8.
     """
 
     def __init__(self, text: np.ndarray, ends: np.ndarray, errors: str = "surrogateescape"):
@@ -65,7 +69,7 @@ class TextTable(Sequence[str]):
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[np.ndarray, np.ndarray]], errors: str) -> "TextTable":
-        """Return one table of several, each as (text, ends)."""
+        """Join several tables, each given as (text, ends)."""
         starts = np.cumsum([0, *(len(text) for text, _ in parts)])
         ends = [ends + start for (_, ends), start in zip(parts, starts, strict=False)]
         return cls(np.concatenate([text for text, _ in parts]), np.concatenate(ends), errors)
@@ -92,14 +96,14 @@ class TextTable(Sequence[str]):
 
 
 class Complement:
-    """The numbers below ``size`` that are not among ``without``, indexed as a rising array of them would be.
+    """The numbers from 0 to ``size`` - 1 that are not in ``without``, indexed like a rising array.
 
-    without: rising, of any integer type. It takes twice its memory, however large ``size`` is.
+    without: rising array of any integer dtype. The object takes twice the memory of ``without``, for any ``size``.
     """
 
     def __init__(self, size: int, without: np.ndarray):
         self.size, self.without = size, without
-        # The numbers before each gap: as many gaps precede the n-th number as have at most n numbers before them.
+        # For each gap, the count of numbers before it. Gaps with a count of at most n precede the number at index n.
         self._before = without - np.arange(len(without), dtype=without.dtype)
 
     def __len__(self) -> int:
@@ -110,7 +114,7 @@ class Complement:
     @overload
     def __getitem__(self, place: slice | np.ndarray) -> np.ndarray: ...
     def __getitem__(self, place: Any) -> Any:
-        """Return the numbers at a slice or at an array of places int64."""
+        """Return the numbers at ``place``: int, slice or int64 array."""
         if isinstance(place, slice):
             start, stop, step = place.indices(len(self))
             if step != 1 or stop <= start:
@@ -126,18 +130,18 @@ class Complement:
         return place + int(self._count(place, self._before, "right"))
 
     def searchsorted(self, numbers: Any) -> np.ndarray:
-        """Count how many of these numbers lie below each one of ``numbers``, from 0 to ``size``."""
+        """Return, for each of ``numbers`` (0 to ``size``), how many numbers of this object lie below it."""
         return np.asarray(numbers) - np.searchsorted(self.without, numbers)
 
     def _count(self, numbers: Any, among: np.ndarray, side: Any = "left") -> np.ndarray:
-        # With another dtype ``searchsorted`` would copy all of them first.
+        # If the dtypes differed, ``searchsorted`` would copy the whole array first.
         return among.searchsorted(np.asarray(numbers, dtype=among.dtype), side=side)
 
 
 Kept = TypeVar("Kept")
-FOLDER = "OPENDIT_SIZE_CACHE"  # of the environment
+FOLDER = "OPENDIT_SIZE_CACHE"  # environment variable with the cache folder
 DEFAULT_FOLDER = "~/.cache/opendit/sizes"
-LARGE = 2**20  # rows from which on what is known of each is kept in a file
+LARGE = 2**20  # least number of rows whose arrays are stored in a file
 _ABOUT = "about.json"
 
 
@@ -148,10 +152,11 @@ def kept_file(
     write: Callable[[Path, Kept], object],
     make: Callable[[], Kept],
 ) -> Kept:
-    """Return ``make()``, which one process of this machine calls once, and whose result all read from the cache.
+    """Return the result of ``make()`` from the machine's cache. One process computes it, and all others read it.
 
-    name: a hash of everything that decides the result. read: returns None for a file that is missing or damaged. If
-    nothing can be written, or what was written is damaged, it is made anew."""
+    If the cache can't be written, or the written file is damaged, the result of ``make()`` is returned directly.
+
+    name: hash of everything that determines the result. read: returns None for a missing or damaged file."""
     folder = Path(os.environ.get(FOLDER) or DEFAULT_FOLDER).expanduser()
     with ExitStack() as stack:
         try:
@@ -170,14 +175,14 @@ def kept_file(
 
 
 class KeptArrays(NamedTuple):
-    """Arrays by name, mapped from files where they were kept; about: what JSON can hold."""
+    """Arrays by name, mapped from files if they are cached. about: further values that JSON can hold."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
 
 def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays]) -> KeptArrays:
-    """Return ``make()``; with ``LARGE`` rows or more as :func:`kept_file` does under ``name()``, mapped from files."""
+    """Return ``make()``. For ``LARGE`` rows or more, cache it under ``name()`` and map it, see :func:`kept_file`."""
     if rows < LARGE:
         return make()
     identity = name()
@@ -185,7 +190,7 @@ def kept(rows: int, name: Callable[[], str], make: Callable[[], KeptArrays]) -> 
 
 
 def kept_array(rows: int, name: Callable[[], str], make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return ``make()``, (rows,), as :func:`kept` does."""
+    """Return the array ``make()`` of shape (rows,), cached as in :func:`kept`."""
     return kept(rows, name, lambda: KeptArrays({"array": make()}, {})).arrays["array"]
 
 
@@ -197,7 +202,7 @@ def _write(folder: Path, made: KeptArrays) -> None:
                 np.save(file, array)
         shapes = {name: [str(array.dtype), len(array)] for name, array in made.arrays.items()}
         write_whole(work / _ABOUT, json.dumps({"arrays": shapes, "about": made.about}).encode())
-        remove_tree(folder)  # one that is damaged
+        remove_tree(folder)  # a damaged earlier folder
         rename(work, folder)
     finally:
         remove_tree(work)

@@ -1,9 +1,8 @@
-"""Shapes that media of any size are cropped to, and the data set whose samples have them: they keep their aspect ratio
-and length, as far as whole tokens allow.
+"""Assign shapes to media of any size, and build the data set whose samples are cropped to their shapes.
 
-A shape table holds aspect ratios and durations whose tokens fit a budget; every medium is assigned one of its shapes.
-The shapes of a large data set's rows are found once and kept on this machine: the ranks of a node map them, and no
-later start looks at every row.
+A shape table holds aspect ratios and durations whose tokens fit a budget. Every medium is assigned the shape that keeps
+its aspect ratio and length as far as whole tokens allow. For a large data set the shapes of all rows are found once and
+stored in a file on this machine. The ranks of a node map that file, and later runs reuse it.
 """
 
 from collections.abc import Callable
@@ -18,18 +17,20 @@ from opendit.data.held_out import SomeRows
 from opendit.data.row_arrays import Complement, KeptArrays, kept, stream_of
 
 LONGEST = 4  # the largest ratio of a shape's sides
-STEP = 1.1  # from one aspect ratio of buckets to the next
-LEVELS = 7  # areas: that of a square of --image_size, half of it, and so on to a 64th
-_ROWS = 65536  # media assigned at once
-_CHUNK = 2**20  # rows summarised at once
+STEP = 1.1  # factor from one aspect ratio of buckets to the next
+LEVELS = 7  # number of areas: the square of --image_size, half of it, and so on down to a 64th
+_ROWS = 65536  # media assigned in one batch
+_CHUNK = 2**20  # rows summarised in one batch
 
 
 @dataclass(frozen=True)
 class TokenSize:
     """The size of a token.
 
-    frames: latent frames in a token of a clip; a picture is one token long. temporal: frames of a clip for each latent
-    frame after the first. side: (height, width) in pixels.
+    Attributes:
+        frames: latent frames in a token of a clip. A picture is one token long.
+        temporal: frames of a clip for each latent frame after the first.
+        side: (height, width) in pixels.
     """
 
     frames: int
@@ -45,16 +46,23 @@ class TokenSize:
 
 
 def token_size(patch: tuple[int, ...], downscale: int = 1, temporal: int = 1) -> TokenSize:
-    """Return the size of a token of a model with this patch, ([frames,] rows, columns), of latents each of which stands
-    for ``downscale`` pixels along a side and ``temporal`` frames."""
+    """Return the size of a model's token.
+
+    patch: the model's patch, ([frames,] rows, columns), in latents. downscale, temporal: pixels along a side, and
+    frames, for each latent."""
     *frames, height, width = patch
     return TokenSize(frames[0] if frames else 1, temporal, (height * downscale, width * downscale))
 
 
 @dataclass(frozen=True)
 class ShapeTable:
-    """shapes: (n, 3) int32, the frames, height and width of each, in frames and pixels. tokens: (n,) int64. level: (n,)
-    int8, 0 for the largest area."""
+    """Table of n possible shapes.
+
+    Attributes:
+        shapes: (n, 3) int32, frames, height and width in pixels.
+        tokens: (n,) int64.
+        level: (n,) int8, 0 for the largest area.
+    """
 
     shapes: np.ndarray
     tokens: np.ndarray
@@ -64,15 +72,15 @@ class ShapeTable:
 def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, fine: bool = False) -> ShapeTable:
     """Return all shapes of at most ``most`` tokens.
 
-    These have, for each area, every aspect ratio up to ``LONGEST``, as pictures and as clips of ``num_frames`` frames,
-    half of them, a quarter, and so on.
+    For each of ``LEVELS`` areas the table has aspect ratios up to ``LONGEST``, ``STEP`` apart. Each occurs as a picture
+    and as clips of ``num_frames`` frames, half as many, a quarter, and so on.
 
     Args:
         num_frames: 1 for pictures alone.
-        fine: include every aspect ratio that whole tokens can make, rather than steps of a tenth.
+        fine: include every aspect ratio that whole tokens can make, instead of those ``STEP`` apart.
 
     Raises:
-        ValueError: the square of ``image_size`` has more tokens.
+        ValueError: the square of ``image_size`` has more than ``most`` tokens.
     """
     if (least := image_size**2 // (token.side[0] * token.side[1])) > most:
         raise ValueError(
@@ -99,12 +107,12 @@ def shape_table(image_size: int, num_frames: int, token: TokenSize, most: int, f
 
 
 def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int]]:
-    """Return (rows, columns) in tokens of the shapes with this square's area, or just less."""
+    """Return (rows, columns) in tokens of the shapes with the area of a square of ``side`` pixels, or just less."""
     height, width = token
     all_rows = range(1, LONGEST * side // height + 1)
     found = [(rows, side * side // (rows * height * width)) for rows in all_rows]
     kept = []
-    for tall in (True, False):  # each from the square outwards
+    for tall in (True, False):  # both orders begin at the square
         ratios = {
             (rows, columns): rows * height / (columns * width) if tall else columns * width / (rows * height)
             for rows, columns in found
@@ -119,12 +127,12 @@ def _grids(side: int, token: tuple[int, int], fine: bool) -> list[tuple[int, int
 
 
 def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) -> np.ndarray:
-    """Return the number of each medium's shape in ``table``, (n,) int16; -1 for one that is smaller than all of them.
+    """Return the index of each medium's shape in ``table``, (n,) int16, or -1 for a medium without a possible shape.
 
-    A shape is possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Of the
-    possible shapes those of the largest area are taken, then the longest, then the one that crops the least.
+    A shape is possible if the medium has enough frames and need not be enlarged by more than ``upscale``. Among the
+    possible shapes, the largest area wins, then the most frames, then the least cropping.
 
-    sizes: (n, 3) frames, height and width. interval: between the frames that are read.
+    sizes: (n, 3) frames, height and width. interval: distance in frames between two frames that are read.
     """
     out = np.full(len(sizes), -1, dtype=np.int16)
     frames, height, width = (column[None].astype(np.float64) for column in table.shapes.T)
@@ -137,7 +145,8 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
             kept = height * width / (scale**2 * high * wide)
         possible = (np.minimum(high, wide) > 0) & (scale <= upscale * (1 + 1e-9))
         possible &= (frames == 1) | (1 + (frames - 1) * interval <= long)
-        # By area, then length, then the share kept: no sum of later terms outweighs a step of an earlier one.
+        # Sort key: area first, then length, then the share that is kept. The factors keep a later term from outweighing
+        # a step of an earlier one.
         order = -1e9 * table.level[None] + frames * 1e3 + kept * 10
         best = np.where(possible, order, -np.inf).argmax(axis=1)
         best[~possible.any(axis=1)] = -1
@@ -146,7 +155,7 @@ def assign(sizes: np.ndarray, interval: int, table: ShapeTable, upscale: float) 
 
 
 def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-    """Return the share of each medium's pixels that its shape shows, (n,): 1 if nothing is cropped. shapes: (n, 3)."""
+    """Return the share of each medium's pixels that its shape keeps, (n,); 1 if nothing is cropped. shapes: (n, 3)."""
     sizes, shapes = sizes.astype(np.float64), shapes.astype(np.float64)
     scale = np.maximum(shapes[:, 1] / sizes[:, 1], shapes[:, 2] / sizes[:, 2])
     return shapes[:, 1] * shapes[:, 2] / (scale**2 * sizes[:, 1] * sizes[:, 2])
@@ -156,9 +165,9 @@ def kept_shares(sizes: np.ndarray, shapes: np.ndarray) -> np.ndarray:
 
 
 class Lengths:
-    """The tokens of every row's sample, indexed as an array of them would be, looked up by shape instead of stored.
+    """The number of tokens of every row's sample, indexed like an array but looked up by shape.
 
-    keys: (rows,) the number of each row's shape; may be mapped from a file. tokens: (shapes,) of a sample of each.
+    keys: (rows,) index of each row's shape; may be mapped from a file. tokens: (shapes,) tokens of each shape.
     """
 
     def __init__(self, keys: np.ndarray, tokens: np.ndarray):
@@ -172,7 +181,7 @@ class Lengths:
 
 
 class Summary(NamedTuple):
-    """rows: their number. least, most, total: of their tokens."""
+    """Number of some rows, and the minimum, maximum and sum of their tokens."""
 
     rows: int
     least: int
@@ -185,25 +194,29 @@ class Summary(NamedTuple):
 
 
 def summary_of(lengths: np.ndarray | Lengths, start: int, stop: int) -> Summary:
-    """Summarise rows [start, stop), at least one, in memory that does not grow with them."""
+    """Summarise rows [start, stop), at least one, in memory that does not grow with their number."""
     parts = (lengths[first : min(stop, first + _CHUNK)] for first in range(start, stop, _CHUNK))
     found = [(int(part.min()), int(part.max()), int(part.sum(dtype=np.int64))) for part in parts]
     least, most, total = zip(*found, strict=True)
     return Summary(stop - start, min(least), max(most), sum(total))
 
 
-_LOOKED_AT = 10_000  # media whose crop is measured
-_LAST = 2**62  # after all keys
+_LOOKED_AT = 10_000  # number of media whose crop is measured
+_LAST = 2**62  # larger than any key
 
 
 class ShapedDataset(SomeRows):
-    """The rows of ``whole`` that a shape was found for, each read at its own.
+    """The rows of ``whole`` that have a shape. Each is read at its shape.
 
-    found: arrays ``rows`` (n,) int64, rising, of ``whole``, left out for all, and ``keys`` (n,) int16, the number of
-    each one's shape; ``about["note"]``, the end of its line in the log. sizes: (m, 3) int32, frames, height and width
-    of each shape; tokens: (m,) of each.
+    Args:
+        found: array ``keys`` (n,) int16, the index of each row's shape; array ``rows`` (n,) int64, the rising rows of
+            ``whole``, absent if all rows have a shape; and ``about["note"]``, the end of the data set's line in the
+            log.
+        sizes: (m, 3) int32, frames, height and width of each shape.
+        tokens: (m,) tokens of each shape.
 
-    Raises ValueError if no row has a shape.
+    Raises:
+        ValueError: no row has a shape.
     """
 
     def __init__(self, whole: MediaDataset, found: KeptArrays, sizes: np.ndarray, tokens: np.ndarray):
@@ -220,7 +233,7 @@ class ShapedDataset(SomeRows):
         return self.keys
 
     def token_counts(self, beside: int = 0) -> Lengths:
-        """Return the tokens of every row's sample, int32. beside: tokens that each has besides those of its shape."""
+        """Return the tokens of every row's sample, int32. beside: tokens of every sample in addition to its shape's."""
         return Lengths(self.keys, self.tokens.astype(np.int32) + np.int32(beside))
 
     def _identity(self, whole: Fingerprint) -> str:
@@ -244,10 +257,10 @@ def crop_media(
     max_upscale: float,
     fine: bool = False,
 ) -> ShapedDataset:
-    """Return the pixels of a data set, each cropped to a shape near its own of at most ``most`` tokens.
+    """Return a data set of pixels whose media are cropped to shapes near their own, of at most ``most`` tokens.
 
-    num_frames: of a clip; 1 for pictures alone. fine: see ``shape_table``. Raises ValueError, naming ``flag`` and what
-    to do, as ``shape_table`` and ``shape_media`` do.
+    num_frames: frames of a clip; 1 if there are only pictures. fine: see ``shape_table``. Raises ValueError, which
+    names ``flag`` and the fix, as ``shape_table`` and ``shape_media`` do.
     """
     try:
         table = shape_table(image_size, num_frames, token, most, fine=fine)
@@ -258,17 +271,18 @@ def crop_media(
 
 
 def shape_media(dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str) -> ShapedDataset:
-    """Return the pixels of a data set at the shapes of ``table``. interval: of a clip's frames.
+    """Return a data set of pixels at the shapes of ``table``. interval: distance between the frames of a clip.
 
-    Media that can't be read, and those that are smaller than every shape, are left out, counted and named. Raises
-    ValueError, naming ``flag`` and what to do, if none is left, or more than the data set's ``max_bad`` can't be read.
+    Media that can't be read, and media smaller than every shape, are left out; the note counts and names them. Raises
+    ValueError, which names ``flag`` and the fix, if no medium is left or more than the data set's ``max_bad`` can't be
+    read.
     """
 
     def find() -> KeptArrays:
         return _rows_and_keys(*_shapes_of_media(dataset, table, interval, upscale, flag))
 
     def name() -> str:
-        # Notes hold the name of a file, too.
+        # The first file's name is part of the key, because notes contain names of files.
         how = f"{interval} {upscale} {dataset.describe().max_bad} {dataset.shapes().read_as} {dataset.source(0)}"
         arrays = (array.tobytes() for array in (table.shapes, table.tokens, table.level))
         known = dataset.fingerprint()
@@ -284,9 +298,9 @@ def _shaped(
     tokens: np.ndarray,
     name: Callable[[], str],
 ) -> ShapedDataset:
-    """Find shapes, and keep those of many rows in a file under ``name()``."""
+    """Build a ShapedDataset. The shapes found for many rows are stored in a file under the key ``name()``."""
 
-    def find_with_identity() -> KeptArrays:  # which takes seconds, too, where rows are many
+    def find_with_identity() -> KeptArrays:  # the identity of many rows takes seconds too
         found = find()
         identity = ShapedDataset(dataset, found, sizes, tokens).fingerprint().identity
         return found._replace(about={**found.about, "identity": identity})
@@ -295,7 +309,7 @@ def _shaped(
 
 
 def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
-    """Return the rows with a shape. chosen: (rows,) the number of each row's shape, -1 for none."""
+    """Return the rows that have a shape. chosen: (rows,) index of each row's shape, -1 for none."""
     rows = np.flatnonzero(chosen >= 0)
     return KeptArrays({"rows": rows, "keys": chosen[rows].astype(np.int16)}, {"note": note})
 
@@ -303,7 +317,7 @@ def _rows_and_keys(chosen: np.ndarray, note: str) -> KeptArrays:
 def _shapes_of_media(
     dataset: MediaDataset, table: ShapeTable, interval: int, upscale: float, flag: str
 ) -> tuple[np.ndarray, str]:
-    """Return (the number of every row's shape, -1 for none; a line about them)."""
+    """Return (index of every row's shape, or -1 for none; note for the log)."""
     sizes, about = dataset.shapes().media(), dataset.describe()
     if sizes is None:
         own = about.sample_shape[1:] if len(about.sample_shape) == 4 else (1, *about.sample_shape[1:])
@@ -342,16 +356,16 @@ def _shapes_of_media(
 
 
 def shape_latents(dataset: MediaDataset, token: TokenSize, most: int, flag: str, *, beside: int = 0) -> ShapedDataset:
-    """Return cached latents at the shapes that they have. token: with sides in latents. beside: tokens of the most that
-    are a caption's.
+    """Return a ShapedDataset of cached latents at their own shapes.
 
-    Raises ValueError, naming ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the
-    model's patch does not divide.
+    token: size of a token, whose sides count latents. beside: number of tokens among ``most`` for the caption. Raises
+    ValueError, which names ``flag``, for latents of more than ``most`` tokens, and for latents whose sides the model's
+    patch does not divide.
     """
     ends, sizes = zip(*_latent_sizes(dataset), strict=True)
     counts = np.diff(ends, prepend=0)
-    # Shapes are numbered in the order of their keys, which is that of the media that the latents were made of, so that
-    # their batches come in the same order.
+    # Shapes are numbered in the order of their keys. The keys have the order of the media's shapes, so that batches of
+    # latents come in the same order as batches of the media.
     order = dataset.shapes()
     first: dict[Size, int] = {}
     for end, size, count in zip(ends, sizes, counts.tolist(), strict=True):

@@ -1,8 +1,8 @@
-"""``--data_path``: which data set it names.
+"""Open the data set that ``--data_path`` names.
 
 A data source is a module of this package with a function ``open_source(asked: Request) -> MediaDataset | None``, and a
-row in ``opendit.config.data_sources.SOURCES``. The function returns None for what is not of its kind. It raises
-ValueError, naming the flag and what to do, for what is of its kind and can't be used.
+row in ``opendit.config.data_sources.SOURCES``. The function returns None for data of another kind. It raises
+ValueError, which names the flag and the fix, for data of its kind that can't be used.
 """
 
 import os
@@ -36,19 +36,24 @@ from opendit.data.tables import Columns
 
 
 class NoSplit(ValueError):
-    """A source that holds one set of samples was asked for a split of it."""
+    """Error for a request of a split from a source that has no splits."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """``--data_path`` and the flags beside it.
+    """``--data_path`` and the flags about how to read its data.
 
-    path: the file that data_path names, or the folder, which can be listed; None if it is no path. random_flip: mirror
-    half of the samples; None leaves it to the data set. split: "train" or "test", for a source that has both. max_bad:
-    largest share of unreadable files to skip. vae to max_text_tokens: of random latents. video_reader: one of
-    ``video_readers.CHOICES``. energon_cooker: ``module:function`` that reads the samples of a folder that Energon
-    prepared. file_column, caption_column: of a table of captioned media.
-    caption_prefix, shuffle_tags, tag_drop: see ``Recaptioned``. random_crop: cut pictures and clips at random places.
+    Attributes:
+        path: the file, or the readable folder, that data_path names; None if data_path is no path.
+        random_flip: mirror half of the samples; None leaves the choice to the data set.
+        split: "train" or "test", for a source that has both.
+        max_bad: largest share of unreadable files to skip.
+        video_reader: one of ``video_readers.CHOICES``.
+        vae, num_classes, text_encoder, max_text_tokens: settings of random latents.
+        energon_cooker: ``module:function`` that reads the samples of a folder that Energon prepared.
+        file_column, caption_column: names of the columns in a table of captioned media.
+        caption_prefix, shuffle_tags, tag_drop: see ``Recaptioned``.
+        random_crop: crop pictures and clips at random positions.
     """
 
     data_path: str
@@ -83,17 +88,17 @@ class Request:
 
     @property
     def located(self) -> Path:
-        """The path, for sources that are recognised by it."""
+        """The path, for sources that are recognised by their path."""
         assert self.path is not None, "a source that has a name has no path"
         return self.path
 
     @property
     def shown(self) -> str:
-        """The flag in messages."""
+        """The flag and its value for messages."""
         return f"--data_path {printable(self.data_path)}"
 
     def of_clips(self) -> dict[str, Any]:
-        """Return the arguments of data sets of clips and pictures; windows of clips are drawn only in training."""
+        """Return the arguments of data sets of clips and pictures. Windows of clips are random only in training."""
         names = "seed num_frames frame_interval fps use_video short_clips video_reader random_flip random_crop max_bad"
         return {name: getattr(self, name) for name in names.split()} | {"training": self.split == "train"}
 
@@ -104,16 +109,16 @@ class Request:
         }
 
     def check_split(self) -> None:
-        """Raise NoSplit for a split of a source that has none."""
+        """Raise NoSplit if a split other than "train" is requested, for a source without splits."""
         if self.split != "train":
             raise NoSplit(f"{self.shown}: has no split {self.split!r}; give the folder of that split instead")
 
 
 def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDataset:
-    """Open the data set of ``--data_path``: the first of ``SOURCES`` that knows it.
+    """Open the data set of ``--data_path`` with the first of ``SOURCES`` that recognises it.
 
-    image_size: pixels of a side. options: more fields of ``Request``, among them ``seed``.
-    Raises ValueError or FileNotFoundError, naming the flag and what to do.
+    image_size: pixels of a side. options: more fields of ``Request``, including ``seed``. Raises ValueError or
+    FileNotFoundError, which name the flag and the fix.
     """
     if image_size < 1:
         raise ValueError(f"--image_size {image_size}: not positive; give 1 or more")
@@ -135,7 +140,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
                     f"--energon_cooker {asked.energon_cooker}: {asked.shown} is no folder that Energon prepared; leave "
                     "it out"
                 )
-            if module == MOCK:  # which stands for any data in a dry run
+            if module == MOCK:  # mock data replace any data in a dry run
                 return dataset
             if any(asked.columns) and module not in (TABLES, BLENDS):
                 raise ValueError(
@@ -149,7 +154,7 @@ def build_dataset(data_path: str, image_size: int, **options: Any) -> MediaDatas
 
 
 def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
-    """Return a source with its captions changed as the flags ask. Raises ValueError if it has no captions to change."""
+    """Return a data set with captions changed by the flags. Raises ValueError if its captions can't be changed."""
     flags = {
         "caption_prefix": bool(asked.caption_prefix),
         "shuffle_tags": asked.shuffle_tags,
@@ -170,9 +175,9 @@ def recaption(asked: Request, dataset: MediaDataset) -> MediaDataset:
 
 
 def _locate(data_path: str) -> Path:
-    """Return the path that ``--data_path`` names, of a file or of a folder that can be listed.
+    """Return the file or readable folder that ``--data_path`` names.
 
-    Raises ValueError or FileNotFoundError, naming the flag and what to do."""
+    Raises ValueError or FileNotFoundError, which name the flag and the fix."""
     shown = f"--data_path {printable(data_path)}"
     if not data_path.strip():
         raise ValueError(f"--data_path: empty; give {data_path_help()}")
@@ -187,7 +192,7 @@ def _locate(data_path: str) -> Path:
         raise ValueError(f"{shown}: can't be read ({error.strerror}); allow it (chmod -R u+rX)") from error
     except RuntimeError as error:
         raise ValueError(f"{shown}: the home folder of that user is not known; write the path out") from error
-    except (OSError, ValueError) as error:  # too long, a circle of links, a NUL
+    except (OSError, ValueError) as error:  # a name that is too long or holds a NUL, or a cycle of links
         raise ValueError(
             f"{shown}: can't be read ({getattr(error, 'strerror', None) or error}); give {data_path_help()}"
         ) from error
@@ -197,7 +202,7 @@ def _locate(data_path: str) -> Path:
 
 
 def _name_advice(name: str) -> str:
-    """Guess which source an unknown name means, for an error message."""
+    """Return a guess for an error message of the source that an unknown name means."""
     known = name.lower().replace("-", "").replace("_", "")
     if known in ("cifar10", "cifar100", "mnist", "fashionmnist", "stl10", "svhn"):
         return " (a torchvision data set is named by the folder that it was downloaded to)"
@@ -206,7 +211,7 @@ def _name_advice(name: str) -> str:
 
 
 def _file_advice(path: Path) -> str:
-    """Name the kind of a file that isn't a CSV, and what to give instead."""
+    """Return the kind of a file that can't be used, and what to pass instead, for an error message."""
     suffix = path.suffix.lower()
     if path.name == INDEX or suffix == ".safetensors":
         return "a file; give the folder of cached latents that it is in"

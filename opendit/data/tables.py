@@ -1,9 +1,9 @@
-"""Tables of captioned media: CSV, JSON lines and Parquet, all with a column of files and one of captions.
+"""Read and write tables of captioned media: CSV, JSON lines and Parquet, with a column of files and one of captions.
 
-A CSV has ``path,text`` with or without a header; more columns are welcome. The columns may also be called ``file_name``
-and ``caption``, or as ``--file_column`` and ``--caption_column`` say. Paths are relative to the table's folder unless
-absolute. UTF-8, with or without a byte-order mark; captions may hold commas, quotes and newlines, quoted the usual way.
-Names of files may hold bytes that are not UTF-8.
+A CSV has the columns ``path,text`` with or without a header, and may have more. With a header, the columns may also be
+called ``file_name`` and ``caption``, or what ``--file_column`` and ``--caption_column`` name. Paths are relative to the
+table's folder unless absolute. The text is UTF-8, with or without a byte-order mark. Captions may hold commas,
+quotes and newlines with the usual CSV quoting. Names of files may hold bytes that are not UTF-8.
 """
 
 import csv
@@ -24,17 +24,17 @@ from opendit.data.folders import CLIPS, suffix_of
 from opendit.data.picture_file import picture_suffixes
 
 MAX_LINE = 2**20  # characters
-FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # columns of tables; the first that is there is used
+FILES, CAPTIONS = ("path", "file_name"), ("text", "caption")  # names of columns; the first one present is used
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_BINARY = {  # how files begin that are often saved by mistake
+_BINARY = {  # first bytes of files that are often saved by mistake
     b"\xff\xfe": "UTF-16, not UTF-8; save it as UTF-8",
     b"\xfe\xff": "UTF-16, not UTF-8; save it as UTF-8",
     b"PK\x03\x04": "no text but an Excel file or another archive; save it as a CSV in UTF-8",
     b"\x1f\x8b": "compressed; unpack it with gunzip",
 }
 
-# How pictures' files begin.
+# First bytes of picture files.
 _SIGNATURES = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|BM....\0\0\0\0|GIF8[79]a|II\*\0|MM\0\*|P[1-6]\s|....ftypavi[fs]",
     re.DOTALL,
@@ -51,7 +51,7 @@ class TableRow:
 
     @property
     def is_named_picture(self) -> bool:
-        """True for a picture by the file's suffix or, only if that says nothing, by its first bytes."""
+        """True for a picture by the file's suffix or, if the suffix is unknown, by its first bytes."""
         suffix = self.path.suffix.lower()
         if suffix in picture_suffixes() or suffix in CLIPS:
             return suffix not in CLIPS
@@ -59,8 +59,9 @@ class TableRow:
 
     @property
     def is_picture(self) -> bool:
-        """True for a picture that is not an animation; everything else is read as a clip. Opens files that may be
-        animations."""
+        """True for a picture that is not an animation. Everything else is read as a clip.
+
+        Files that may be animations are opened."""
         if not self.is_named_picture:
             return False
         suffix = self.path.suffix.lower()
@@ -68,23 +69,23 @@ class TableRow:
 
 
 class NoColumns(ValueError):
-    """A table has no column of files, or none of captions."""
+    """Error for a table that lacks a column of files or of captions."""
 
 
 class Columns(NamedTuple):
-    """The columns of a table's files and captions: ``--file_column`` and ``--caption_column``; None: the usual ones."""
+    """Names of the columns of files and captions (``--file_column``, ``--caption_column``); None: the usual names."""
 
     file: str | None = None
     caption: str | None = None
 
     def find(self, names: Collection[str]) -> tuple[str | None, str | None]:
-        """Return the names of the two columns among ``names``, None for one that isn't there."""
+        """Return the names of the file and caption columns among ``names``, or None for a missing column."""
         of_each = ((self.file,) if self.file else FILES), ((self.caption,) if self.caption else CAPTIONS)
         file, caption = (next((name for name in usual if name in names), None) for usual in of_each)
         return file, caption
 
     def missing(self, file: str | None, caption: str | None) -> str:
-        """Say which of the two columns was not found, and what to do."""
+        """Return a message that names the missing columns and the fix."""
         lost = [self.file or "path"] * (file is None) + [self.caption or "text"] * (caption is None)
         return (
             f"has no column {' and '.join(map(printable, lost))}; name the columns of the files and of the captions "
@@ -98,8 +99,8 @@ USUAL = Columns()
 def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
     """Read the rows of a CSV, in order, without blank lines.
 
-    Without a header the columns are path and text. A header is a first line with the names of both columns (``FILES``,
-    ``CAPTIONS``, or those of ``columns``). name: the file's name in messages, by default ``--data_path`` and its path.
+    Without a header the columns are path and text. The first line is a header if it names both columns (``FILES`` and
+    ``CAPTIONS``, or ``columns``). name: the table's name in messages, by default ``--data_path`` and its path.
 
     Raises:
         FileNotFoundError, ValueError: with a message that names the file, the line and the fix.
@@ -123,9 +124,9 @@ def read_csv(path: str | Path, name: str | None = None, columns: Columns = USUAL
 
 
 def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the line that each row begins on, and its cells."""
+    """Yield (number of the row's first line, cells) for each row."""
     check_text_file(path, name)
-    # Names of files are bytes of any kind; captions are checked row by row.
+    # Names of files may hold any bytes, so decoding errors are kept; captions are checked row by row.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(_lines(file, name), strict=True)
         while True:
@@ -141,7 +142,7 @@ def _split(path: Path, name: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def check_text_file(path: Path, name: str) -> None:
-    """Raise ValueError if a file begins like one that is no text in UTF-8."""
+    """Raise ValueError if a file's first bytes show that it is not UTF-8 text."""
     with open(path, "rb") as file:
         start = file.read(4)
     for begin, what in _BINARY.items():
@@ -170,14 +171,15 @@ def _explain(error: csv.Error) -> str:
 
 
 def _is_medium(folder: Path, cell: str) -> bool:
-    """Return True for a cell that names a clip or picture: by its suffix or, without one, because the file exists."""
+    """Return True if a cell names a clip or picture: its suffix is known, or the file exists."""
     cell = cell.strip()
     return suffix_of(cell) in picture_suffixes() | CLIPS or bool(cell) and os.path.isfile(folder / cell)
 
 
 def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tuple[list[str], list[Any]]:
-    """Return the names of the columns, those of files and captions as path and text, and the lines without the
-    header."""
+    """Return (names of the columns, lines without the header).
+
+    The columns of files and captions are renamed to path and text."""
     number, cells = lines[0]
     names = [cell.strip().lower() for cell in cells]
     shown = printable(",".join(cell.strip() for cell in cells))[:200]
@@ -188,12 +190,12 @@ def _header(folder: Path, name: str, lines: list[Any], columns: Columns) -> tupl
         if twice:
             raise ValueError(f"{name}, line {number}: the header {shown} names {' and '.join(twice)} twice; rename one")
         called = {file: "path", caption: "text"}
-        others = {"path": "path2", "text": "text2"}  # of other columns with these names
+        others = {"path": "path2", "text": "text2"}  # new names of other columns called path or text
         found = [called.get(column) or others.get(column, column) for column in names]
         return [column or f"column{i}" for i, column in enumerate(found, 1)], lines[1:]
     if any(columns):
         raise NoColumns(f"{name}, line {number}: the header {shown} {columns.missing(file, caption)}")
-    # A first line that names no medium, before one that does, is a header with other names.
+    # If the first line names no medium and the second does, the first line is a header with other names.
     if not any(_is_medium(folder, cell) for cell in cells):
         _check_delimiter(folder, f"{name}, line {number}", cells)
         following = lines[1][1] if len(lines) > 1 else []
@@ -214,7 +216,7 @@ def _check_delimiter(folder: Path, here: str, cells: list[str]) -> None:
 
 
 def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> TableRow:
-    """Parse one row of a CSV. Raises ValueError, beginning with ``here``, if it is malformed."""
+    """Parse one row of a CSV. Raises ValueError, which begins with ``here``, if the row is malformed."""
     values = dict(zip(columns, cells, strict=False))
     if len(cells) < 2 or len(cells) > len(columns) or "path" not in values or "text" not in values:
         _check_delimiter(folder, here, cells)
@@ -241,15 +243,16 @@ def _csv_row(folder: Path, here: str, columns: list[str], cells: list[str]) -> T
 
 
 def check_utf8(here: str, column: str, cell: str) -> None:
-    """Raise ValueError, beginning with ``here``, if a cell holds bytes that are not UTF-8."""
+    """Raise ValueError, which begins with ``here``, if a cell holds bytes that are not UTF-8."""
     if not cell.isascii() and cell != cell.encode("utf-8", "replace").decode():
         raise ValueError(f"{here}: isn't UTF-8 ({column}: {printable(cell)[:60]}); save it as UTF-8")
 
 
 def locate(folder: Path, here: str, path: str) -> Path:
-    """Return the file that a table's path names, relative to the table's folder unless it is absolute or begins with ~.
+    """Return the file that a path in a table names.
 
-    Raises ValueError, beginning with ``here``, for an address and for the home of a user who is not known."""
+    The path is relative to the table's folder unless it is absolute or begins with ~. Raises ValueError, which begins
+    with ``here``, for a URL and for the home folder of an unknown user."""
     if "://" in path and _ADDRESS.match(path):
         raise ValueError(f"{here}: {printable(path)} is an address; download the file and write its path")
     try:
@@ -264,8 +267,9 @@ def locate(folder: Path, here: str, path: str) -> Path:
 
 
 def write_csv(path: str | Path, rows: list[TableRow]) -> None:
-    """Write a CSV with a header. Paths below its folder are relative to it. The file is replaced when it is
-    complete."""
+    """Write a CSV with a header. Paths below the CSV's folder are written relative to that folder.
+
+    The CSV replaces an existing file only when it is complete."""
     path = Path(path)
     extra = list(dict.fromkeys(name for row in rows for name in row.extra))
     folder = path.parent.resolve()
@@ -276,7 +280,7 @@ def write_csv(path: str | Path, rows: list[TableRow]) -> None:
         for row in rows:
             medium = row.path.resolve()
             shown = str(medium.relative_to(folder) if medium.is_relative_to(folder) else medium)
-            # What would be read as something else: a user's home, or a blank that is passed over.
+            # Without ./, a leading ~ would be read as a home folder, and a leading blank would be stripped.
             shown = f"./{shown}" if shown[0] == "~" or shown[0].isspace() else shown
             writer.writerow([shown, row.text, *(row.extra.get(name, "") for name in extra)])
         file.detach()
@@ -286,9 +290,9 @@ SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 def read_table(path: str | Path, name: str | None = None, columns: Columns = USUAL) -> list[TableRow]:
-    """Read the rows of a table of media, in order. A missing caption (null) is an empty one.
+    """Read the rows of a table of media, in order. A missing caption (null) becomes an empty one.
 
-    name: the file's name in messages, by default ``--data_path`` and its path.
+    name: the table's name in messages, by default ``--data_path`` and its path.
 
     Raises:
         FileNotFoundError, ValueError: with a message that names the file, the line and the fix; NoColumns if the
@@ -311,7 +315,7 @@ def read_table(path: str | Path, name: str | None = None, columns: Columns = USU
 
 
 def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
-    """Make a row of two cells. Raises ValueError, beginning with ``here``."""
+    """Make a row from two cells. Raises ValueError, which begins with ``here``, for a cell of another type."""
     caption = "" if caption is None else str(caption) if type(caption) in (int, float) else caption
     if not isinstance(file, str) or not file:
         raise ValueError(f"{here}: the path is {printable(repr(file))[:60]}; name a file or remove the row")
@@ -322,7 +326,7 @@ def _row(folder: Path, here: str, file: Any, caption: Any) -> TableRow:
 
 
 def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where each row is, its file and its caption. A line without a caption has None."""
+    """Yield (place of the row for messages, file, caption). The caption is None if the line has none."""
     check_text_file(path, name)
     lines: list[tuple[str, dict[str, Any]]] = []
     with open(path, "rb") as file:
@@ -349,7 +353,7 @@ def _jsonl(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, 
 
 
 def _parquet(path: Path, name: str, columns: Columns) -> Iterator[tuple[str, Any, Any]]:
-    """Yield where each row is, its file and its caption."""
+    """Yield (place of the row for messages, file, caption)."""
     try:
         from pyarrow import ArrowException  # pyright: ignore[reportMissingImports]
         from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]

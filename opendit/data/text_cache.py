@@ -1,17 +1,17 @@
-"""Captions beside cached latents: their words and, of a frozen text encoder, their embeddings.
+"""Store captions with cached latents: their text and, with a frozen text encoder, their embeddings.
 
 A shard of n rows with captions has, besides its latents, the tensors
 
-    captions    (bytes,) uint8          the captions in UTF-8, one after the other
-    caption_ends (n,) int64             where each one ends
-    tokens      (sum of L_i, D) float16  every caption's tokens, without padding, one caption after the other
+    captions    (bytes,) uint8          the captions in UTF-8, concatenated
+    caption_ends (n,) int64             the end of each caption in ``captions``
+    tokens      (sum of L_i, D) float16  the tokens of all captions, without padding, concatenated
     token_ends  (n,) int64
     pooled      (n, P) float16
 
-the last three only with an encoder. ``empty-caption.safetensors`` holds tokens (L, D) and pooled (P,) of the empty
-string, once a folder: a dropped caption becomes this. P is D, unless the index has another width: a public model's
-pooled vector comes from an encoder of its own, or there is none (P = 0). What encoders of public models compute in
-bfloat16 is stored so, and the index says it: it keeps all of their bits and their range.
+The last three exist only with an encoder. A folder's ``empty-caption.safetensors`` holds tokens (L, D) and pooled (P,)
+of the empty string, which replaces dropped captions. P equals D unless the index has another width: the pooled vector
+of a public model comes from a separate encoder, or the model has none (P = 0). Embeddings that an encoder of a public
+model computes in bfloat16 are stored in bfloat16, without loss of precision or range. The index records this dtype.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class EmbeddingForm(NamedTuple):
     dtype: str = "fp16"
 
     def numbers(self, max_tokens: int) -> int:
-        """Return the numbers of a caption of ``max_tokens`` tokens."""
+        """Return how many numbers the embedding of a caption of ``max_tokens`` tokens has."""
         return max_tokens * self.width + self.pooled
 
 
@@ -68,11 +68,10 @@ def pack_captions(captions: Sequence[str]) -> dict[str, Tensor]:
 
 
 def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return every caption's tokens (L_i, D) without padding and its pooled vector (P,), on the CPU, in the dtype of
-    :func:`form_of`.
+    """Return each caption's (tokens (L_i, D) without padding, pooled vector (P,)), on the CPU.
 
-    encoder: ``encode(captions, **how)`` gives tokens (B, L, D), mask (B, L) bool and pooled (B, P). Raises DataError if
-    a number doesn't fit the dtype.
+    The dtype is that of :func:`form_of`. encoder: ``encode(captions, **how)`` returns tokens (B, L, D), mask (B, L)
+    bool and pooled (B, P). Raises DataError if a number doesn't fit the dtype.
     """
     made, dtype = encoder.encode(captions, **how), DTYPES[form_of(encoder).dtype]
     tokens, mask, pooled = made.tokens.to(dtype).cpu(), made.mask.cpu(), made.pooled.to(dtype).cpu()
@@ -85,7 +84,7 @@ def embed(encoder: AnyEncoder, captions: list[str], **how: bool) -> list[tuple[T
 
 
 def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> dict[str, Tensor]:
-    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. form: for a shard without rows."""
+    """Return the tensors ``tokens``, ``token_ends`` and ``pooled`` of a shard. form: used for a shard without rows."""
     tokens, pooled = [row for row, _ in parts], [vector for _, vector in parts]
     return {
         "tokens": torch.cat(tokens) if parts else torch.empty(0, form.width, dtype=DTYPES[form.dtype]),
@@ -95,7 +94,7 @@ def pack_embeddings(parts: list[tuple[Tensor, Tensor]], form: EmbeddingForm) -> 
 
 
 def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
-    """Write ``EMPTY``, completely or not at all. Return its SHA-256."""
+    """Write the file ``EMPTY`` atomically. Return its SHA-256."""
     how = {"away": True} if isinstance(encoder, PublishedText) else {}
     tokens, pooled = embed(encoder, [""], **how)[0]
     with replacing(folder / EMPTY, temporary=EMPTY + ".partial") as new:
@@ -103,10 +102,10 @@ def write_empty_caption(folder: Path, encoder: AnyEncoder) -> str:
 
 
 def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embedding:
-    """Read the empty string's embedding from the bytes of its file, padded to the length of the others.
+    """Read the empty string's embedding from the bytes of its file, padded to ``max_tokens``.
 
-    text: of the cache's index, a ``TextEncoding``. Raises ValueError, which names the file, if it is incomplete or has
-    other shapes.
+    text: the ``TextEncoding`` of the cache's index. Raises ValueError, which names the file, if the file is incomplete
+    or its tensors have other shapes.
     """
     try:
         found = load(content)
@@ -124,7 +123,7 @@ def read_empty_caption(content: bytes, text: dict[str, Any], name: str) -> Embed
 
 
 def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
-    """Read the empty string's embedding of a folder. Raises ValueError as :func:`read_empty_caption`."""
+    """Read the empty string's embedding from a folder. Raises ValueError as :func:`read_empty_caption`."""
     name = f"--data_path {folder}: {EMPTY}"
     try:
         content = read_bounded(folder / EMPTY, MOST_EMPTY)
@@ -134,7 +133,7 @@ def open_empty_caption(folder: Path, text: dict[str, Any]) -> Embedding:
 
 
 def padded(tokens: Tensor, pooled: Tensor, max_tokens: int) -> Embedding:
-    """Pad tokens (L, D) with zeros to (max_tokens, D), and return them with the mask that tells them apart."""
+    """Return an embedding with tokens (L, D) zero-padded to (max_tokens, D). The mask is True for real tokens."""
     out = tokens.new_zeros(max_tokens, tokens.shape[1])
     out[: len(tokens)] = tokens
     return Embedding(out, torch.arange(max_tokens) < len(tokens), pooled)

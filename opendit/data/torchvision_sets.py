@@ -1,7 +1,7 @@
-"""The small picture data sets that torchvision downloads, recognised by their files on disk.
+"""Small picture data sets that torchvision downloads, recognised by their files on disk.
 
-CIFAR-10, CIFAR-100, STL-10 and SVHN are read by torchvision, which checks the files' MD5 sums first (CIFAR's
-are pickles, so an unchecked one is never opened); MNIST and Fashion-MNIST are plain arrays.
+torchvision reads CIFAR-10, CIFAR-100, STL-10 and SVHN, and checks the files' MD5 sums first. CIFAR's files are pickles,
+so an unchecked one is never opened. MNIST and Fashion-MNIST are plain arrays.
 """
 
 import os
@@ -21,7 +21,7 @@ from opendit.data.sources import Request
 _DIGITS = [str(digit) for digit in range(10)]
 _CLOTHES = ["T-shirt", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
-# Pictures uint8 (N, H, W, 3) or (N, H, W), labels (N,), class names.
+# (pictures uint8 (N, H, W, 3) or (N, H, W), labels (N,), class names)
 Arrays = tuple[np.ndarray, np.ndarray, list[str]]
 
 
@@ -52,8 +52,14 @@ def _mnist(names: list[str]) -> Callable[[Path, str], Arrays]:
 
 @dataclass(frozen=True)
 class KnownSet:
-    """A data set on disk. folder: where its files lie below the root that torchvision is given. marker: a file in there
-    by which it is recognised. flip: True if a mirrored picture is as likely as the picture."""
+    """A data set that torchvision downloads.
+
+    Attributes:
+        folder: folder of the files, relative to torchvision's root.
+        marker: file in ``folder`` by which the data set is recognised.
+        flip: True if a mirrored picture is as likely as the picture.
+        read: function (folder, split) -> ``Arrays``.
+    """
 
     name: str
     folder: str
@@ -73,15 +79,14 @@ KNOWN = (
 
 
 def find_known(path: Path) -> tuple[KnownSet, Path] | None:
-    """Return the torchvision data set whose root, or whose folder, ``path`` is, and the folder of its files; None if it
-    is none of these.
+    """Return (data set, folder of its files) if ``path`` is torchvision's root or a folder of the data set, else None.
 
-    Raises ValueError if the root holds several, naming their folders.
+    Raises ValueError, which names the folders, if the root holds several data sets.
     """
     found = []
     for known in KNOWN:
         parts = Path(known.folder).parts
-        # The root itself, or any folder on the way down to the files; the names already walked must fit.
+        # ``path`` may be the root, or any folder below it that leads to the files. Its last names must then fit.
         for walked in range(len(parts) + 1):
             if path.resolve().parts[-walked:] == parts[:walked] or walked == 0:
                 folder = (path.resolve() if walked else path).joinpath(*parts[walked:])
@@ -95,7 +100,7 @@ def find_known(path: Path) -> tuple[KnownSet, Path] | None:
 
 
 class ArrayDataset(MediaDataset):
-    """A torchvision data set held in memory, cropped to ``image_size`` as folders are; grey ones keep one channel."""
+    """A torchvision data set in memory, cropped to ``image_size`` by ``center_crop``. Grey ones have one channel."""
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class ArrayDataset(MediaDataset):
             raise ValueError(f"{known.name} has the splits train and test, not {split!r}")
         try:
             images, labels, self.class_names = known.read(folder, split)
-        except Exception as error:  # torchvision's own message, which doesn't say which flag led there
+        except Exception as error:  # torchvision's message doesn't name the flag
             raise ValueError(
                 f"--data_path {folder}: {known.name} can't be read ({error}); download it again"
             ) from error

@@ -8,7 +8,7 @@ import numpy as np
 
 from opendit.common.safe_files import path_of, replacing
 
-CRF = 18  # x264's quality: visually lossless
+CRF = 18  # x264's quality setting; 18 is visually lossless
 _BT601, _LIMITED_RANGE = 6, 1  # FFmpeg's AVCOL_SPC_SMPTE170M and AVCOL_RANGE_MPEG
 
 
@@ -21,18 +21,18 @@ def write_mp4(
 ) -> None:
     """Encode RGB ``frames``, (T, H, W, 3) uint8, and replace ``path`` when the file is complete.
 
-    H.264's 4:2:0 colours need even sizes: an odd height or width grows by a copy of the last row or column. The same
-    frames give the same bytes, in any process.
+    H.264's 4:2:0 colours need even sizes, so the last row or column of an odd height or width is repeated. The same
+    frames give the same bytes in any process.
 
     Args:
-        comment: written into the file as the tag of that name.
-        root: the folder below which no link is followed (opendit/common/safe_files.py).
+        comment: text of the file's ``comment`` tag.
+        root: folder below which no link is followed (opendit/common/safe_files.py).
 
     Raises:
-        ValueError: no frames, or frames of another shape or type, or ``fps`` not positive.
+        ValueError: ``frames`` is empty or has another shape or dtype, or ``fps`` is not positive.
         OSError: names ``path``.
     """
-    import av  # its libraries take a while to load and reading data doesn't need them
+    import av  # imported here because it loads slowly and reading data doesn't need it
 
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
         raise ValueError(f"a clip is a uint8 array, not {getattr(frames, 'dtype', type(frames).__name__)}")
@@ -47,15 +47,16 @@ def write_mp4(
 
     path = Path(path)
     with replacing(path, root=root, make=True, temporary=f"{path.name}.{os.getpid()}.partial") as new:
-        # faststart: the index comes first, so that a browser plays the clip while it loads.
+        # faststart puts the index first, so that a browser can play the clip while it loads.
         with av.open(path_of(new), "w", format="mp4", options={"movflags": "+faststart"}) as file:
             if comment is not None:
                 file.metadata["comment"] = comment
-            # x264's fastest routines now and then code the same frames in other bytes, even on one thread.
+            # cpu-independent=1, because x264's fastest routines sometimes give other bytes for the same frames, even on
+            # one thread.
             options = {"crf": str(CRF), "threads": "1", "x264-params": "cpu-independent=1"}
             stream = file.add_stream("libx264", rate=rate, options=options)
             stream.height, stream.width, stream.pix_fmt = frames.shape[1], frames.shape[2], "yuv420p"
-            # Without these, players take clips larger than a DVD for BT.709 and shift their colours.
+            # Without these fields, players assume BT.709 for clips larger than a DVD and shift their colours.
             stream.codec_context.colorspace, stream.codec_context.color_range = _BT601, _LIMITED_RANGE
             for picture in frames:
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")

@@ -1,10 +1,10 @@
-"""Decode clips with torchcodec, decord or PyAV, behind one interface; all give the same pixels.
+"""Decode clips with torchcodec, decord or PyAV behind one interface, with the same pixels.
 
-The frames of a file and their number are those that FFmpeg gives when it decodes from the start. Each reader silently
-gives other frames for some files: decord ignores edit lists, frames that are shown before the key frame that they are
-stored after, and key frames from which a picture is complete only some frames later. So the contents of a file are
-looked up first, and only files that a reader is known to get right are read by seeking to key frames; the others are
-decoded from the start by PyAV (``opendit.data.clips``).
+FFmpeg, when it decodes a file from the start, defines the frames of the file and their number. Each reader silently
+returns other frames for some files. For example, decord ignores edit lists, frames that are stored after a key frame
+but shown before it, and key frames after which the picture is complete only some frames later. So the contents of a
+file are looked up first. Only files that a reader is known to get right are read by seeking to key frames. PyAV decodes
+all other files from the start (``opendit.data.clips``).
 """
 
 import struct
@@ -42,19 +42,24 @@ from opendit.data.container_header import (
 from opendit.data.medium import Timeline
 from opendit.data.picture_file import on_white
 
-Crop = tuple[int, int, int, int]  # rows and columns cut off: left, right, top, bottom
+Crop = tuple[int, int, int, int]  # columns and rows that are cut off: left, right, top, bottom
 
-_READ = 1 << 16  # bytes of a Matroska file's beginning
+_READ = 1 << 16  # bytes read from the start of a Matroska file
 _SEGMENT, _TRACKS, _TRACK, _KIND, _VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0x83, 0xE0
 _CROPS = (0x54CC, 0x54DD, 0x54BB, 0x54AA)  # in the order of Crop
-_MOST_STRETCH = 100  # ratio of a pixel's sides; more is a mistake
+_MOST_STRETCH = 100  # largest plausible ratio of a pixel's sides
 
 
 class Geometry:
-    """Geometric changes for every frame of a stream: ``crop`` cuts off what the container hides, pixels that are not
-    square are stretched along their longer side, and then the display matrix turns and mirrors.
+    """Transform from a stream's decoded frames to the frames that players show.
 
-    stream: PyAV's. crop: from :func:`container_crop`."""
+    The transform cuts off ``crop``, then stretches pixels that are not square along their longer side, and then rotates
+    and mirrors by the display matrix.
+
+    Args:
+        stream: PyAV stream.
+        crop: borders that the container hides, from :func:`container_crop`.
+    """
 
     def __init__(self, stream: Any, crop: Crop = (0, 0, 0, 0)):
         self.crop = crop
@@ -63,13 +68,13 @@ class Geometry:
             self.pixel = Fraction(1)
 
     def size(self, frame: Any) -> tuple[int, int]:
-        """Return (height, width) of one of PyAV's frames as it is shown."""
+        """Return the displayed (height, width) of a PyAV frame."""
         height, width = self._stretched(*self._cut(frame.height, frame.width))
         a, b, c, d = _matrix(frame)
         return (width, height) if _swaps(a, b, c, d) else (height, width)
 
     def declared(self, height: int, width: int) -> int:
-        """Return the number of pixels of a frame of this coded size as it is shown."""
+        """Return the number of displayed pixels of a frame of this coded size."""
         height, width = self._stretched(*self._cut(height, width))
         return height * width
 
@@ -79,7 +84,7 @@ class Geometry:
         return any(self.crop) or self.pixel != 1 or a * d - b * c < 0
 
     def __call__(self, frame: Any, pixels: np.ndarray) -> np.ndarray:
-        """Return the pixels (H, W, C) uint8 of one of PyAV's frames as they are shown."""
+        """Return the displayed pixels (H, W, C) uint8 of a PyAV frame. ``pixels``: the decoded ones, (H, W, C)."""
         left, _, top, _ = self.crop
         height, width = self._cut(*pixels.shape[:2])
         if (height, width) != pixels.shape[:2]:
@@ -125,10 +130,12 @@ def _stretch(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def container_crop(name: str, container: str, number: int) -> Crop:
-    """Return the borders that a file's container hides of its video stream ``number``.
+    """Return the borders that a file's container hides in video stream ``number``.
 
-    They lie outside an MP4's clean aperture, or are cropped by a Matroska file; FFmpeg's libraries leave that to
-    players. container: FFmpeg's name."""
+    In an MP4 the borders lie outside the clean aperture. In a Matroska file the track's crop fields give them. FFmpeg's
+    libraries leave this crop to players.
+
+    container: FFmpeg's name of the container."""
     first = container.split(",")[0]
     if first not in ("mov", "matroska"):
         return 0, 0, 0, 0
@@ -159,7 +166,7 @@ def _matroska_crops(file: BinaryIO) -> list[Crop | None]:
 
 
 def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield (identifier, contents) of EBML elements, the last one cut off where the data end."""
+    """Yield (identifier, contents) of EBML elements. The last element may be cut off at the end of ``data``."""
     at = 0
     while at < len(data):
         length = 9 - data[at].bit_length()
@@ -169,35 +176,41 @@ def _elements(data: bytes) -> Iterator[tuple[int, bytes]]:
         length = 9 - data[at].bit_length()
         size = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
         at += length
-        if size == (1 << 7 * length) - 1:  # not known: up to the end
+        if size == (1 << 7 * length) - 1:  # unknown size: the element lasts to the end
             size = len(data) - at
         yield identifier, data[at : at + size]
         at += size
 
 
-READERS = ("torchcodec", "decord", "pyav")  # in auto's order of preference: the fastest first
+READERS = ("torchcodec", "decord", "pyav")  # the order that ``auto`` tries them in, the fastest first
 CHOICES = ("auto", *READERS)
-# Containers that hold a clip themselves. Playlists, descriptions and devices name other files.
+# Containers that hold a clip themselves, unlike playlists, descriptions and devices, which name other files.
 _CONTAINERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif,mpegvideo,h264,hevc,m4v,ivf,obu,av1,rm,mxf,nut,dv,wtv,apng"
-_OF_DECORD = ("avc1", "vp09", "av01")  # MP4's names of codecs
+_OF_DECORD = ("avc1", "vp09", "av01")  # MP4's names of the codecs that decord reads
 _OF_LIBVPX = {"vp8": "libvpx", "vp9": "libvpx-vp9", "libvpx": "libvpx", "libvpx-vp9": "libvpx-vp9"}
-_BT709, _FULL_RANGE = 1, 2  # numbers of a matrix in H.273, and of a range in FFmpeg
-_SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable index of frames
+_BT709, _FULL_RANGE = 1, 2  # number of a matrix in H.273; number of a colour range in FFmpeg
+_SEEKABLE = ("mov", "matroska", "avi")  # containers with a reliable frame index
 # Codecs whose packets may all be key frames, because no frame refers to another.
 _KEYS_ONLY = "mjpeg prores dnxhd ffv1 png rawvideo dvvideo huffyuv utvideo jpeg2000 v210".split()
-_SMALLEST = 16  # bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
+_SMALLEST = 16  # least bytes of a coded MPEG-4 frame; shorter packets repeat the previous frame and are not shown
 
 
 @dataclass(frozen=True)
 class Contents:
     """The frames of a file.
 
-    length: the number of frames. counted: whether FFmpeg gives as many; otherwise only decoding all of them tells, and
-    no frame is found by its number. times: of the frames in the order they are shown, in units of time_base; None if
-    a frame has none or two have the same. keys: (time shown, time decoded) of the frames at which decoding can begin.
-    rate: the container's frames a second, 0 if unknown. crop: the borders that the container hides. converted: the
-    frames are HDR, of a wide gamut or transparent, or of high definition without a matrix: only :class:`ToRgb` shows
-    them as players do."""
+    Attributes:
+        length: number of frames.
+        counted: True if FFmpeg decodes exactly ``length`` frames. If False, the number is known only after decoding the
+            whole file, and no frame can be found by its number.
+        times: display times of the frames, rising, in units of time_base; None if a frame has no time or two frames
+            have the same one.
+        keys: (display time, decoding time) of the frames at which decoding can begin.
+        rate: frames a second by the container; 0 if unknown.
+        crop: borders that the container hides.
+        converted: True if only :class:`ToRgb` shows the frames as players do: HDR, wide-gamut and transparent frames,
+            and high-definition frames without a named matrix.
+    """
 
     container: str
     codec: str
@@ -215,48 +228,50 @@ class Contents:
         return self.counted and self.times is not None and self.container.split(",")[0] in _SEEKABLE
 
     def timeline(self) -> Timeline:
-        """Return the times at which the frames are shown; for a file without times, computed from the rate."""
+        """Return the display times of the frames, computed from the rate if the file has no times."""
         if self.times is None:
             return Timeline(np.arange(self.length) / (self.rate or 1.0))
         return Timeline(self.times * float(self.time_base))
 
 
 class NoVideo(ValueError):
-    """A file of sound or of subtitles alone."""
+    """Error for a file that holds only sound or subtitles."""
 
 
 class UnknownColours(ValueError):
-    """Colours that nothing here converts."""
+    """Error for colours that this project can't convert."""
 
 
 class Reader(Protocol):
-    """An open clip. length: its number of frames."""
+    """An open clip."""
 
-    length: int
-    declared: int  # pixels of a frame, by the file's header
+    length: int  # number of frames
+    declared: int  # pixels of a frame according to the file's header
 
     def size(self) -> tuple[int, int]:
-        """Return (height, width) of the frames as they are shown."""
+        """Return the displayed (height, width) of the frames."""
         ...
 
     def timeline(self) -> Timeline:
-        """Return the times at which the frames are shown."""
+        """Return the display times of the frames."""
         ...
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        """Return these frames, ascending, as (T, H, W, 3) uint8. Raises an exception of any kind if it can't."""
+        """Return the frames at ascending ``indices`` as (T, H, W, 3) uint8. Any failure raises an exception."""
         ...
 
 
 def open_container(name: str) -> Any:
-    """Open a file that ``name_for_ffmpeg`` named with PyAV, if its container can't open other files."""
+    """Open a file with PyAV. ``name`` comes from ``name_for_ffmpeg``.
+
+    Only containers that can't refer to other files are allowed."""
     import av
 
     return av.open(name, options={"format_whitelist": _CONTAINERS, "protocol_whitelist": "file,fd,pipe"})
 
 
 def video_stream(file: Any) -> Any:
-    """Return the stream that players show: FFmpeg's best one, without covers. Raises NoVideo."""
+    """Return the stream that players show, which is FFmpeg's best one apart from cover pictures. Raises NoVideo."""
     from av.stream import Disposition
 
     streams = file.streams.video
@@ -271,8 +286,14 @@ def video_stream(file: Any) -> Any:
 class Packet(NamedTuple):
     """A packet with a frame.
 
-    shown, decoded: times. hidden: by an edit list. holds: it contains a complete frame that is shown, at which decoding
-    can begin if it is a key frame."""
+    Attributes:
+        shown: display time.
+        decoded: decoding time.
+        key: True for a key frame.
+        hidden: True if an edit list hides the frame.
+        holds: True if the packet contains a complete frame that is shown. If it is also a key frame, decoding can begin
+            at it.
+    """
 
     shown: int | None
     decoded: int | None
@@ -282,10 +303,10 @@ class Packet(NamedTuple):
 
 
 def look_up(name: str, *, whole: bool = True) -> Contents:
-    """Read a file's contents with PyAV, decoding nothing.
+    """Read a file's contents with PyAV without decoding.
 
-    whole: False if only the parts that describe the frames are there. Raises NoVideo, UnknownColours, or libav's
-    errors."""
+    whole: False if only the parts of the file that describe the frames are present. Raises NoVideo, UnknownColours, or
+    libav's errors."""
     with open_container(name) as file:
         stream = video_stream(file)
         context = stream.codec_context
@@ -295,7 +316,7 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
         packets = _packets(file, stream, whole)
         shown = [packet.shown for packet in packets if not packet.hidden]
         times = rising_times(shown)
-        # AVI has no times: for frames that are not stored in the order they are shown they are guesses.
+        # AVI stores no times. FFmpeg guesses them, and is wrong if the storage order differs from the display order.
         guessed = container == "avi" and (context.has_b_frames or codec not in ("mpeg4", "mjpeg"))
         halves = context.field_order > 1 and container.split(",")[0] not in _SEEKABLE  # a packet may be half a frame
         counted = not guessed and not halves and times is not None and _can_be_counted(packets, times, codec)
@@ -317,13 +338,13 @@ def look_up(name: str, *, whole: bool = True) -> Contents:
 
 
 def colours_of(stream: Any) -> str:
-    """Return the name of a stream's colours if they need conversion; see ``kind_of_colours``."""
+    """Return the name of a stream's colours if they need conversion, see ``kind_of_colours``."""
     context = stream.codec_context
     return kind_of_colours(int(context.color_primaries), int(context.color_trc))
 
 
 def _needs_matrix(pictures: Any) -> bool:
-    """Return True for a codec context or frame that is large, in YUV, and does not name its matrix."""
+    """Return True if a codec context or frame is high definition, in YUV, and does not name its matrix."""
     if int(pictures.colorspace) != UNSPECIFIED or not is_high_definition(pictures.width, pictures.height):
         return False
     return pictures.format is not None and not pictures.format.is_rgb
@@ -335,15 +356,15 @@ def _shows_alpha(stream: Any) -> bool:
 
 
 def _alpha_aside(stream: Any) -> bool:
-    """Return True if a stream of VP8 or VP9 has its alpha in side data, which FFmpeg's own decoders ignore."""
+    """Return True if a VP8 or VP9 stream has alpha in side data, which FFmpeg's own decoders ignore."""
     told = {name.lower(): value for name, value in stream.metadata.items()}
     return told.get("alpha_mode") == "1" and stream.codec_context.name in _OF_LIBVPX
 
 
 def decoded(file: Any, stream: Any) -> Iterator[Any]:
-    """Decode the frames of a stream of PyAV's container from where it was opened or sought to, with their alpha.
+    """Decode the frames of a PyAV stream, with alpha, from the current position of the file.
 
-    Raises libav's errors, among them one of a PyAV that was built without libvpx and a clip that needs it."""
+    Raises libav's errors, for example if the clip needs libvpx and PyAV was built without it."""
     if not _alpha_aside(stream):
         yield from file.decode(stream)
         return
@@ -356,9 +377,10 @@ def decoded(file: Any, stream: Any) -> Iterator[Any]:
 
 
 def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
-    """Return the packets of a stream that contain anything.
+    """Return the packets of a stream that are not empty.
 
-    whole: False reads the contents of the first packet only, and marks frames that need more as not holding."""
+    whole: if False, only the first packet's contents are read. ``holds`` is then False for packets whose contents would
+    have to be read."""
     codec, settings = stream.codec_context.name, stream.codec_context.extradata or b""
     length = (settings[4] & 3) + 1 if settings[:1] == b"\1" and len(settings) > 6 else 0
     found: list[Packet] = []
@@ -379,28 +401,28 @@ def _packets(file: Any, stream: Any, whole: bool) -> list[Packet]:
 
 
 def _can_be_counted(packets: list[Packet], times: np.ndarray, codec: str) -> bool:
-    """Return True if decoding from the start gives a frame for each packet that no edit list hides."""
+    """Return True if decoding from the start gives one frame for each packet that no edit list hides."""
     first = packets[0]
     if not first.key or not all(packet.holds for packet in packets):
         return False
     if len(packets) > 1 and all(packet.key for packet in packets) and codec not in _KEYS_ONLY:
         return False  # the file has no list of its key frames
-    # A frame that is shown before the first key frame needs missing ones.
+    # A frame that is shown before the first key frame refers to frames that are missing.
     if first.shown != times[0] and not first.hidden:
         return False
-    # With several edits a decoder restarts within the file, and frames that refer to hidden ones are lost.
+    # With several edits, a decoder restarts within the file and loses the frames that refer to hidden frames.
     hidden = [packet.shown for packet in packets if packet.hidden]
     stored = [packet.decoded for packet in packets if packet.decoded is not None]
     return all(time is not None and not times[0] <= time <= times[-1] for time in hidden) and stored == sorted(stored)
 
 
 def crop_of(name: str, file: Any, stream: Any) -> Crop:
-    """Return the borders that the container of an open file hides of one of its video streams."""
+    """Return the borders of a video stream that the container of an open file hides."""
     return container_crop(name, file.format.name, [each.index for each in file.streams.video].index(stream.index))
 
 
 def rising_times(times: list[int | None]) -> np.ndarray | None:
-    """Return these times in order; None if there are none, one is unknown, or two are the same."""
+    """Return the sorted times, or None if ``times`` is empty, has an unknown time or has the same time twice."""
     if not times or None in times:
         return None
     ordered = np.sort(np.array(times, dtype=np.int64))
@@ -408,27 +430,27 @@ def rising_times(times: list[int | None]) -> np.ndarray | None:
 
 
 def _is_unseen(codec: str, packet: Any) -> bool:
-    """Return True if a packet of VP8 or VP9 holds only a reference frame that is not shown."""
+    """Return True if a VP8 or VP9 packet holds only a reference frame that is not shown."""
     data = memoryview(packet)
     if codec == "vp8":
         return not data[0] >> 4 & 1
     header = f"{data[0]:08b}{data[1] if len(data) > 1 else 0:08b}"
-    at = 5 if header[2:4] == "11" else 4  # behind the profile
+    at = 5 if header[2:4] == "11" else 4  # the bit after the profile
     holds_several = data[-1] & 0xE0 == 0xC0
     return not holds_several and header[at] == "0" and header[at + 2] == "0"
 
 
 class ToRgb:
-    """Converter of PyAV's frames to RGB, with the pixels that decord and torchcodec give.
+    """Converter of PyAV frames to RGB, with the same pixels as decord and torchcodec.
 
-    HDR and wide gamuts are converted as in ``opendit.data.colours``, transparent frames lie on white."""
+    HDR and wide gamuts are converted as in ``opendit.data.colours``. Transparent frames are blended onto white."""
 
     def __init__(self):
         self._of: tuple[Any, ...] | None = None
         self._graph: Any = None
 
     def __call__(self, frame: Any) -> np.ndarray:
-        """Return (H, W, 3) uint8, neither cropped nor stretched nor turned."""
+        """Return (H, W, 3) uint8 pixels, not yet cropped, stretched or rotated."""
         deep = max(part.bits for part in frame.format.components) > 8
         alpha = any(part.is_alpha for part in frame.format.components)
         conversion = of_clip(int(frame.color_primaries), int(frame.color_trc))
@@ -438,7 +460,7 @@ class ToRgb:
             if _needs_matrix(frame):
                 frame.colorspace = _BT709
             wanted = "rgba" if alpha else "rgb24"
-            # PyAV's own conversion of more bits has other colours.
+            # For more than 8 bits, PyAV's own conversion gives other colours.
             pixels = (self._scaled(frame, wanted) if deep else frame).to_ndarray(format=wanted)
             shown, mask = pixels[..., :3], pixels[..., 3] if alpha else None
         if mask is None:
@@ -454,7 +476,7 @@ class ToRgb:
         if frame.format.is_rgb or matrix not in MATRICES or len({part.plane for part in parts}) < len(parts):
             pixels = self._scaled(frame, "rgba64le" if alpha else "rgb48le").to_ndarray()
             return conversion(pixels[..., :3]), (pixels[..., 3] >> 8).astype(np.uint8) if alpha else None
-        # Not with the scaler, which changes the luma of 4:2:0 by up to 1 %.
+        # The planes are converted here because the scaler changes the luma of 4:2:0 by up to 1 %.
         bits = parts[0].bits
         kind = np.dtype(np.uint8 if bits == 8 else ">u2" if name.endswith("be") else "<u2")
         planes = [_numbers(plane, kind, frame.height, frame.width) for plane in frame.planes]
@@ -483,30 +505,33 @@ class ToRgb:
 
 
 def _numbers(plane: Any, kind: np.dtype, height: int, width: int) -> np.ndarray:
-    """Return a plane of PyAV's frame as (height, width); the numbers of a smaller plane are repeated."""
+    """Return a plane of a PyAV frame as (height, width). The values of a subsampled plane are repeated."""
     numbers = np.frombuffer(plane, kind).reshape(plane.height, -1)[:, : plane.width]
     down, across = -(-height // plane.height), -(-width // plane.width)
     return numbers.repeat(down, 0).repeat(across, 1)[:height, :width]
 
 
 class ShownFrames:
-    """Converter of the frames of PyAV's stream to what players show. crop: the borders that the container hides."""
+    """Converter from the frames of a PyAV stream to the RGB frames that players show.
+
+    crop: borders that the container hides."""
 
     def __init__(self, stream: Any, crop: Crop):
         self._to_rgb, self._geometry = ToRgb(), Geometry(stream, crop)
 
     def size(self, frame: Any) -> tuple[int, int]:
-        """(height, width)."""
+        """Return the displayed (height, width) of a frame."""
         return self._geometry.size(frame)
 
     def __call__(self, frame: Any) -> np.ndarray:
-        """(H, W, 3) uint8."""
+        """Return the displayed frame as (H, W, 3) uint8."""
         return self._geometry(frame, self._to_rgb(frame))
 
 
 class TorchCodecReader:
-    """Reader with torchcodec, which needs FFmpeg's shared libraries. It turns frames itself, but does not stretch,
-    mirror or crop them."""
+    """Reader based on torchcodec, which needs FFmpeg's shared libraries.
+
+    torchcodec rotates frames, but does not stretch, mirror or crop them."""
 
     def __init__(self, name: str, contents: Contents):
         decoders = import_torchcodec()
@@ -519,7 +544,7 @@ class TorchCodecReader:
         with open_container(name) as file:
             stream = video_stream(file)
             frame = next(file.decode(stream))
-            # Files that need more than a turn are left to another reader.
+            # Files that need more than a rotation are left to another reader.
             shown = Geometry(stream, contents.crop)
             if shown.changes_more_than_turns(frame) or shown.size(frame) != self.size():
                 raise ValueError("frames that are shown otherwise")
@@ -536,7 +561,7 @@ class TorchCodecReader:
         if times is None:
             raise ValueError("no times")
         batch = self._decoder.get_frames_at(list(indices))
-        # The times of the returned frames show whether they are the right ones.
+        # The times of the returned frames show whether the frames are the requested ones.
         wanted = torch.from_numpy(times[list(indices)] * float(self._contents.time_base))
         if not torch.allclose(batch.pts_seconds.double(), wanted, rtol=0, atol=1e-4):
             raise ValueError("other frames than asked for")
@@ -544,7 +569,7 @@ class TorchCodecReader:
 
 
 class PyAVReader:
-    """Reader with PyAV, which decodes from the key frame before the first frame that is wanted."""
+    """Reader based on PyAV. Decoding begins at the last key frame before the first requested frame."""
 
     def __init__(self, name: str, contents: Contents):
         self._file, self._contents = open_container(name), contents
@@ -580,13 +605,13 @@ class PyAVReader:
 
 
 class DecordReader:
-    """Reader with decord, for files whose header describes all of their frames: see ``finds``.
+    """Reader based on decord, for files whose header describes all of their frames, see ``finds``.
 
-    decord misreads the width of frames where the bytes of a row, padded for the processor, are a whole number of frame
-    widths other than three: with rows of 32 pixels those 8, 12, 16, 24, 48 or 72 wide, with rows of 64 also those 32,
-    96 or 144 wide. It reports that, and they are decoded from the start.
+    decord misreads the frame width if the bytes of a row, padded for the processor, are a whole number of frame widths
+    other than three. With rows padded to 32 pixels these are widths 8, 12, 16, 24, 48 and 72; with rows padded to 64
+    also 32, 96 and 144. decord reports the misread width, and such a file is decoded from the start.
 
-    track: of an MP4's header."""
+    track: the track in an MP4's header, if known."""
 
     def __init__(self, name: str, track: PlainTrack | None = None):
         self._reader = import_decord().VideoReader(name, num_threads=1)
@@ -606,27 +631,27 @@ class DecordReader:
         return height, width
 
     def read(self, indices: Sequence[int]) -> Tensor:
-        # As a tensor without a copy: asnumpy() would copy the full-size frames.
+        # Convert to a tensor without a copy; asnumpy() would copy the full-size frames.
         return import_decord().bridge.to_torch(self._reader.get_batch(list(indices)))
 
     @staticmethod
     def finds(header: ContainerHeader) -> bool:
-        """Return True if decord is known to find the frames of such files by their numbers."""
+        """Return True if decord is known to find the frames of a file with this header by their numbers."""
         return header.codec == IN_ORDER or (header.track is not None and header.codec in _OF_DECORD)
 
 
 @cache
 def import_decord():
-    """Import decord in the process that reads: a run on pictures works without it."""
+    """Import decord on first use, so that a run on pictures works without it."""
     import decord
 
-    decord.logging.set_level(decord.logging.QUIET)  # a broken file is reported once, by its name
+    decord.logging.set_level(decord.logging.QUIET)  # the caller reports a broken file once, by its name
     return decord
 
 
 @cache
 def import_torchcodec() -> Any:
-    """Import torchcodec's decoders, likewise."""
+    """Import torchcodec's decoders on first use."""
     import torchcodec.decoders  # pyright: ignore[reportMissingImports]
 
     return torchcodec.decoders
@@ -637,16 +662,16 @@ OPENERS: dict[str, Any] = {"torchcodec": TorchCodecReader, "decord": DecordReade
 
 @cache
 def problem_of(reader: str) -> str:
-    """Return why a reader can't be used here, briefly; empty if it reads a small clip as PyAV does."""
+    """Return a short reason why a reader can't be used here, or "" if it reads a small clip as PyAV does."""
     from opendit.data.video_file import write_mp4
 
-    # Of a width that decord reads on any processor, see DecordReader.
+    # decord reads frames of this width, 40, on any processor, see DecordReader.
     frames = np.random.default_rng(0).integers(0, 256, (4, 72, 40, 3), dtype=np.uint8)
     try:
         {"torchcodec": import_torchcodec, "decord": import_decord, "pyav": lambda: None}[reader]()
     except ImportError:
         return "not installed"
-    except Exception:  # torchcodec without FFmpeg's libraries: a RuntimeError of a page
+    except Exception:  # without FFmpeg's libraries, torchcodec raises a RuntimeError with a very long text
         return "its libraries can't be loaded (torchcodec needs FFmpeg's: apt-get install ffmpeg)"
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -664,9 +689,9 @@ def problem_of(reader: str) -> str:
 
 @cache
 def choose_reader(asked: str = "auto") -> tuple[str, str]:
-    """Return the reader that ``--video_reader asked`` means on this machine, and why.
+    """Return the reader that ``--video_reader asked`` selects on this machine, and the reason.
 
-    Raises ValueError, naming the flag, for one that doesn't work here."""
+    Raises ValueError, which names the flag, if the reader doesn't work here."""
     if asked not in CHOICES:
         raise ValueError(f"--video_reader {asked}: no such reader; give one of {', '.join(CHOICES)}")
     if asked != "auto":
