@@ -329,7 +329,7 @@ class ControlGroup:
         self.mesh = mesh
         timeout = datetime.timedelta(minutes=patience_minutes)
         group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
-        self._group = cast("dist.ProcessGroup | None", group)  # never None with several ranks, because the group has all of them
+        self._group = cast("dist.ProcessGroup | None", group)  # never None with several ranks
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (any picklable object), in rank order, on every rank."""
@@ -340,8 +340,8 @@ class ControlGroup:
         return values
 
     def together(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
-        """Return the result of ``work()`` on this rank. If ``work`` raises one of ``errors`` on any rank, raise the error
-        of the first such rank on all ranks."""
+        """Return the result of ``work()`` on this rank. If ``work`` raises one of ``errors`` on any rank, raise the
+        error of the first such rank on all ranks."""
         result = problem = None
         try:
             result = work()
@@ -353,8 +353,8 @@ class ControlGroup:
         return cast(Result, result)
 
     def start_largest(self, number: int) -> Callable[[], int]:
-        """Start to compute the largest ``number`` over all ranks. Return a function that waits for the result and returns
-        it, on every rank."""
+        """Start to compute the largest ``number`` over all ranks. Return a function that waits for the result and
+        returns it, on every rank."""
         if self._group is None:
             return lambda: number
         box = torch.tensor([number], dtype=torch.int32)
