@@ -1,20 +1,21 @@
-"""FastSeq, OpenDiT's own: gather the input of attention, project only this rank's heads, exchange once.
+"""FastSeq, OpenDiT's own method: gather the input of attention, project only this rank's heads, exchange once.
 
     x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
 
-A rank receives (P - 1)/P of the sequence N x D while it computes q, k, v of the shards that have arrived, and then (P -
-1)/P^2 of it. Together that is less than Ulysses' 4 (P - 1)/P^2 for 2 ranks, as much for 3, and more for others.
+Each rank receives (P - 1)/P of the sequence (N x D numbers) while it computes q, k, v of the shards that have arrived,
+and (P - 1)/P^2 of the sequence after attention. The sum is less than the 4 (P - 1)/P^2 that Ulysses sends for P = 2,
+the same for P = 3, and more for P > 3.
 
-:class:`FastSeq` uses collectives. In :class:`DirectFastSeq` copy engines carry inputs and their gradients during the
-products:
+:class:`FastSeq` uses collectives. :class:`DirectFastSeq` lets copy engines transfer inputs and their gradients during
+the matrix products:
 
-    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens, and the others' as they arrive ─▶ attention
+    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens first, other ranks' as they arrive ─▶ attention
       ─▶ the attention output goes back as in Ulysses (ulysses.py)
 
-In its backward pass, copy engines bring the input to the others once more, during attention. Then the gradients of the
-others' inputs are computed, in the gradient buffer. After the barrier copy engines bring them to their owners, during
-the product that computes the weight's gradient. The gradient of the own input comes last, and is added to what has
-arrived.
+In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all other ranks once more, during
+attention. Then this rank computes its part of the gradients of the other ranks' inputs, in the gradient buffer. After
+the barrier copy engines fetch these parts to the owners of the inputs, during the product that computes the weight's
+gradient. Last, the rank computes its part of the gradient of its own input and adds it to the parts that have arrived.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ from opendit.parallel.sequence.ulysses import Collect, Depart, Layer
 
 @dataclass(frozen=True)
 class FastSeq:
-    """FastSeq by collectives.
+    """FastSeq with collectives.
 
     Attributes:
         group: ranks that share sequences.
@@ -79,15 +80,15 @@ class FastSeq:
         return side_by_side(sent.finish())
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add what LoRA adds to q, k, v of this rank's heads, packed; of x (B, n, D) the ranks gather a few numbers a
-        token."""
+        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has few numbers a
+        token, instead of x (B, n, D)."""
         thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
         own = low_rank._replace(b=own_rows(low_rank.b, self.group))
         return own.add_to(packed.flatten(3), thin).view(packed.shape)
 
 
 class _GatheredAgain:
-    """Passes a gather from the node of the backward pass that started it to another node."""
+    """Holder of a gather that one node of the backward pass starts and another node waits for."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -98,15 +99,15 @@ class _GatheredAgain:
         self._flight = start_gather(shard, self.group)
 
     def take(self) -> Tensor:
-        """Return the gathered shards (P, B, n, D), once they have arrived."""
+        """Wait for the gather. Return the gathered shards (P, B, n, D)."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the gather was started"
         return flight.wait()
 
 
 class _GatherAhead(torch.autograd.Function):
-    """Identity in the forward pass. In the backward pass it starts the gather that :func:`own_heads` will need, before
-    the backward pass of attention, which hides it."""
+    """Identity whose backward pass starts the gather that the backward pass of :func:`own_heads` needs. The gather then
+    overlaps with the backward pass of attention."""
 
     @staticmethod
     def forward(ctx, output: Tensor, shard: Tensor, gathered: _GatheredAgain):
@@ -133,9 +134,11 @@ def own_heads(
     """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see products.py.
 
     Args:
-        x: (B, n, D) of this rank.
-        weight, bias, sent, products: as in :class:`Projected`; weight (3 D, D) and bias (3 D,) or None.
-        gathered: will hold the input of all ranks in the backward pass; None if it is kept.
+        x: this rank's input (B, n, D).
+        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
+        num_heads: number of heads of all ranks.
+        ring: the ring of this group of ranks.
+        gathered: gives the input of all ranks in the backward pass; None to keep that input from the forward pass.
     """
     if has_torch_function((weight, bias)):
         # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
