@@ -231,8 +231,8 @@ class _Layer(Layer):
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """Start to copy this rank's inputs to all ranks, itself included, in the backward pass. They go to a buffer that
-        holds the inputs of all tokens, and have arrived at the barrier of the gradient buffer."""
+        """Start to copy this rank's inputs to all ranks, itself included, in the backward pass. The inputs go to a
+        buffer that holds the inputs of all tokens, and have arrived at the barrier of the gradient buffer."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)
@@ -247,7 +247,7 @@ class _Layer(Layer):
         arrived."""
         rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
-        for i, peer in enumerate(reversed(self.others)):  # a rank sends to the next rank first, so the previous rank arrives first
+        for i, peer in enumerate(reversed(self.others)):  # the previous rank sends to this rank first
             self.memory.wait(self.events[i])
             self.memory.ready(Buffer.INPUT, again=i > 0)
             yield peer, buffer[rank][:, self.tokens_of(peer)]
@@ -259,8 +259,8 @@ class _Layer(Layer):
         return slots.of[adder][owner][:, : self.real(owner)]
 
     def fetch_gradients(self, like: Tensor) -> Tensor:
-        """Start to fetch the other ranks' parts of the gradient of this rank's input. Return the tensor (P - 1, B, n, D)
-        that the parts are copied to."""
+        """Start to fetch the other ranks' parts of the gradient of this rank's input. Return the tensor
+        (P - 1, B, n, D) that the parts are copied to."""
         (B, n, D), rank = self.shape, self.memory.group.rank
         found, groups = like.new_empty(len(self.others), B, n, D), []
         found[:, :, self.real(rank) :].zero_()
@@ -301,7 +301,7 @@ def direct_heads(
 
 class _OwnProjection(torch.autograd.Function):
     """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added, and the bias (3 h d,) of
-    these heads. The caller computes the gradient of the bias."""
+    these heads. The bias is an output because :func:`split_heads` computes its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):
