@@ -10,9 +10,9 @@ all tokens of these ranks, and ring attention covers the other dimension of the 
     x ─▶ q k v of own tokens in the input buffer ─barrier─▶ own heads read ─▶ attention
       ─▶ the attention output written to the others' output buffers ─barrier─▶ all heads, own tokens
 
-The backward pass sends gradients in the opposite direction in the same way. Heads are sent in groups. A kernel transfers
-the first group that attention reads and the last group that attention writes. Copy engines transfer all other groups,
-during the attention of the groups that have arrived.
+The backward pass sends gradients in the opposite direction in the same way. Heads are sent in groups. A kernel
+transfers the first group that attention reads and the last group that attention writes. Copy engines transfer all other
+groups, during the attention of the groups that have arrived.
 """
 
 from dataclasses import dataclass, field
@@ -155,7 +155,7 @@ class Layer:
         return found
 
     def send_gradient(self, grad: Tensor) -> None:
-        """Send the gradient (B, n, D) of the attention output of this rank's tokens to the ranks that have the heads."""
+        """Send the gradient (B, n, D) of this rank's attention output to the ranks that have the heads."""
         if self.groups > 1:
             self.rows(Buffer.INPUT, 1, grad.dtype).of[self.memory.group.rank].view(grad.shape).copy_(grad)
             found = [heads[0] for heads in self.pull(1, grad, self.groups - 1)]
@@ -288,8 +288,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Depart(torch.autograd.Function):
-    """Sends the attention output of a group of heads to the owners of the tokens. The backward pass returns the gradient
-    that the backward pass of :class:`Collect` has fetched."""
+    """Sends the attention output of a group of heads to the owners of the tokens. The backward pass returns the
+    gradient that the backward pass of :class:`Collect` has fetched."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layer: Layer, group: int) -> Tensor:
@@ -304,8 +304,8 @@ class Depart(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Collects the attention output of all heads. shard: tensor that the layer gathers again in the backward pass, after
-    it has sent the gradient (fastseq.py); or None."""
+    """Collects the attention output of all heads. shard: tensor that the layer gathers again in the backward pass,
+    after it has sent the gradient (fastseq.py); or None."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:
