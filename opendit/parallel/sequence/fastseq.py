@@ -80,8 +80,8 @@ class FastSeq:
         return side_by_side(sent.finish())
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has few numbers a
-        token, instead of x (B, n, D)."""
+        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has few
+        numbers a token, instead of x (B, n, D)."""
         thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
         own = low_rank._replace(b=own_rows(low_rank.b, self.group))
         return own.add_to(packed.flatten(3), thin).view(packed.shape)
