@@ -18,8 +18,8 @@ If P does not divide the number of frames or places, they are padded at the end.
 attention along time, and padding places before attention within frames. A frame or place that consists of padding
 attends to itself and is cut off afterwards, so its gradient is exactly zero.
 
-:class:`AllToAll` exchanges tokens with collectives. In :class:`DirectExchange` every rank reads and writes the memory of
-the other ranks (peer_memory.py), as Ulysses does (ulysses.py), with places instead of heads, and the features of a
+:class:`AllToAll` exchanges tokens with collectives. In :class:`DirectExchange` every rank reads and writes the memory
+of the other ranks (peer_memory.py), as Ulysses does (ulysses.py), with places instead of heads, and the features of a
 token instead of those of a head:
 
     x by frames in the input buffer ─barrier─▶ own places of all frames read ─▶ q k v, attention along time
@@ -132,8 +132,8 @@ class GridExchange(Protocol):
 
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
         """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` there, and bring the result
-        (B, n, D') back. ``lines`` are tokens of this rank's share in that layout, and ``which`` is their slice along the
-        divided axis."""
+        (B, n, D') back. ``lines`` are tokens of this rank's share in that layout, and ``which`` is their slice along
+        the divided axis."""
         ...
 
 
