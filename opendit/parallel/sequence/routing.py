@@ -109,8 +109,8 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices of experts among the tokens of several ranks. The host does not yet know how many of the chosen tokens are
-    on this rank."""
+    """Choices of experts among the tokens of several ranks. The host does not yet know how many chosen tokens are on
+    this rank."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: OwnTokens, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
