@@ -65,8 +65,8 @@ class Settings:
         lr, weight_decay, betas: hyperparameters of AdamW.
         grad_clip: bound of the global gradient norm; 0 for none.
         grad_accumulation: number of micro-batches in a step.
-        sharding: how fsdp divides the model; other plugins ignore it.
-        offload: state that fsdp keeps in host memory; other plugins ignore it.
+        sharding: how fsdp divides the model; only for fsdp.
+        offload: state that fsdp keeps in host memory; "none" under other plugins.
         muon: settings of Muon for the parameters that it updates; None if AdamW updates all.
         streamed: blocks whose frozen weights are in host memory; not with fsdp.
         eight_bits: keep AdamW's moments in 8 bits.
@@ -349,8 +349,8 @@ class Engine(ABC):
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Make the layout of the parameters named in ``shapes``. ``cut(shape)`` returns the cut that divides a rank's part
-        of this shape further."""
+        """Make the layout of the parameters named in ``shapes``. ``cut(shape)`` returns the cut that further divides a
+        rank's part of this shape."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
