@@ -17,8 +17,8 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(OnePassEngine):
-    """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every parameter and of its gradient, moments and
-    averages, in fp32.
+    """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every parameter and of its gradient, moments
+    and averages, in fp32.
 
     The weights of a unit of the model's plan are gathered, in the precision of the forward pass, when the unit is
     called. Each of ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in
@@ -108,7 +108,7 @@ class FSDPEngine(OnePassEngine):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
-            # HSDP reduces gradients in two steps. The second step, between copies of the model, is needed only once.
+            # HSDP reduces gradients in two steps. The second, between copies, can always wait.
             self.model.set_requires_all_reduce(last)
             if self._sharding.keep_gradients:
                 self.model.set_requires_gradient_sync(last)
