@@ -44,8 +44,8 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # A forward pass of DDP decides whether the next backward pass reduces gradients. In a pipeline the next backward
-        # pass may belong to another micro-batch, so this engine reduces gradients itself in _step.
+        # A forward pass of DDP decides whether the next backward pass reduces gradients. In a pipeline the next
+        # backward pass may belong to another micro-batch, so _step reduces gradients itself.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 
@@ -63,7 +63,7 @@ class DDPEngine(BoosterEngine):
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
-            self._torch_scaler.scale(gradient.new_zeros(()))  # creates the scaler's tensors, because no loss is scaled on this rank
+            self._torch_scaler.scale(gradient.new_zeros(()))  # creates the scaler's tensors: this rank has no loss
             torch.autograd.backward(loss, gradient)
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
