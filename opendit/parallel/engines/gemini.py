@@ -11,8 +11,8 @@ from opendit.parallel.layout import Cut, Layout
 
 
 class GeminiEngine(BoosterEngine):
-    """Engine with ZeRO stage 3. Gemini joins parameters to chunks and divides every chunk among the ranks. A parameter's
-    shard is the part of it that lies in this rank's part of the chunk."""
+    """Engine with ZeRO stage 3. Gemini joins parameters to chunks and divides every chunk among the ranks. This rank's
+    shard of a parameter is the overlap of the parameter with this rank's part of the chunk."""
 
     plugin = "gemini"
     whole = False
