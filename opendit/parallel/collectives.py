@@ -1,6 +1,5 @@
 """Communication within one group of ranks: all-to-alls that overlap with computation in both passes, a ring of
-neighbours, gathers of tokens and features, and reduce-scatters. All functions are differentiable unless they are named
-``start_...``."""
+neighbours, gathers of tokens and features, and reduce-scatters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,8 +93,8 @@ class Exchange:
         return self
 
     def finish(self) -> Tensor:
-        """Return the received tensor: (P, ...), row p from rank p; or (rows, ...) with ``counts``. Call this method once
-        for each ``start``."""
+        """Return the received tensor: (P, ...), row p from rank p; or (rows, ...) with ``counts``. Call this method
+        once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 
@@ -182,7 +181,7 @@ class Ring:
         for step in range(1, size):
             part = piece((rank - step) % size)
             if flight is not None:
-                part = part.add_(flight.wait())  # uses the result, because add_ on Gemini's tensors returns a new tensor
+                part = part.add_(flight.wait())  # add_ on Gemini's tensors returns a new tensor
             flight = self._pass_on(part)
         own = piece(rank)
         meanwhile()
