@@ -92,7 +92,8 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context in which the model computes modulations outside the blocks, for many sampling steps at once."""
+        """Return a context in which the model computes modulations outside the blocks, for many sampling steps at
+        once."""
         self._model.modulate_in_blocks = False
         self._forget()
         try:
