@@ -38,8 +38,8 @@ class Products:
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return the gradient (..., out) of the product in the form in which the products of the backward pass use it, in
-        the same shape."""
+        """Return the gradient (..., out) of the product in the form in which the products of the backward pass use it,
+        in the same shape."""
         return grad
 
     def columns(self, factor: Saved) -> Saved:
@@ -192,16 +192,16 @@ def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tenso
 
 
 def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
-    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight, from the inputs x (tokens, D) and the
-    gradients grad (tokens, 3 h d) of this rank's heads. A batched product writes the rows of q, k and v directly to
+    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight, from the inputs x (tokens, D) and
+    the gradients grad (tokens, 3 h d) of this rank's heads. A batched product writes the rows of q, k and v directly to
     ``whole``, which :func:`zeros_but_own` has allocated."""
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
     return whole.flatten(0, 2)
 
 
 class _Unpack(torch.autograd.Function):
-    """:func:`unpack` with a backward pass of one pass over memory. torch's own backward pass would make three: stack dq,
-    dk, dv, pad the stack, and copy it into the packed order."""
+    """:func:`unpack` with a backward pass of one pass over memory. torch's own backward pass would make three: stack
+    dq, dk, dv, pad the stack, and copy it into the packed order."""
 
     @staticmethod
     def forward(ctx, packed: Tensor, length: int):
