@@ -74,13 +74,13 @@ class _Costs:
         return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return the seconds of a transfer that concurrent computation of ``work`` seconds does not hide. The kernels of
-        both share the card, so that only a part is hidden."""
+        """Return the seconds of a transfer that concurrent computation of ``work`` seconds does not hide. The kernels
+        of both share the card, so that only a part is hidden."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return the seconds of FastSeq with collectives: the exchange of heads, and the parts of the gathers and of the
-        sum of gradients that computation does not hide."""
+        """Return the seconds of FastSeq with collectives: the exchange of heads, and the parts of the gathers and of
+        the sum of gradients that computation does not hide."""
         s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P + m.latency
@@ -108,8 +108,8 @@ class _Costs:
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, ranks: int | None = None) -> float:
-        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward, which
-        nothing hides."""
+        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward,
+        which nothing hides."""
         m, P = self.hardware, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
