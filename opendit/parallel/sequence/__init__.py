@@ -50,8 +50,8 @@ class SequenceParallel:
     shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
-        """Return this rank's share of a sequence of ``length`` tokens, which are a grid of ``sizes`` if the model attends
-        along axes."""
+        """Return this rank's share of a sequence of ``length`` tokens, which are a grid of ``sizes`` if the model
+        attends along axes."""
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
