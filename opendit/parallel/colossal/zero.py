@@ -78,7 +78,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        """Add a parameter to the bucket. Its hook calls this method when the gradient is complete (on several ranks)."""
+        """Add a parameter to the bucket. Its hook calls this method when the gradient is complete (on several
+        ranks)."""
         self._bucket.append(param)
         if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
             self._reduce_bucket()
@@ -102,8 +103,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._bucket = []
 
     def _collect(self, keep: int) -> None:
-        """Store the gradient shards of all reductions except the last ``keep``. The device waits for the reductions, not
-        the host."""
+        """Store the gradient shards of all reductions except the last ``keep``. The device waits for the reductions,
+        not the host."""
         while len(self._in_flight) > keep:
             work, params, received = self._in_flight.pop(0)
             work.wait()
