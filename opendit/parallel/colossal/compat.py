@@ -1,4 +1,5 @@
-"""Make Colossal-AI 0.5.0 importable without the pinned versions of its dependencies, and runnable on a CPU with gloo."""
+"""Make Colossal-AI 0.5.0 importable without the pinned versions of its dependencies, and runnable on a CPU with
+gloo."""
 
 import contextlib
 import functools
@@ -17,8 +18,8 @@ _OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook that provides placeholders for packages. Colossal-AI imports these packages in files that this project
-    never uses."""
+    """Import hook that provides placeholders for packages. Colossal-AI imports these packages in files that this
+    project never uses."""
 
     def __init__(self, names: list[str]):
         self.names = names
