@@ -101,7 +101,7 @@ class _Costs:
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
-        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # hidden by the gradients of other inputs and of the weight
+        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # hidden by other products of the pass
         exchanged = 2 * self.whole * (P - 1) / P**2 + (P + 2) * m.barrier + 2 * (P - 1) * m.part
         rows = (P + 4) * s.samples * s.tokens * s.hidden / P
         weights = (1 + 1 / P) * 3 * s.hidden**2
