@@ -1,5 +1,4 @@
-"""Make Colossal-AI 0.5.0 importable without the pinned versions of its dependencies, and runnable on a CPU with
-gloo."""
+"""Make Colossal-AI 0.5.0 importable without its pinned dependencies, and runnable on a CPU with gloo."""
 
 import contextlib
 import functools
