@@ -121,7 +121,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
 
     From now on blocks compute their own modulation, because weights exist only while their unit is called.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # imported here: it takes half a second, and sampling does not need it
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes 0.5 s, not for sampling
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
     outer, inner = ("pp",) if mesh.pp_size > 1 else (), ("tp",) if mesh.tp_size > 1 else ()
