@@ -66,7 +66,7 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
     rank's memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # multicast is not used here, and switches have few multicast groups
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # unused here, and a scarce resource
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
     # torch zeroes the memory and the barrier's signals on the current stream, after all work that is enqueued there.
     # Without this wait it could erase what a faster rank has written meanwhile. (Attention to 64k tokens takes 100 ms.)
@@ -83,7 +83,7 @@ class PeerMemory:
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # recorded graphs still use old, smaller buffers
+        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # keeps old buffers for graphs
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
         self._stream = torch.cuda.Stream(device, priority=-1)  # for copy engines, and for barriers of ready_beside
