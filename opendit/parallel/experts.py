@@ -130,7 +130,8 @@ def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) 
 
 class _Gather(torch.autograd.Function):
     """Gathers the full stack from the ranks' shards. The gradient of a stack is already the sum over the tokens of this
-    rank's group. The backward pass adds the gradients of the other ranks with the same experts, and divides by ``averaged``."""
+    rank's group. The backward pass adds the gradients of the other ranks with the same experts, and divides by
+    ``averaged``."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, shape: tuple[int, ...], how: Sharing) -> Tensor:
