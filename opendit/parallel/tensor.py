@@ -100,8 +100,8 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """This rank's share of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may have
-    padding at the end.
+    """This rank's share of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
+    have padding at the end.
 
     Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
     their gradient is exactly zero.
@@ -159,7 +159,8 @@ class SharedTokens:
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Return the attention output of x (B, rows, D) for this rank's ``heads`` heads. ``qkv`` projects x to q, k, v."""
+        """Return the attention output of x (B, rows, D) for this rank's ``heads`` heads. ``qkv`` projects x to q, k,
+        v."""
         assert self.shared is not None, "whose strategy it is"
         x = join(x, 1, self.group)
         output = self.shared.project_and_attend(x[:, : self.length], qkv, heads, attend, float8)
