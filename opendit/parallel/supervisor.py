@@ -322,8 +322,8 @@ class RankWatch:
             peer.connection.send(json.dumps(message).encode() + b"\n")
 
     def _release(self) -> None:
-        """Close all sockets. A forked process calls this, too: otherwise it would keep the connections of its dead parent
-        open."""
+        """Close all sockets. A forked process calls this, too: otherwise it would keep the connections of its dead
+        parent open."""
         for peer in self._peers.values():
             peer.connection.close()
         for one in (self._listener, self._wake, self._woken, self._selector):
@@ -447,8 +447,8 @@ class Supervisor:
         self._exit(code)
 
     def _announce(self, error: BaseException) -> Ending:
-        """Report an error to the other ranks. Return the reason on which all ranks agree: this error or an earlier one of
-        another rank."""
+        """Report an error to the other ranks. Return the reason on which all ranks agree: this error or an earlier one
+        of another rank."""
         if self._ending is None:
             text = self._text(error)
             self._ending = self._me(text)
