@@ -128,7 +128,8 @@ class Muon:
             self._held[name] = [length * width for length in cut.lengths()]
 
     def direct(self, step: FusedStep) -> None:
-        """Replace the gradients of the matrices in ``step`` by their update directions. Call it after ``step.decide``."""
+        """Replace the gradients of the matrices in ``step`` by their update directions. Call it after
+        ``step.decide``."""
         gradients = step.momentum(self._settings.momentum)
         self.orthogonalise({name: g for name, i in self._index.items() if (g := gradients[i]) is not None})
 
@@ -146,8 +147,8 @@ class Muon:
 
     @torch.no_grad()
     def orthogonalise(self, shards: Mapping[str, Tensor]) -> None:
-        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Collective: every rank must
-        pass the same names."""
+        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Collective: every rank
+        must pass the same names."""
         settings = self._settings
         if self._ranks == 1:
             orthogonalise([m for name, shard in shards.items() for m in self._matrices(name, shard)], settings.dtype)
