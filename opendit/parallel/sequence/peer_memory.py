@@ -90,7 +90,8 @@ class PeerMemory:
         self._copies: torch.cuda.Event | None = None  # end of the last copy; None after a wait for it
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
-        """Return views of the beginning of every rank's buffer. Their shape is (B, n, S, H, d) for an exchange of heads."""
+        """Return views of the beginning of every rank's buffer. Their shape is (B, n, S, H, d) for an exchange of
+        heads."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
     @torch.inference_mode(False)  # training could not later use a view that was made in inference mode
@@ -114,8 +115,8 @@ class PeerMemory:
         return made[-1][:2]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``. ``again``: this is a further barrier of the same use. The device
-        waits, the host does not."""
+        """Enqueue the barrier of one use of ``buffer``. ``again``: this is a further barrier of the same use. The
+        device waits, the host does not."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
@@ -132,7 +133,8 @@ class PeerMemory:
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
         if self._capturing != torch.cuda.is_current_stream_capturing():
-            # A recording begins or ends here. Recorded work has not run, and a failed recording may have ended anywhere.
+            # A recording begins or ends here. Recorded work has not run, and a failed recording may have ended
+            # anywhere.
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
         assert again == (buffer == self._last), "no buffer is used twice in a row"
         self._last = buffer
@@ -203,7 +205,8 @@ class PeerMemory:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) with a copy engine; Tensor.copy_ would use a kernel. Both tensors must be dense within a row."""
+    """Copy (rows, h, d) with a copy engine; Tensor.copy_ would use a kernel. Both tensors must be dense within a
+    row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
