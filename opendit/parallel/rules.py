@@ -84,8 +84,8 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 
 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a canonical tensor: a view if the part is one slice, otherwise a copy. Raises ValueError as
-    :func:`local_slices` does."""
+    """Return a rank's part of a canonical tensor: a view if the part is one slice, otherwise a copy. Raises ValueError
+    as :func:`local_slices` does."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
@@ -134,8 +134,8 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one block each, so that the largest work of a
-    stage is minimal.
+    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one block each, so that the largest work of
+    a stage is minimal.
 
     If several stages could take one more block, the last of them gets it, because later stages hold the activations of
     fewer micro-batches.
