@@ -191,7 +191,7 @@ class OnePassAdamW:
                 self._fused.attach(*self._averages)
             if self.staged is not None and self._fused.kernels:
                 self._fused.stage(self.staged)
-        if any(state["step"] is not self._fused.count for state in states):  # the state is new or was loaded from a checkpoint
+        if any(state["step"] is not self._fused.count for state in states):  # new or just loaded
             self._fused.count.fill_(states[0]["step"])
             for state in states:
                 state["step"] = self._fused.count
