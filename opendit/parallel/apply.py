@@ -1,4 +1,4 @@
-"""Turn a model into the parallel model, in the only order in which its changes work."""
+"""Apply all forms of parallelism to a model, in the only order in which the changes work."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -38,30 +38,32 @@ def apply_parallel(
     compiled: bool = False,
     **compile_options: Any,
 ) -> DiT:
-    """Prepare ``model`` for a run, in place, and return it. What the engine then does to its parameters (shards, for
-    --plugin fsdp by :func:`apply_shards`) comes last.
+    """Prepare ``model`` for a run, in place, and return it. The engine changes the parameters afterwards; for
+    --plugin fsdp it shards them with :func:`apply_shards`.
 
-    stages -> tensor -> expert -> sequence -> recompute -> compile -> shards:
+    The order is stages -> tensor -> experts -> sequence -> recompute -> compile -> shards:
 
-    1. other ranks' blocks are left out, and the layers that ranks divide are replaced, experts among them: everything
-       that follows works on a rank's part of the model;
-    2. operations, attention and how ranks share sequences (``model.use``): sets all operations anew, and would undo 3;
-    3. the rematerialization policy, which wraps those operations; or whole blocks that are recomputed;
-    4. compile, which traces what exists by then, policy included, at the first call;
-    5. shards, which hang hooks on the blocks, and cut the stack as compile does (``opendit.models.blocks``).
+    1. Remove the blocks of other pipeline stages, and replace the layers and experts that ranks divide. All later
+       changes work on this rank's part of the model.
+    2. Set operations, attention and sequence parallelism (``model.use``). This sets all operations anew, so it would
+       undo step 3.
+    3. Apply the rematerialization policy, which wraps these operations; or let whole blocks be recomputed.
+    4. Compile. At the first call torch.compile traces the model as it is by then, including the policy.
+    5. Shard. This adds hooks to the blocks, and divides the stack at the same places as compile
+       (``opendit.models.blocks``).
 
     Args:
         ops, attend, varlen: kernels or their references, see ``opendit.kernels.select``.
-        sequence: how ranks share every sample; None if they do not.
-        tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None if none do.
-        experts: ranks that have different experts, see ``opendit.parallel.experts``; None if none do.
+        sequence: sequence parallelism of the ranks that share every sample; None without it.
+        tensor: ranks that divide every layer, see ``opendit.parallel.tensor``; None without tensor parallelism.
+        experts: ranks that have different experts, see ``opendit.parallel.experts``; None if every rank has all.
         stages: this rank's stages of a pipeline, see ``opendit.parallel.pipeline``; None for the full model.
-        recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention: all of a block
-            but its attention.
-        grad_checkpoint: recompute blocks in the backward pass.
-        recompute_blocks: of whole blocks that are recomputed, recompute this many, evenly spread; None: all.
-        compiled: torch.compile for blocks and final layer.
-        compile_options: of torch.compile.
+        recompute: none, norms, cheap, half or mlp, see ``opendit.kernels.recompute``; or but_attention to recompute
+            all of a block except its attention.
+        grad_checkpoint: recompute whole blocks in the backward pass.
+        recompute_blocks: number of blocks that are recomputed as a whole, evenly spread; None for all.
+        compiled: compile blocks and the final layer with torch.compile.
+        compile_options: options of torch.compile.
     """
     if stages is not None:
         keep_stages(model, stages)
@@ -83,7 +85,7 @@ def apply_parallel(
 
 # ------------------------------------------------------------------------------------------------------------- shards
 
-PREFETCHED = 1  # units that are gathered ahead of the one that computes
+PREFETCHED = 1  # number of units that are gathered ahead of the unit that computes
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,14 @@ class Sharding:
     """Settings by which ``fully_shard`` divides a model.
 
     Attributes:
-        dtype: of the gathered weights; the shards stay as they are.
-        reduce_dtype: in which gradients are summed over ranks.
-        keep_gathered: weights stay gathered from the forward to the backward pass (the traffic of ZeRO-2); otherwise
-            they are freed in between and gathered again.
-        keep_gradients: of several micro-batches, unreduced gradient sums are kept, and only the last backward pass
-            reduces them; otherwise every backward pass does.
-        gather_float8: :func:`float8_weights` are gathered in float8 (opendit/parallel/float8_gather.py); otherwise in
-            ``dtype``, and operations cast them. The values are the same.
+        dtype: dtype of the gathered weights. The shards keep theirs.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        keep_gathered: keep weights gathered from the forward to the backward pass (the traffic of ZeRO-2). Otherwise
+            they are freed after the forward pass and gathered again.
+        keep_gradients: with several micro-batches, keep unreduced sums of gradients, and reduce them only in the last
+            backward pass. Otherwise every backward pass reduces gradients.
+        gather_float8: gather the weights of :func:`float8_weights` in float8 (opendit/parallel/float8_gather.py).
+            Otherwise they are gathered in ``dtype``, and operations cast them. The values are the same.
     """
 
     dtype: torch.dtype = torch.float32
@@ -109,15 +111,17 @@ class Sharding:
 
 
 def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
-    """Shard the parameters of ``model``, in place, by the units of its plan: along dimension 0 among the ranks of the
-    group ``fsdp``; each of ``dp_replicate`` has a copy. They become DTensors, and calls of a unit gather and free its
-    weights. Experts that ranks divide are gathered apart (``opendit.parallel.experts``). Frozen weights, which no
-    optimizer needs exactly, are stored in ``sharding.dtype``.
+    """Shard the parameters of ``model`` with ``fully_shard``, in place.
 
-    While a unit computes, the next one's weights are gathered. Blocks compute their modulation themselves from then on,
-    because weights exist only while their unit is called.
+    The ranks of the group ``fsdp`` divide every parameter along dimension 0, and each of ``dp_replicate`` groups has a
+    copy. Parameters become DTensors. A call of one of the plan's units gathers and frees the unit's weights; while a
+    unit computes, the weights of the next unit are gathered. Experts that ranks divide are gathered separately
+    (``opendit.parallel.experts``). Frozen weights are stored in ``sharding.dtype``, because no optimizer needs their
+    exact values.
+
+    From now on blocks compute their own modulation, because weights exist only while their unit is called.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second, which sampling need not wait
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes 0.5 s, not for sampling
 
     names = ("dp_replicate", "fsdp") if mesh.dims.dp_replicate > 1 else ("fsdp",)
     outer, inner = ("pp",) if mesh.pp_size > 1 else (), ("tp",) if mesh.tp_size > 1 else ()
@@ -138,7 +142,7 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
     for module in called:
         fully_shard(module, **settings)
     model.modulate_in_blocks = True
-    # Parameters outside of all units are used at the beginning and at the end of both passes: they stay gathered.
+    # Parameters outside of all units are used at the beginning and at the end of both passes, so they stay gathered.
     settings["reshard_after_forward"] = False
     fully_shard(model, **settings)
     for place, module in enumerate(called):
@@ -147,8 +151,8 @@ def apply_shards(model: DiT, mesh: Mesh, sharding: Sharding) -> None:
 
 
 def float8_weights(model: DiT) -> list[str]:
-    """Return the names of the weights that only operations in float8 read. None if blocks are compiled: torch's
-    compiler can't handle weights that exist in float8 alone."""
+    """Return the names of the weights that only float8 operations read. The list is empty if blocks are compiled,
+    because torch's compiler can't handle weights that exist in float8 only."""
 
     def in_float8(operation: str) -> bool:
         kernel = model.ops.kernel(operation)

@@ -1,5 +1,5 @@
-"""Communication within one group of ranks: all-to-alls that overlap in both directions, a ring of neighbours, gathers
-of tokens and features, and sums that are scattered. Nothing here talks to all ranks."""
+"""Communication within one group of ranks: all-to-alls that overlap with computation in both passes, a ring of
+neighbours, gathers of tokens and features, and reduce-scatters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a sequence or divide every layer: this rank is ``rank`` of ``size`` in the process group
-    ``handle`` (None: this rank alone)."""
+    """Ranks that share a sequence or divide every layer.
+
+    Attributes:
+        handle: process group of these ranks; None for this rank alone.
+        rank: index of this rank in the group.
+        size: number of ranks.
+    """
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -21,18 +26,18 @@ class Group:
 
     @classmethod
     def of(cls, handle: dist.ProcessGroup | None) -> "Group":
-        """Return the group of a process group that this rank is in."""
+        """Return the group for a process group that this rank belongs to."""
         return cls(handle, dist.get_rank(handle), dist.get_world_size(handle))
 
 
 class Flight:
-    """A collective in progress, and the tensors that it reads and writes, which must live until it has ended."""
+    """A collective in progress, and its input and output tensors, which must stay in memory until it has ended."""
 
     def __init__(self, works: Sequence[Any], received: Tensor, sent: Tensor):
         self._works, self._received, self._sent = works, received, sent
 
     def wait(self) -> Tensor:
-        """Return what was received. On a GPU the stream waits for it, not the host."""
+        """Wait for the collective and return the received tensor. On a GPU the stream waits, not the host."""
         for work in self._works:
             work.wait()
         return self._received
@@ -43,8 +48,8 @@ class Flight:
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows of a tensor (rows, ...) that go to each rank of a group, in the order of the ranks, and that come from
-    each."""
+    """Numbers of rows of a tensor (rows, ...) that a rank sends to each rank of a group, and receives from each, in the
+    order of the ranks."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -69,13 +74,13 @@ def _start_all_to_all(send: Tensor, group: Group, counts: Counts | None = None) 
 
 
 class Exchange:
-    """All-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...), and that
-    number of rows goes to and comes from each rank. The adjoint is an all-to-all too.
+    """Differentiable all-to-all of tensors (P, ...): row p goes to rank p. With ``counts`` the tensors are (rows, ...),
+    and ``counts`` says how many rows go to each rank and come from each.
 
-    ``start`` and ``finish`` are two nodes of the graph, so that what lies between them runs during the exchange.
-    Autograd runs nodes in the opposite order of their creation: in the backward pass, the exchange that was finished
-    last is started first, and is waited for where it was started. So overlap in the forward pass is overlap in the
-    backward pass. Use one object for each exchange.
+    ``start`` and ``finish`` are two nodes of the autograd graph; computation between them overlaps with the exchange.
+    Autograd runs nodes in the opposite order of their creation. The backward pass of ``finish`` therefore starts the
+    exchange of the gradient, and the backward pass of ``start`` waits for it, so computation that overlaps in the
+    forward pass also overlaps in the backward pass. Use a new object for each exchange.
     """
 
     def __init__(self, group: Group, counts: Counts | None = None):
@@ -83,17 +88,18 @@ class Exchange:
         self.flight: Flight | None = None
 
     def start(self, send: Tensor) -> "Exchange":
-        """Start to send ``send``: (P, ...) of one shape on all ranks, or (rows, ...)."""
+        """Start to exchange ``send``: (P, ...), of the same shape on all ranks; or (rows, ...) with ``counts``."""
         self._received = _Start.apply(send, self)
         return self
 
     def finish(self) -> Tensor:
-        """Return what arrived: (P, ...), row p from rank p, or (rows, ...). Call it once for each ``start``."""
+        """Return the received tensor: (P, ...), row p from rank p; or (rows, ...) with ``counts``. Call this method
+        once for each ``start``."""
         received, self._received = self._received, None
         return _Finish.apply(received, self)
 
     def _depart(self, send: Tensor, counts: Counts | None) -> Tensor:
-        """Start the collective. Return the tensor that it writes to, which must not be read before ``_land``."""
+        """Start the collective. Return its output tensor, which must not be read before ``_land``."""
         self.flight = _start_all_to_all(send, self.group, counts)
         return self.flight._received
 
@@ -111,7 +117,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return ctx.exchange._land(), None  # (grad tells nothing, see _Finish)
+        return ctx.exchange._land(), None  # grad is a placeholder: see _Finish
 
 
 class _Finish(torch.autograd.Function):
@@ -124,28 +130,30 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         ctx.exchange._depart(grad, ctx.exchange.counts and ctx.exchange.counts.back)
-        return grad.new_empty(1).expand(ctx.shape), None  # what arrives may have another shape
+        return grad.new_empty(1).expand(ctx.shape), None  # a placeholder; the real gradient is in transit
 
 
 # -------------------------------------------------------------------------------------------------------------- ring
 
 
 class Ring:
-    """Tensors of one shape travel from every rank to the next, while the caller computes with those that have arrived.
+    """Ring of the ranks of a group. Every rank sends tensors of one shape to the next rank while the caller computes
+    with the tensors that have arrived.
 
-    This is the one place to change for another transport. It promises the order in which shards arrive and pieces are
-    requested, the same on every rank relative to its own index.
+    Callers rely on the order in which shards arrive and pieces are requested, which is the same on every rank relative
+    to its own index. Another transport would have to keep this order.
     """
 
     def __init__(self, group: Group):
         self.group = group
 
     def arriving(self, shard: Tensor, into: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its shard) of every rank: the own one, then the previous rank's, and so on around the ring.
+        """Yield (rank, shard of that rank) for this rank, the previous rank, the rank before that, and so on.
 
-        While the caller works on one, the next is in transit. The caller must not change the own shard meanwhile.
+        While the caller works on a shard, the next shard is in transit. The caller must not change this rank's shard
+        meanwhile.
 
-        into: (P, *shard.shape), keeps all of them.
+        into: tensor (P, *shard.shape) that all shards are stored in; None to store none.
         """
         rank, size = self.group.rank, self.group.size
         held = shard = shard.contiguous()
@@ -160,11 +168,12 @@ class Ring:
                 held = flight.wait()
 
     def reduce_scatter(self, piece: Callable[[int], Tensor], meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """Return the sum over all ranks of their ``piece(this rank)``.
+        """Return the sum over all ranks of the tensors that their ``piece`` returns for this rank.
 
         Args:
-            piece: makes a new tensor for a rank, of one shape; it is added to. The previous rank's is requested first,
-                then the one before it, and the own one last. While it works, the previous sum is in transit.
+            piece: ``piece(rank)`` returns a new tensor for a rank, of the same shape for all, which is changed in
+                place. It is called for the previous rank first, then for the rank before that, and for this rank last.
+                While it works, the previous sum is in transit.
             meanwhile: called while the last sum is in transit.
         """
         rank, size = self.group.rank, self.group.size
@@ -172,7 +181,7 @@ class Ring:
         for step in range(1, size):
             part = piece((rank - step) % size)
             if flight is not None:
-                part = part.add_(flight.wait())  # the result counts: on Gemini's tensors add_ makes another tensor
+                part = part.add_(flight.wait())  # add_ on Gemini's tensors returns a new tensor
             flight = self._pass_on(part)
         own = piece(rank)
         meanwhile()
@@ -194,7 +203,7 @@ class Ring:
 
 
 def start_gather(shard: Tensor, group: Group) -> Flight:
-    """Start to gather every rank's shard: (P, *shard.shape), in the order of ranks."""
+    """Start to gather the shards of all ranks, as (P, *shard.shape) in the order of the ranks."""
     shard = shard.contiguous()
     received = shard.new_empty(group.size, *shard.shape)
     work = dist.all_gather_into_tensor(received.flatten(0, 1), shard, group=group.handle, async_op=True)
@@ -213,25 +222,25 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, length: int, group: Group) -> Tensor:
-    """Return all ``length`` tokens (B, N, F), on every rank, from this rank's (B, n, F); the padding at the end is cut
-    off.
+    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first ``length`` of them (B, N, F), without
+    the padding at the end.
 
-    Every rank of the group must compute the same loss from the result. The adjoint of the gather is then P x this
-    rank's rows of the gradient, which is the same on all ranks: no communication. With that factor the mean over all
-    ranks, which the training plugins take, is the mean over data-parallel ranks for every parameter.
+    Every rank of the group must compute the same loss from the result. The gradient of the result is then the same on
+    all ranks, so the backward pass needs no communication: it returns P times the rows of this rank. With the factor P,
+    the mean over all ranks, which the training plugins compute, is the mean over data-parallel ranks.
     """
     return _GatherTokens.apply(x, length, group)
 
 
 def take_tokens(x: Tensor, rows: int, group: Group) -> Tensor:
-    """Return this rank's tokens (B, n, F) of all (B, N, F), n = ``rows``; those past the end are zeros."""
+    """Return this rank's tokens (B, n, F) of all tokens (B, N, F), n = ``rows``, with zeros past the end."""
     mine = x[:, group.rank * rows : (group.rank + 1) * rows]
     return mine if mine.shape[1] == rows else torch.nn.functional.pad(mine, (0, 0, 0, rows - mine.shape[1]))
 
 
 def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
-    """Start to sum all ranks' x and scatter the result: this rank gets its share along ``dim``. The ranks must divide
-    that dimension evenly."""
+    """Start a reduce-scatter of x along ``dim``: this rank receives its share of the sum over all ranks. The number of
+    ranks must divide the size of that dimension."""
     parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
     share = parts.new_empty(parts.shape[1:])
     work = dist.reduce_scatter_tensor(share, parts.flatten(0, 1), group=group.handle, async_op=True)
@@ -239,7 +248,7 @@ def start_sum(x: Tensor, dim: int, group: Group) -> Flight:
 
 
 def side_by_side(shares: Tensor, dim: int) -> Tensor:
-    """Concatenate all ranks' shares (P, ...) along ``dim`` of one of them."""
+    """Concatenate the shares (P, ...) of all ranks along dimension ``dim`` of a share."""
     return shares.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -291,30 +300,34 @@ class _JoinResult(torch.autograd.Function):
 
 
 def join(share: Tensor, dim: int, group: Group) -> Tensor:
-    """Concatenate all ranks' shares along ``dim``. Ranks do different things with the result: gradients are summed."""
+    """Gather the shares of all ranks and concatenate them along ``dim``. Ranks may use the result differently: the
+    backward pass sums their gradients."""
     return _Join.apply(share, dim, group)
 
 
 def sum_shares(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Return this rank's share along ``dim`` of the sum of all ranks' x."""
+    """Return this rank's share, along ``dim``, of the sum of x over all ranks."""
     return _SumShares.apply(x, dim, group)
 
 
 def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    """Sum tensors of one shape over the ranks, on every rank. Every rank's loss depends on every rank's x, so that the
-    gradients are summed, too."""
+    """Return the sum of x over all ranks, on every rank. The backward pass also sums the gradients, because the loss
+    of every rank depends on the x of every rank."""
     return _SumOverRanks.apply(x, group)
 
 
 def join_result(x: Tensor, length: int, group: Group) -> Tensor:
-    """Return the first ``length`` tokens (B, N, F) of all ranks' (B, n, F), on which all ranks do the same up to the
-    loss. A rank's gradient is its own tokens' part of the gradient that all have."""
+    """Gather the tokens (B, n, F) of all ranks, on every rank. Return the first ``length`` of them (B, N, F).
+
+    Every rank must compute the same loss from the result. The backward pass returns this rank's rows of the gradient,
+    which is the same on all ranks.
+    """
     return _JoinResult.apply(x, length, group)
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """x W^T of gathered tokens. The weight's gradient needs all tokens: they are gathered once more, while the input's
-    gradient is computed, instead of being kept."""
+    """Computes x W^T of the gathered tokens. The weight's gradient needs the tokens of all ranks. They are not saved:
+    the backward pass gathers them again while it computes the input's gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
@@ -337,5 +350,6 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group) -> Tensor:
-    """Return x W^T + bias (B, P n, out / P) of all ranks' tokens (B, n, in), for weight (out / P, in) of this rank."""
+    """Gather the tokens x (B, n, in) of all ranks. Return their x W^T + bias (B, P n, out / P) for this rank's weight
+    (out / P, in)."""
     return _ColumnProduct.apply(x, weight, bias, group)

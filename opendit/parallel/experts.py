@@ -1,9 +1,10 @@
-"""Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens travel
+"""Expert parallelism: the ranks of the group ``ep`` have different experts of every block (EC-DiT), and tokens are sent
 to the ranks of the experts that have chosen them (opendit/parallel/sequence/routing.py); see docs/parallelism.md.
 
-The group is folded out of data and sequence parallel ranks, which have different tokens: the gradient that a rank
-computes for its experts is the sum over its group's tokens already. Ranks with the same experts, the groups
-``ep_shard``, divide their weights, which are gathered when a block is called; copies of the model add up theirs.
+The group consists of data-parallel and sequence-parallel ranks, which have different tokens. The gradient that a rank
+computes for its experts is therefore already the sum over the tokens of its group. The ranks that have the same experts
+(the group ``ep_shard``) divide the weights of these experts among them; a block's weights are gathered when the block
+is called. Copies of the model sum their gradients.
 """
 
 import functools
@@ -31,13 +32,13 @@ STACKS = ("expert_fc1", "expert_fc2")
 
 
 def expert_group(mesh: Mesh) -> Group | None:
-    """Return the group of ranks that have different experts; None if there is none, or if the ranks that divide every
-    layer divide the experts."""
+    """Return this rank's group of ranks that have different experts. None without expert parallelism, or if
+    tensor-parallel ranks divide the experts."""
     return Group.of(mesh.group("ep")) if mesh.dims.ep > 1 and mesh.tp_size == 1 else None
 
 
 def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
-    """Raise ValueError, with sizes that work, unless the ranks can have different experts of a model."""
+    """Raise ValueError that names sizes that work, unless this expert parallelism works with the model."""
     check_divisible(config, "ep", dims.ep)
     shards = dims.size("ep_shard")
     for name, weights in _stacks(config).items() if dims.ep > 1 else ():
@@ -49,18 +50,18 @@ def check_expert_parallel(config: DiTConfig, dims: ParallelDims) -> None:
 
 
 def expert_parameters(config: DiTConfig) -> int:
-    """Return the number of weights of all experts of a block."""
+    """Return the number of weights of all experts of one block."""
     return sum(_stacks(config).get(f"blocks.0.mlp.{name}", 0) for name in STACKS)
 
 
 @functools.cache
 def _stacks(config: DiTConfig) -> dict[str, int]:
-    """Return the stacks of experts of a model, name -> number of weights."""
+    """Return the number of weights of each stack of experts of a model, by name."""
     return {name: math.prod(shape) for name, shape in model_shapes(config)[0].items() if name.endswith(STACKS)}
 
 
 def divide_among(model: DiT, group: Group) -> None:
-    """Leave this rank only its experts of every block, in place."""
+    """Keep only this rank's experts in every block, in place."""
     for mlp in _expert_mlps(model):
         divide_experts(mlp, group, "ep")
         mlp.start = partial(_start, mlp, group)
@@ -78,9 +79,9 @@ def _expert_mlps(model: DiT) -> list[ExpertMlp]:
 
 
 def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torch.dtype) -> set[nn.Parameter]:
-    """Shard the stacks of experts that :func:`divide_among` has left among the ranks that have the same, flat and even,
-    in place. Blocks gather them in ``dtype``, and their gradients are averaged in ``reduce_dtype``. Collective over all
-    ranks.
+    """Divide this rank's stacks of experts, as flat and even shards, among the ranks that have the same experts, in
+    place. Call it after :func:`divide_among`. Blocks gather the stacks in ``dtype``, and gradients are averaged in
+    ``reduce_dtype``. Collective over all ranks.
 
     Returns:
         The new parameters, without values; empty if no experts are divided.
@@ -106,13 +107,13 @@ def shard_experts(model: DiT, mesh: Mesh, dtype: torch.dtype, reduce_dtype: torc
 
 @dataclass(frozen=True)
 class Sharing:
-    """Ranks with the same experts.
+    """How ranks with the same experts share the weights of these experts.
 
     Attributes:
-        shards: those that divide them; None if this rank has them in full.
-        copies: those with another copy of the same shard.
-        averaged: number of ranks over whose losses the mean is taken.
-        dtype: in which blocks gather the weights.
+        shards: ranks that divide the weights; None if this rank has the full weights.
+        copies: ranks that have copies of this rank's shard; None if there are none.
+        averaged: number of ranks whose losses are averaged.
+        dtype: dtype in which blocks gather the weights.
         reduce_dtype: in which gradients are averaged.
     """
 
@@ -128,8 +129,9 @@ def _weights(mlp: ExpertMlp, shapes: tuple[tuple[int, ...], ...], how: Sharing) 
 
 
 class _Gather(torch.autograd.Function):
-    """Gather full stacks from shards. The backward pass takes the mean over the ranks of the losses; the rank of an
-    expert has the sum over its group already."""
+    """Gathers the full stack from the ranks' shards. The gradient of a stack is already the sum over the tokens of this
+    rank's group. The backward pass adds the gradients of the other ranks with the same experts, and divides by
+    ``averaged``."""
 
     @staticmethod
     def forward(ctx, shard: Tensor, shape: tuple[int, ...], how: Sharing) -> Tensor:

@@ -1,14 +1,14 @@
-"""Gather weights that only float8 operations read by FSDP2 in float8: half the bytes of bf16, and no operation has to
-compute a scale and cast.
+"""Let FSDP2 gather weights in float8 if only float8 operations read them. That sends half the bytes of bf16, and the
+operations need not compute a scale and cast the weights.
 
-FSDP2 asks the shard of a parameter what to gather, and what to make of the result, if the shard has
-``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. They are meant to be methods of a subclass of Tensor. Here they
-are attributes of the shard itself, which stays an ordinary fp32 tensor: all code that keeps state by parameter
-(masters, moments, averages, the optimizer's kernels, DTensor) works on it as on any other, whereas a subclass would
-have to implement every operation that any of them calls.
+If the shard of a parameter has the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, FSDP2 calls them to
+get the tensors to gather, and to convert the result. FSDP2 intends them as methods of a subclass of Tensor. Here they
+are attributes of the shard, which stays an ordinary fp32 tensor. All code for the state of parameters (masters,
+moments, averages, the optimizer's kernels, DTensor) therefore works on it unchanged. A subclass would have to implement
+every operation that this code calls.
 
-The gathered data lies beside the shard: this rank's rows in e4m3, one byte per weight, computed again whenever the
-shards have changed (:meth:`Float8Shards.refresh`). So a step quantises once, however often its passes gather.
+The tensor to gather has this rank's rows in e4m3, one byte per weight. :meth:`Float8Shards.refresh` computes it
+whenever the shards have changed. A step therefore quantises once, however often its passes gather.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,13 +25,14 @@ from opendit.kernels.fp8_weight import Float8Weight
 
 
 class Float8Shards:
-    """This rank's shards of weights in float8.
+    """Float8 copies of this rank's shards of some weights, for FSDP2 to gather.
 
     Args:
-        model: cut by ``fully_shard``, its shards in memory.
-        names: of the weights.
-        dtype: of the forward pass. Weights are rounded to it before they are quantised, as if it had been gathered.
-        group: ranks that hold the shards of one copy of the model; None if this rank alone does.
+        model: model after ``fully_shard``, with memory for its shards.
+        names: names of the weights.
+        dtype: dtype of the forward pass. Weights are rounded to this dtype before they are quantised, so that the
+            values are those of weights gathered in ``dtype``.
+        group: ranks that hold the shards of one copy of the model; None for this rank alone.
     """
 
     @torch.no_grad()
@@ -41,20 +42,20 @@ class Float8Shards:
         weights = [managed for managed in _managed(model) if id(managed.sharded_param) in wanted]
         shards, sent = [], []
         for weight in weights:
-            shard = weight._sharded_local_tensor  # the object itself: to_local() may give a view of it
+            shard = weight._sharded_local_tensor  # not to_local(), which may return a view of this object
             shards.append(shard)
             sent.append(shard.new_zeros(weight.padded_sharded_param_size, dtype=torch.uint8))
         self._quantizer = ShardQuantizer(shards, sent, dtype)
         for weight, *parts in zip(weights, shards, sent, self._quantizer.descales.split(1), strict=True):
             shard, rows, descale = parts
-            hooked: Any = shard  # FSDP2 looks for these on the tensor
+            hooked: Any = shard  # FSDP2 looks for the two methods on this tensor
             gathered = _Gathered(rows, descale, weight.sharded_param.shape[0])
             hooked.fsdp_pre_all_gather = gathered.fsdp_pre_all_gather
             hooked.fsdp_post_all_gather = gathered.fsdp_post_all_gather
-            weight._init_extensions()  # which it did when it made the shard, and found none
+            weight._init_extensions()  # again: FSDP2 looked for them when it made the shard
 
     def refresh(self) -> None:
-        """Quantise the shards, which have changed, with one scale for each full weight; collective over the group."""
+        """Quantise the shards after a change, with one scale for each full weight. Collective over the group."""
         amax = self._quantizer.amax()
         if self._group is not None:
             dist.all_reduce(amax, dist.ReduceOp.MAX, group=self._group)
@@ -62,12 +63,12 @@ class Float8Shards:
 
 
 class _Gathered:
-    """The form in which FSDP2 gathers a weight, and the conversion back to a weight.
+    """The two methods that FSDP2 calls to gather a weight in float8.
 
-    Attributes:
-        sent: (rows, in) uint8, this rank's rows, padded to the first rank's number.
-        descale: (1,) fp32.
-        length: rows of the full weight.
+    Args:
+        sent: this rank's rows (rows, in) as uint8, padded to the first rank's number of rows.
+        descale: (1,) fp32, factor that converts the float8 numbers to the weight's values.
+        length: number of rows of the full weight.
     """
 
     def __init__(self, sent: Tensor, descale: Tensor, length: int):
@@ -82,12 +83,12 @@ class _Gathered:
         data = gathered[0].view(E4M3)[: self._length]
         if out is None:
             return Float8Weight(Float8(data, self._descale), dtype), ()
-        # FSDP2 gathers into the same memory every time, which the first call's weight is a view of.
+        # FSDP2 gathers into the same memory every time, and ``out`` is a view of this memory.
         assert out.float8.data.data_ptr() == data.data_ptr(), "FSDP2 has gathered a weight to another place"
 
 
 def _managed(model: nn.Module) -> list[Any]:
-    """Return FSDP2's own objects for the parameters of the model, one for each."""
+    """Return the objects in which FSDP2 manages the parameters of the model, one for each parameter."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
     return [managed for group in groups if group is not None for managed in group.fsdp_params]

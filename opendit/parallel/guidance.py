@@ -1,8 +1,8 @@
 """Sampling on several ranks: data parallel x the halves of guidance x sequence parallel x tensor parallel.
 
-Ranks are numbered in this order. Ranks that share a sample's tokens or divide its layers are neighbours. With
-``--cfg_parallel`` two such groups, one for the conditional half and one for the other, form a replica. Replicas draw
-different samples.
+Ranks are numbered in this order, the last axis fastest: ranks that share a sample's tokens or divide the layers are
+neighbours. With ``--cfg_parallel``, two such groups of neighbours form a replica. One computes the conditional half of
+guidance, the other the unconditional half. Different replicas draw different samples.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from opendit.parallel.mesh import Mesh
 class Replica:
     """The ranks that draw the same samples: replica ``number`` of ``count``.
 
-    All of its ranks get the same latents, and each decodes a share of them.
+    All ranks of a replica get the same latents, and each rank decodes a share of them.
 
     Attributes:
         leads: True on the rank that writes the files.
-        halves: this rank and the one that has the same tokens and parts of layers in the other half of guidance; None
+        halves: this rank and the rank that has the same tokens and parts of layers in the other half of guidance; None
             without cfg_parallel.
-        ranks: all ranks of the replica; None for a single one.
+        ranks: all ranks of the replica; None for a single rank.
     """
 
     number: int
@@ -42,7 +42,7 @@ class Replica:
 def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
     """Return this rank's replica. Collective over all ranks. Raises ValueError as :func:`check_cfg_parallel` does."""
     ranks, halves = mesh.sharing, None
-    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # the group that all of them are in already
+    same = {mesh.sp_size: "sp", mesh.tp_size: "tp"}.get(ranks)  # name of an existing group of these ranks
     group = Group.of(mesh.group(same)) if same and ranks > 1 else None
     if cfg_parallel:
         check_cfg_parallel(mesh.sp_size, mesh.tp_size, mesh.world_size)
@@ -58,11 +58,11 @@ def make_replicas(mesh: Mesh, cfg_parallel: bool) -> Replica:
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """``model(x, t, y)`` whose batch the ranks of ``group`` share; every rank gets the full result.
+    """``model(x, t, y)`` whose batch is divided among the ranks of ``group``. Every rank gets the full result.
 
-    Guidance calls the model on one batch, the conditional half followed by the unconditional one. Of two ranks each
-    computes a half, without guidance knowing: the exchange is one all-gather of the predictions per call. Any other
-    batch works too; if it does not divide evenly, the last sample is computed more than once.
+    Guidance calls the model on one batch, which has the conditional half followed by the unconditional half. With two
+    ranks each computes one half, and one all-gather per call exchanges the predictions, so guidance itself needs no
+    change. Any other batch works, too; if its size is not divisible, the last sample is computed more than once.
     """
 
     model: Callable[[Tensor, Tensor, Condition], Tensor]
@@ -72,12 +72,12 @@ class SharedBatch:
         """Compute this rank's rows of the batch and gather the rest.
 
         Args:
-            x: (B, C, ...), the same on all ranks.
-            t: (B,).
-            y: B rows.
+            x: latents (B, C, ...), the same on all ranks.
+            t: timesteps (B,).
+            y: conditions of the B samples.
 
         Returns:
-            (B, C or 2C, ...).
+            Predictions (B, C or 2C, ...).
         """
         rows = -(-len(x) // self.group.size)
         first = self.group.rank * rows

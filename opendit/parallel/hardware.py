@@ -1,9 +1,9 @@
-"""Hardware of the cost models: rates of a card, and of the links between cards and between machines.
+"""Hardware models for the cost models: rates of a card, and of the links between cards and between machines.
 
-:data:`H200` holds measurements on H200s (benchmarks/results.csv, docs/sequence_parallel.md). Other cards of
-:data:`CARDS` have these figures scaled by the ratio of the data sheets: expected, not measured. ``python -m
-opendit.cli.links`` measures the machines at hand (opendit/parallel/hardware_measurement.py) and keeps the figures in a
-file, which replaces either. Needs no torch.
+:data:`H200` has figures measured on H200s (benchmarks/results.csv, docs/sequence_parallel.md). The figures of the other
+cards in :data:`CARDS` are expected, not measured: they are the H200's figures scaled by the ratios of the data sheets.
+``python -m opendit.cli.links`` measures the present machines (opendit/parallel/hardware_measurement.py) and writes the
+figures to a file, which takes precedence. This module does not need torch.
 """
 
 import json
@@ -15,55 +15,55 @@ from pathlib import Path
 from opendit.common.safe_files import write_whole
 
 GIB = 2**30
-FORMAT = "opendit-hardware-1"  # of the file
+FORMAT = "opendit-hardware-1"  # format of the file
 
 
 @dataclass(frozen=True)
 class HardwareModel:
-    """Rates of a card, in half precision, and of its links. The defaults are those of an H200, joined by NVLink.
+    """Rates of a card, in half precision, and of its links. The defaults are the rates of an H200 with NVLink.
 
-    FLOP rates are those of single operations; in a whole training step, at its power limit, a card reaches the share
-    ``sustained`` of the rate of products. ``direct`` describes not a card but the ranks whose cost is computed.
+    FLOP rates are those of single operations. In a whole training step the power limit reduces the rate of matrix
+    products to the share ``sustained``. ``direct`` is a property of the ranks whose cost is computed, not of the card.
     """
 
     name: str = "H200"
     origin: str = "measured on H200s, links between machines assumed"
     capacity: float = 139.8 * GIB  # bytes of memory, as torch counts them
-    direct: bool = False  # ranks reach each other's memory (opendit/parallel/sequence/peer_memory.py)
+    direct: bool = False  # ranks can access each other's memory (opendit/parallel/sequence/peer_memory.py)
     # ------------------------------------------------------------------------------------------------- computation
     matmul: float = 640e12  # FLOP/s of large products
     matmul_fp8: float = 1150e12
     launch: float = 4e-6  # s, fixed cost of a matrix product
-    # FLOP/s of attention for each element of a head, up to 128 of them: a head takes as long with 72, and ``small`` of
-    # that up to 64. The backward pass is 2.5 times the work.
+    # FLOP/s of attention for each element of a head, of at most 128 elements. A head of 72 takes as long as one of 128;
+    # a head of at most 64 takes the share ``small`` of that time. The backward pass has 2.5 times the FLOPs.
     attention: float = 5.1e12
     attention_backward: float = 4.35e12
     small: float = 0.69
     attention_half: int = 115  # number of keys at which attention reaches half of these rates
     attention_half_backward: int = 256
-    partial: float = 2.9e12  # of the kernel that attends to a part of the keys and returns their log-sum-exp
+    partial: float = 2.9e12  # FLOP/s of the kernel that attends to a part of the keys and returns log-sum-exps
     partial_backward: float = 2.45e12
     memory: float = 3.6e12  # bytes/s read or written
     sustained: float = 0.96
-    host: float = 2.2e-3  # s, that Python takes to launch a block's kernels, forward and backward, without a CUDA graph
+    host: float = 2.2e-3  # s, time of Python to launch a block's kernels, forward and backward, without a CUDA graph
     multiprocessors: int = 132
     tile: int = 128  # queries that one multiprocessor processes at a time
     # ------------------------------------------------------------------------------------------- links of a machine
     link: float = 230 * GIB  # bytes/s that a rank receives in an all-to-all or a hop of a ring
-    # (ranks of a machine, bytes/s that each receives in an all-gather among them)
+    # (number of ranks of a machine, bytes/s that each of these ranks receives in an all-gather among them)
     gather: tuple[tuple[int, float], ...] = ((2, 240 * GIB), (4, 305 * GIB), (8, 327 * GIB))
-    copies: float = 270 * GIB  # bytes/s that copy engines transfer beside matrix products
+    copies: float = 270 * GIB  # bytes/s that copy engines transfer during matrix products
     latency: float = 20e-6  # s, latency of a collective or of one hop of a ring
     barrier: float = 5e-6  # s, latency of an exchange through symmetric memory
     part: float = 10e-6  # s, cost for each other rank in FastSeq, each way: a copy's start, and smaller products
     group: float = 40e-6  # s, cost of each further group of heads: more and smaller kernels, forward and backward
-    tail: float = 0.03  # of an SM wave of attention, that some wait at the end of each further group of heads
-    overlap: float = 0.3  # of a collective, what computation of its length beside it hides: they share multiprocessors
+    tail: float = 0.03  # share of a wave of attention that is idle time at the end of each further group of heads
+    overlap: float = 0.3  # share of a collective that computation of the same length hides
     host_link: float = 100e9  # bytes/s between a card and its host, both directions together
     # -------------------------------------------------------------------------------------- links between machines
     node_link: float = 40 * GIB  # bytes/s that a rank receives from other machines: 400 Gbit/s a card, assumed
     node_latency: float = 10e-6  # s, latency of a hop between machines, assumed
-    node_overlap: float = 0.8  # as overlap, of transfers that the network and not the cards bound, assumed
+    node_overlap: float = 0.8  # overlap of transfers between machines, assumed
 
     def gather_rate(self, ranks: int) -> float:
         """Return the bytes/s that each of ``ranks`` ranks of a machine receives in an all-gather or reduce-scatter."""
@@ -71,8 +71,8 @@ class HardwareModel:
         return below[-1] if below else self.gather[0][1]
 
     def attention_rates(self, head_dim: int, keys: int) -> tuple[float, float]:
-        """Return the FLOP/s of attention, forward and backward, for this size of a head, if each query attends to
-        ``keys``."""
+        """Return the FLOP/s of attention (forward, backward) for heads of this size, if each query attends to ``keys``
+        keys."""
         elements = min(head_dim, 128) / (1 if head_dim > 64 else self.small) * min(1, keys / self.tile)  # whole tiles
         forward = self.attention * keys / (keys + self.attention_half)
         backward = self.attention_backward * keys / (keys + self.attention_half_backward)
@@ -84,16 +84,16 @@ H200 = HardwareModel()
 
 @dataclass(frozen=True)
 class Card:
-    """Figures of a data sheet.
+    """Figures of a card from its data sheet.
 
     Attributes:
-        capacity: GiB, as torch counts them.
+        capacity: memory in GiB, as torch reports it.
         bf16, fp8: TFLOP/s of dense products.
-        memory: TB/s.
-        link: GB/s to other cards, each direction.
+        memory: TB/s of the memory.
+        link: GB/s to other cards, in each direction.
     """
 
-    capacity: float  # GiB, as torch counts them
+    capacity: float
     bf16: float
     fp8: float
     memory: float
@@ -104,13 +104,14 @@ CARDS = {
     "H200": Card(139.8, 989, 1979, 4.8, 450),
     "H100": Card(79.1, 989, 1979, 3.35, 450),
     "A100": Card(79.1, 312, 312, 2.04, 300),
-    "L40S": Card(44.4, 362, 733, 0.864, 32),  # no NVLink: PCIe
+    "L40S": Card(44.4, 362, 733, 0.864, 32),  # PCIe, no NVLink
     "4090": Card(23.5, 165, 330, 1.008, 32),
 }
 
 
 def of_card(name: str) -> HardwareModel | None:
-    """Return the model of a card whose name contains one of :data:`CARDS` ("NVIDIA A100-SXM4-80GB"), or None."""
+    """Return the hardware model of a card whose name (such as "NVIDIA A100-SXM4-80GB") contains a key of :data:`CARDS`,
+    or None."""
     found = next((card for card in CARDS if card.lower() in name.lower()), None)
     if found is None or found == "H200":
         return H200 if found else None
@@ -133,13 +134,14 @@ def default_path() -> Path:
 
 
 def save(model: HardwareModel, path: Path) -> None:
-    """Write the model to a file, creating its folder. Raises OSError on failure."""
+    """Write the model to a file, and create the file's folder. Raises OSError on failure."""
     text = json.dumps({"format": FORMAT, **asdict(model)}, indent=1) + "\n"
     write_whole(path, text.encode(), make=True)
 
 
 def load(path: Path) -> HardwareModel:
-    """Read a file of :func:`save`. Raises ValueError, naming the file and what is wrong, for any other."""
+    """Read a file that :func:`save` has written. For any other file raises ValueError that names the file and the
+    problem."""
 
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} is no file of python -m opendit.cli.links ({what}); measure again")

@@ -1,6 +1,6 @@
 """Measure the figures of :class:`opendit.parallel.hardware.HardwareModel` for a card and its links.
 
-It communicates over NCCL on GPUs, and over gloo on CPUs. Every figure is that of the slowest rank.
+The measurements communicate with NCCL on GPUs and with gloo on CPUs. Every figure is that of the slowest rank.
 """
 
 import statistics
@@ -23,7 +23,14 @@ TRIALS = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the operations that are timed. shard: bytes that a rank brings to an all-gather."""
+    """Sizes of the operations that are timed.
+
+    Attributes:
+        product: side of the square matrices that are multiplied.
+        copied: bytes that are copied.
+        shard: bytes that each rank contributes to an all-gather.
+        tokens, heads: size of attention.
+    """
 
     product: int = 8192
     copied: int = 1 << 30
@@ -36,13 +43,13 @@ ON_GPUS, ON_CPUS = Sizes(), Sizes(product=512, copied=16 << 20, shard=1 << 20, t
 
 
 class _Timer:
-    """Measures the seconds of a call on the slowest rank of a mesh."""
+    """Timer of calls: returns the median of the seconds on the slowest rank of a mesh."""
 
     def __init__(self, mesh: Mesh, trials: int):
         self.mesh, self.trials = mesh, trials
 
     def __call__(self, call: Callable[[], object]) -> float:
-        call()  # libraries set up, communicators made
+        call()  # sets up libraries and communicators
         times = []
         for _ in range(self.trials):
             self._wait()
@@ -61,11 +68,12 @@ class _Timer:
 def measure_hardware(mesh: Mesh, node: int, sizes: Sizes | None = None, trials: int = TRIALS) -> HardwareModel:
     """Measure the hardware of the ranks of ``mesh``, of which ``node`` are on each machine. Collective.
 
-    Figures that need more ranks than there are, and those that are not measured (launches, exchanges through symmetric
-    memory, how far computation hides communication), are the card's in :data:`CARDS`, or an H200's.
+    Some figures are not measured: those that need more ranks, and those of launches, of exchanges through symmetric
+    memory, and of how much communication computation hides. They are taken from the card's entry of :data:`CARDS`, or
+    from the H200's if the card is unknown.
 
     Raises:
-        ValueError: machines with unequal numbers of ranks.
+        ValueError: the number of ranks is not a multiple of ``node``.
     """
     world, cuda = mesh.world_size, mesh.device.type == "cuda"
     if world % node:
@@ -99,8 +107,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     forward = timer(lambda: F.scaled_dot_product_attention(q, k, v))
     both = timer(lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), leaves, grad))
-    flops = 4 * sizes.heads * sizes.tokens**2  # for each element of a head
-    # Rates at the length that was timed; the model's are those of long sequences.
+    flops = 4 * sizes.heads * sizes.tokens**2  # FLOPs for each element of a head
+    # Factors from the rates at the timed length to the rates of long sequences, which the model has.
     there, back = ((sizes.tokens + half) / sizes.tokens for half in (H200.attention_half, H200.attention_half_backward))
     return {
         "matmul": 2 * sizes.product**3 / timer(lambda: a @ b),
@@ -111,8 +119,8 @@ def _card(mesh: Mesh, sizes: Sizes, timer: _Timer) -> dict[str, float]:
 
 
 def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]:
-    """Time a machine's links: all-gathers among neighbours; all-to-alls, and transfers of one shard, among all its
-    ranks."""
+    """Measure the links of a machine: all-gathers in groups of neighbouring ranks; all-to-alls and transfers of one
+    shard to the next rank in the largest of these groups."""
     world, gathers = mesh.world_size, []
     groups = [size for size in (2, 4, 8, 16) if node % size == 0]
     if node > 1 and node not in groups:
@@ -136,7 +144,7 @@ def _links(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, Any]
 
 
 def _across(mesh: Mesh, node: int, sizes: Sizes, timer: _Timer) -> dict[str, float]:
-    """Measure the links between machines, used by all their ranks at the same time."""
+    """Measure the links between machines while all ranks use them at the same time."""
     nodes = mesh.world_size // node
     group = mesh.divided(ParallelDims(dp_replicate=nodes, dp_shard=node)).group("dp_replicate")
     small = torch.empty(nodes, dtype=torch.uint8, device=mesh.device)
@@ -153,7 +161,7 @@ def _gathered(mesh: Mesh, group: dist.ProcessGroup | None, size: int, shard: int
 
 
 def _pass_on(sent: Tensor, received: Tensor, after: int, before: int, group: dist.ProcessGroup | None) -> None:
-    """Send to the next rank of a group, and receive from the one before."""
+    """Send a tensor to rank ``after`` of a group, and receive one from rank ``before``."""
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, group=group, group_peer=after),

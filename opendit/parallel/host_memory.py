@@ -1,4 +1,4 @@
-"""State in host memory that a GPU reads and writes in place, and work on a side stream."""
+"""Host memory that a GPU reads and writes in place, and work on a side stream."""
 
 import contextlib
 import mmap
@@ -14,19 +14,18 @@ PORTABLE_AND_MAPPED = 3
 
 
 class HostMemory:
-    """fp32 numbers in host memory, initially zero; page-locked if ``device`` is a GPU.
-
-    The memory is freed with the last tensor in it.
+    """fp32 numbers in host memory, initially zero. The memory is page-locked if ``device`` is a GPU, and is freed with
+    the last tensor that uses it.
 
     Attributes:
-        numbers: all of them, (numel,).
-        pages: that contain them.
+        numbers: all numbers, (numel,).
+        pages: memory that contains the numbers.
     """
 
     def __init__(self, numel: int, device: torch.device):
-        # Not pin_memory=True: torch's pinned allocator rounds up to a power of two, 16 GiB for 10.8 GB.
+        # pin_memory=True would waste memory: torch's pinned allocator rounds 10.8 GB up to 16 GiB, a power of two.
         self.pages = Pages(-1, max(4 * numel, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A fork would have to copy pages that are locked. Huge pages are locked much faster; not every system has them.
+        # A fork would copy locked pages. Huge pages are locked much faster, but not every system has them.
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             with contextlib.suppress(AttributeError, OSError):
                 self.pages.madvise(getattr(mmap, advice))
@@ -35,12 +34,12 @@ class HostMemory:
             self.pages.lock(self.numbers.data_ptr())
 
     def unlock(self) -> None:
-        """Unlock the pages now, even if tensors still lie in them: no GPU may use them from here on."""
+        """Unlock the pages now, even if tensors still use them. No GPU may access the pages afterwards."""
         self.pages.unlock()
 
     def take(self, like: Sequence[Tensor], start: int, multiple: int = 1) -> tuple[list[Tensor], int]:
-        """Return tensors of the shapes of ``like``, one after the other from number ``start`` on, each beginning a
-        multiple of ``multiple`` after it; and the end of the last one."""
+        """Return (tensors with the shapes of ``like``, end index of the last one including padding). The tensors are
+        consecutive views of ``numbers`` from index ``start`` on; each is padded to a multiple of ``multiple``."""
         ends = list(accumulate((padded(tensor.numel(), multiple) for tensor in like), initial=start))
         parts = [
             self.numbers[first : first + tensor.numel()].view(tensor.shape)
@@ -50,13 +49,13 @@ class HostMemory:
 
 
 def padded(size: int, multiple: int) -> int:
-    """Return the least multiple of ``multiple`` that is at least ``size``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
 class Pages(mmap.mmap):
-    """Memory that unlocks its pages before it frees them. Otherwise the driver would consider them locked for ever, and
-    memory later mapped at this address could not be locked."""
+    """Memory mapping that can be page-locked, and is unlocked before it is freed. Otherwise the driver would consider
+    the pages locked for ever, and memory that is later mapped at this address could not be locked."""
 
     _address = 0
 
@@ -78,9 +77,9 @@ class Pages(mmap.mmap):
 
 
 class SideStream:
-    """Work that the device does beside its current stream, without the host waiting for either.
+    """Second stream for work that runs concurrently with the current stream. The host does not wait for the work.
 
-    On a CPU the work is deferred until it is waited for, so that a missing wait shows there, too.
+    On a CPU the work is deferred until ``join``, so that tests on a CPU also detect a missing wait.
     """
 
     def __init__(self, device: torch.device):
@@ -88,7 +87,7 @@ class SideStream:
         self._held: list[Callable[[], None]] = []
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work`` to enqueue kernels that start when everything given to the current stream so far is done."""
+        """Call ``work``, which enqueues kernels. They start after all work that the current stream has so far."""
         if self._stream is None:
             self._held.append(work)
             return
@@ -97,7 +96,7 @@ class SideStream:
             work()
 
     def join(self) -> None:
-        """Make the current stream wait for the work; the host does not wait."""
+        """Make the current stream wait for the work. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         while self._held:

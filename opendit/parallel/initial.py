@@ -1,4 +1,4 @@
-"""Initial values shard by shard, without the full tensors."""
+"""Compute the initial values of a parameter's shard without its full tensor."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,19 +11,20 @@ from opendit.models.initialization import Distribution, distribution_of, draw
 from opendit.models.parameter_names import canonical_name
 from opendit.parallel.layout import Runs, Shard, copy_overlap, runs_of
 
-GAP = 1 << 15  # elements that are drawn in vain (0.1 ms) rather than to draw what is before and after by themselves
-SPAN = 1 << 24  # elements that are drawn at a time
+GAP = 1 << 15  # largest gap between ranges that are drawn in one call, gap included (0.1 ms)
+SPAN = 1 << 24  # most elements that are drawn in one call
 
 
 class InitialValues:
-    """The values that ``opendit.models.initialization.initialize`` gives to a model's parameters, by shards.
+    """Initial values of the shards of a model's parameters, equal to those of
+    ``opendit.models.initialization.initialize``.
 
     Args:
-        model: source of names, shapes and distributions; may be on the meta device, and is not kept.
-        seed: of the values.
+        model: model that defines names, shapes and distributions. It may be on the meta device, and is not kept.
+        seed: seed of the values.
 
     Raises:
-        ValueError: not exactly one pattern of the initial distributions fits the name of a parameter.
+        ValueError: the name of a parameter matches no pattern of the initial distributions, or several.
     """
 
     def __init__(self, model: DiT, seed: int):
@@ -34,19 +35,19 @@ class InitialValues:
             self._drawn[name] = tuple(parameter.shape), distribution_of(model, name)
 
     def __call__(self, name: str, shard: Shard) -> Tensor:
-        """Return a shard of the parameter with this canonical name: (shard.shape) fp32 in host memory."""
+        """Return a shard of the parameter with this canonical name: fp32, of shape ``shard.shape``, in host memory."""
         shape, distribution = self._drawn[name]
         return initial_values(distribution, self.seed, name, shape, shard)
 
     def whole(self, name: str) -> Tensor:
-        """Return the full parameter; for small ones."""
+        """Return the full parameter. Use this method for small parameters only."""
         shape, _ = self._drawn[name]
         return self(name, Shard(shape, ()))
 
 
 def initial_values(distribution: Distribution, seed: int, name: str, shape: Sequence[int], shard: Shard) -> Tensor:
-    """Return a shard of a parameter's initial values, (shard.shape) fp32 in host memory. The other arguments are those
-    of ``opendit.models.initialization.draw``."""
+    """Return a shard of a parameter's initial values: fp32, of shape ``shard.shape``, in host memory. The other
+    arguments are those of ``opendit.models.initialization.draw``."""
     values, wanted = torch.empty(shard.shape, dtype=torch.float32, device="cpu"), runs_of(shape, shard.slices)
     for start, stop in _covers(wanted):
         drawn = draw(distribution, seed, name, shape, start, torch.empty(stop - start, device="cpu"))

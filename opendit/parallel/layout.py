@@ -1,13 +1,14 @@
 """Map every parameter's canonical full tensor to this rank's shard, and back.
 
-The canonical tensor of a parameter is the one in a checkpoint: full, in the model's own shape. A chain of cuts leads
-from it to the shard of a rank, outer to inner: first the rows of its heads (``tp``), for example, and of these its part
-of ``fsdp``. What no cut divides is replicated. State that is kept by parameter (masters, moments, averages) is kept as
-shards, and converted from and to canonical tensors only by :class:`Layout`.
+The canonical tensor of a parameter is the full tensor in the model's own shape, as in a checkpoint. A sequence of cuts,
+outer to inner, defines a rank's shard of it. For example, a cut by ``tp`` selects the rows of the rank's heads, and a
+cut by ``fsdp`` selects a part of these rows. A parameter is replicated over the groups that have no cut. All state of
+parameters (masters, moments, averages) is stored as shards, and only :class:`Layout` converts between shards and
+canonical tensors.
 
-:class:`Runs` describes a shard by the elements of the canonical tensor that it holds, as flat runs in the order of the
-shard. Any nest of cuts becomes a list of runs, so shards of different layouts can be compared and copied into each
-other: rows that one rank has written are found in a flat range that another one needs.
+:class:`Runs` describes a shard as a list of contiguous ranges of the flattened canonical tensor, in the order of the
+shard. Every sequence of cuts can be converted to such runs. Shards of different layouts can therefore be compared, and
+their common elements copied from one to the other.
 """
 
 import itertools
@@ -30,10 +31,10 @@ class Cut:
     """One division of a tensor among the ranks of a group.
 
     Attributes:
-        group: its name in the mesh.
-        dim: the dimension divided; None for the flattened tensor.
-        ranges: for every rank of the group, in order, the ranges [start, stop) that it holds, one after the other. The
-            ranks together hold every index once.
+        group: name of the group in the mesh.
+        dim: dimension that is divided; None for the flattened tensor.
+        ranges: for every rank of the group, the ranges [start, stop) of indices that it holds, in the order of the
+            shard. The ranks together hold every index exactly once.
     """
 
     group: str
@@ -45,8 +46,8 @@ class Cut:
         return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
 
     def check(self, shape: tuple[int, ...], ranks: int) -> None:
-        """Raise ValueError unless the cut divides a tensor of this shape among this number of ranks, every index
-        once."""
+        """Raise ValueError unless the cut divides a tensor of this shape among this number of ranks, which together
+        hold every index exactly once."""
         if self.dim is not None and not 0 <= self.dim < len(shape):
             raise ValueError(f"{self.group}: a tensor of {len(shape)} dimensions can't be divided along {self.dim}")
         if len(self.ranges) != ranks:
@@ -64,22 +65,30 @@ class Cut:
 
 
 def flat_cut(group: str, numel: int, ranks: int) -> Cut:
-    """Cut the flattened tensor into ranges of equal width; the last ones are shorter or empty if that does not
-    divide."""
+    """Cut the flattened tensor into ranges of equal width. The last ranges are shorter or empty if ``ranks`` does not
+    divide ``numel``."""
     return Cut(group, None, _even(numel, ranks))
 
 
 def dim_cut(group: str, dim: int, size: int, ranks: int) -> Cut:
-    """Cut a dimension into ranges of equal width, the last ones shorter or empty, as ``torch.chunk`` and
-    ``fully_shard`` do."""
+    """Cut a dimension into ranges of equal width, as ``torch.chunk`` and ``fully_shard`` do. The last ranges may be
+    shorter or empty."""
     return Cut(group, dim, _even(size, ranks))
 
 
 def block_cut(group: str, dim: int, blocks: Sequence[int], ranks: int, unit: int = 1) -> Cut:
-    """Cut a dimension made of ``blocks``, of each of which every rank holds an equal share: the rows of q, of k and of
-    v by heads, for example.
+    """Cut a dimension that consists of consecutive blocks. Every rank holds an equal share of each block: for example,
+    the rows of its heads in q, in k and in v.
 
-    unit: number of rows that stay together, the size of a head. Raises ValueError if ranks can't share a block evenly.
+    Args:
+        group: name of the group in the mesh.
+        dim: dimension that is divided.
+        blocks: sizes of the blocks.
+        ranks: number of ranks of the group.
+        unit: number of rows that stay together, such as the size of a head.
+
+    Raises:
+        ValueError: the ranks can't share a block evenly.
     """
     ranges: list[list[Range]] = [[] for _ in range(ranks)]
     start = 0
@@ -103,9 +112,9 @@ class Shard:
     """Part of a canonical tensor that a rank holds.
 
     Attributes:
-        shape: of the shard.
-        slices: (dim, ranges) of every cut, outer to inner: of what the previous cuts have left, these ranges along dim
-            (None: of the flattened tensor), one after the other.
+        shape: shape of the shard.
+        slices: (dim, ranges) of every cut, outer to inner. Each cut takes these ranges along ``dim`` of the result of
+            the previous cut, or of the flattened result if ``dim`` is None, and concatenates them.
     """
 
     shape: tuple[int, ...]
@@ -117,7 +126,7 @@ class Shard:
         return math.prod(self.shape)
 
     def take(self, full: Tensor) -> Tensor:
-        """Return the shard of a full tensor: a view of it if every cut leaves one range, otherwise a copy."""
+        """Return the shard of a full tensor: a view of the tensor if every cut has one range, otherwise a copy."""
         shard = full
         for dim, ranges in self.slices:
             shard = shard.reshape(-1) if dim is None else shard
@@ -126,7 +135,8 @@ class Shard:
         return shard
 
     def flat_part(self, part: int, parts: int) -> "Shard":
-        """Return one of ``parts`` even flat parts of the shard; the shard itself for one."""
+        """Divide the flattened shard into ``parts`` even parts and return number ``part``. Return the shard itself if
+        ``parts`` is 1."""
         if parts == 1:
             return self
         ranges = _even(self.numel, parts)[part]
@@ -137,14 +147,15 @@ class Layout:
     """Shards of a set of parameters on this rank of a mesh.
 
     Args:
-        mesh: names the groups. The groups of the cuts are made here: build layouts on all ranks in the same order.
-        shapes: the canonical shape of every parameter.
-        cuts: the cuts of every parameter, outer to inner; a cut divides what the previous ones have left on this rank.
-        on_every_stage: parameters that all ranks of a pipeline have. The others in ``shapes`` are on this rank's stages
-            only.
+        mesh: mesh whose groups the cuts name. The constructor makes these groups, so all ranks must build their layouts
+            in the same order.
+        shapes: canonical shape of every parameter.
+        cuts: cuts of every parameter, outer to inner. Each cut divides this rank's result of the previous cut.
+        on_every_stage: names of parameters that all ranks of a pipeline have. The other parameters in ``shapes`` are on
+            this rank's stages only.
 
     Raises:
-        ValueError: a cut that does not hold every index once, or not on the ranks of its group.
+        ValueError: a cut does not hold every index exactly once, or is not made for the number of ranks of its group.
     """
 
     def __init__(
@@ -158,7 +169,7 @@ class Layout:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.cuts = {name: tuple(cuts[name]) for name in self.shapes}
         self._local: dict[str, Shard] = {}
-        self._before: dict[str, list[tuple[int, ...]]] = {}  # shapes that the cuts are made of
+        self._before: dict[str, list[tuple[int, ...]]] = {}  # shapes before each of the cuts
         for name, shape in self.shapes.items():
             before, slices = [], []
             for cut in self.cuts[name]:
@@ -182,8 +193,9 @@ class Layout:
         return self._local[name].take(full)
 
     def replicas(self, name: str) -> list[int]:
-        """Return the ranks, in order and including this one, that hold the same shard of a parameter: those that differ
-        from it in no group of its cuts, nor in their stages if the parameter is not on every one."""
+        """Return the ranks that hold the same shard of a parameter as this rank, in order, including this rank. These
+        ranks have the same index in all groups of the parameter's cuts, and the same stages unless the parameter is on
+        every stage."""
         dims, groups = self.mesh.dims, {cut.group for cut in self.cuts[name]}
         groups |= set() if name in self._on_every_stage else {"pp"}
         mine = [dims.coordinate(group, self.mesh.rank) for group in groups]
@@ -191,9 +203,11 @@ class Layout:
 
     @torch.no_grad()
     def gather(self, name: str, shard: Tensor) -> Tensor:
-        """Return the full tensor, in new memory, from the shards of all ranks. Collective over the groups of the cuts,
-        in the same order on each of their ranks. The result is on the device if the shard is, or if other ranks' shards
-        are needed."""
+        """Return the full tensor, in new memory, from the shards of all ranks.
+
+        Collective over the groups of the parameter's cuts: their ranks must make these calls in the same order. The
+        result is on the shard's device if this rank's shard suffices, otherwise on the device of the mesh.
+        """
         alone = all(self.mesh.dims.size(cut.group) == 1 for cut in self.cuts[name])
         full = shard if alone else shard.to(self.mesh.device)
         for cut, shape in zip(reversed(self.cuts[name]), reversed(self._before[name]), strict=True):
@@ -201,7 +215,7 @@ class Layout:
         return full.clone() if alone else full
 
     def _join(self, cut: Cut, shape: tuple[int, ...], shard: Tensor) -> Tensor:
-        """Return the tensor of ``shape`` that ``cut`` has divided, from this rank's shard of it and the others'."""
+        """Undo ``cut``: gather the shards of all ranks of its group and return the tensor of ``shape``."""
         group, flat = self.mesh.group(cut.group), shard.reshape(-1)
         across = math.prod(shape) // shape[cut.dim] if cut.dim is not None and shape[cut.dim] else 1
         sizes = [length * across for length in cut.lengths()]
@@ -215,7 +229,7 @@ class Layout:
                 flat = padded
             received = flat.new_empty(width * len(sizes))
             dist.all_gather_into_tensor(received, flat.contiguous(), group=group)
-        if _in_order(cut):  # what was received is the tensor itself, with padding at the end
+        if _in_order(cut):  # the received numbers are the tensor itself, followed by padding
             return received[: math.prod(shape)].view(shape)
         full = received.new_empty(math.prod(shape) if cut.dim is None else shape)
         for rank, (ranges, row) in enumerate(zip(cut.ranges, received.view(len(sizes), width), strict=True)):
@@ -234,16 +248,17 @@ def _in_order(cut: Cut) -> bool:
     )
 
 
-Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]  # as opendit.parallel.layout.Shard has them
+Slices = Sequence[tuple[int | None, Sequence[tuple[int, int]]]]  # the type of Shard.slices, more general
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of the flattened canonical tensor, which form a flattened shard when concatenated.
+    """Contiguous ranges (runs) of the flattened canonical tensor. Concatenated, they are a flattened shard.
 
     Attributes:
-        start, length: (n,) int64, in the canonical tensor.
-        offset: (n,) int64, where each run begins in the shard.
+        start, length: (n,) int64, first index of each run in the canonical tensor, and number of its elements.
+        offset: (n,) int64, index in the shard at which each run begins.
+        stop: (n,) int64, index in the canonical tensor at which each run ends.
     """
 
     start: np.ndarray
@@ -258,7 +273,8 @@ class Runs:
         return self.start + self.length
 
     def select(self, start: np.ndarray, length: np.ndarray) -> "Runs":
-        """Return the runs of a part of the shard: of these ranges of it, one after the other."""
+        """Return the runs of a part of the shard, given as ranges of the shard (first indices and lengths) that are
+        concatenated."""
         edges = np.append(self.offset, self.length.sum())
         first = np.searchsorted(edges, start, "right") - 1
         number = np.searchsorted(edges, start + length, "left") - first
@@ -269,13 +285,13 @@ class Runs:
 
 
 def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
-    """Return the runs of the shard that these cuts, outer to inner, leave of a tensor of ``shape``. Neighbouring runs
-    are joined, and none is empty."""
+    """Return the runs of the shard that these slices (as in :class:`Shard`) select from a tensor of ``shape``. Adjacent
+    runs are joined, and no run is empty."""
     runs, shape = Runs(*np.array([[0], [math.prod(shape)]], dtype=np.int64)), tuple(shape)
     for dim, ranges in slices:
         edges = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         edges = edges[edges[:, 0] < edges[:, 1]]
-        if not len(edges):  # whatever the other dimensions are, which need not be counted through
+        if not len(edges):  # the shard is empty, whatever the other dimensions are
             return Runs(*np.zeros((2, 0), dtype=np.int64))
         if dim is None:
             start, length, shape = edges[:, 0], edges[:, 1] - edges[:, 0], (int((edges[:, 1] - edges[:, 0]).sum()),)
@@ -290,8 +306,8 @@ def runs_of(shape: Sequence[int], slices: Slices) -> Runs:
 
 
 def overlap(target: Runs, source: Runs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Find the elements that two shards share. Return (offset in ``target``, offset in ``source``, length) of every run
-    of them. ``source`` holds no element twice."""
+    """Find the common elements of two shards. Return three arrays with the offset in ``target``, the offset in
+    ``source`` and the length of every common run. ``source`` must not contain an element twice."""
     order = np.argsort(source.start, kind="stable")
     start, stop, offset = source.start[order], source.stop[order], source.offset[order]
     first = np.searchsorted(stop, target.start, "right")
@@ -303,12 +319,12 @@ def overlap(target: Runs, source: Runs) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def copy_overlap(target: Tensor, target_runs: Runs, source: Tensor, source_runs: Runs) -> int:
-    """Copy what two shards share from the flattened ``source`` into the flattened ``target``. Return the number of
-    elements copied. Nothing else of ``source`` is read."""
+    """Copy the common elements of two shards from the flattened ``source`` to the flattened ``target``. Return the
+    number of elements copied. No other elements of ``source`` are read."""
     into, out_of, length = overlap(target_runs, source_runs)
     steps = np.diff(into[1:-1]), np.diff(out_of[1:-1])
     if len(length) > 3 and all(map(_constant, (length[1:-1], *steps))) and min(step[0] for step in steps) > 0:
-        # One run per row, as for columns. One copy per row would take longer than the disk.
+        # The runs are a few columns of a matrix, one run per row. A copy for each row would take longer than the disk.
         size = (len(length) - 2, int(length[1]))
         views = [
             flat.as_strided(size, (int(at[2] - at[1]), 1), flat.storage_offset() + int(at[1]))
@@ -339,7 +355,7 @@ def _joined(runs: Runs) -> Runs:
 
 
 def _joined_ranges(start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Drop empty ranges, and join those that begin where the previous one ends."""
+    """Drop empty ranges, and join ranges that begin where the previous range ends."""
     start, length = start[length > 0], length[length > 0]
     if len(start) < 2:
         return start, length
@@ -348,7 +364,7 @@ def _joined_ranges(start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _expand(first: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """Return first[0], first[0] + 1, ..., number[0] values in total, then first[1], ..."""
+    """Concatenate the ranges of number[i] consecutive integers that begin with first[i], for all i."""
     return np.repeat(first - (np.cumsum(number) - number), number) + np.arange(number.sum())
 
 

@@ -1,6 +1,6 @@
-"""Groups of processes: the mesh of a run, torch.distributed, and small messages beside training.
+"""Groups of processes: the mesh of a run, the start of torch.distributed, and a group for small messages.
 
-Works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and without it (one process).
+The module works under ``torchrun`` (which sets RANK, WORLD_SIZE, LOCAL_RANK, ...) and in a single process without it.
 """
 
 import datetime
@@ -28,28 +28,29 @@ from opendit.config.parallel_sizes import (
 from opendit.kernels.recording import end_recordings
 from opendit.parallel.rendezvous import meet, part
 
-# Computation waits for the communication of these groups, which must not queue behind that of gradients: they have
-# separate groups even if those contain all ranks, and on a GPU streams of high priority.
+# Computation waits for the communication in these groups, so it must not queue behind the communication of gradients.
+# They have process groups of their own even if they contain all ranks, and streams of high priority on a GPU.
 PRIORITY = ("sp", "tp", "ep")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """A process and the named groups it talks to (their names: :class:`opendit.config.parallel_sizes.ParallelDims`).
+    """A process, and the named process groups that it belongs to. The names are listed in
+    :class:`opendit.config.parallel_sizes.ParallelDims`.
 
-    Ranks that differ only in ``pp``, ``sp`` or ``tp`` share their samples: those of a pipeline (``pp``) have different
-    blocks of the model, those of a sequence group (``sp``) different tokens, those of a tensor-parallel group (``tp``)
-    different parts of every layer. Data-parallel ranks see different samples.
+    Ranks that differ only in ``pp``, ``sp`` or ``tp`` see the same samples. The ranks of a pipeline (``pp``) have
+    different blocks of the model, the ranks of a sequence group (``sp``) different tokens, and the ranks of a
+    tensor-parallel group (``tp``) different parts of every layer. Data-parallel ranks see different samples.
 
-    A group is made when it is first asked for, by all ranks: on GPUs a communicator takes start-up time and memory, and
-    a run uses few of the names.
+    All ranks together make a group when they first ask for it. On GPUs a communicator takes start-up time and memory,
+    and a run uses few of the names.
 
     Attributes:
-        rank: of ``world_size`` processes.
-        local_rank: among the processes of this machine.
-        device: of this process.
-        dims: sizes of the mesh; without them all ranks are data parallel.
-        groups: those made so far.
+        rank: index of this process among ``world_size`` processes.
+        local_rank: index of this process among the processes of this machine.
+        device: device of this process.
+        dims: sizes of the mesh. By default all ranks are data parallel.
+        groups: the groups made so far.
     """
 
     rank: int
@@ -71,7 +72,7 @@ class Mesh:
 
     @property
     def sp_group(self) -> dist.ProcessGroup | None:
-        """This rank's sequence group; None for groups of one."""
+        """This rank's sequence group; None if it has one rank only."""
         return self.group("sp")
 
     @property
@@ -81,7 +82,7 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Number of ranks, or groups of ranks, that see different samples."""
+        """Number of different sets of samples: of data-parallel ranks, or of groups of ranks that share samples."""
         return self.dims.size("dp")
 
     @property
@@ -101,28 +102,28 @@ class Mesh:
 
     @property
     def sharing(self) -> int:
-        """Number of ranks that see the same samples, including this one."""
+        """Number of ranks that see the same samples as this rank, including this rank."""
         return self.dims.pp * self.dims.sp * self.dims.tp
 
     @property
     def leads_sharing(self) -> bool:
-        """True if this rank is the first of those that see the same samples."""
+        """True if this rank is the first of the ranks that see its samples."""
         return not any(self.coordinate(axis) for axis in ("pp", "sp", "tp"))
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints, and writes what is written once."""
+        """True on rank 0, which prints and writes the files that only one rank writes."""
         return self.rank == 0
 
     def coordinate(self, name: str) -> int:
-        """Return the index of this rank in its group of this name."""
+        """Return the index of this rank in its group ``name``."""
         return self.dims.coordinate(name, self.rank)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return this rank's group of this name; None for groups of one. The first call makes it: collective over all
-        ranks.
+        """Return this rank's group ``name``; None if groups of that name have one rank. The first call makes the groups
+        and is collective over all ranks.
 
-        Groups of all ranks are the default group, except those of PRIORITY.
+        A group of all ranks is the default process group, unless its name is in PRIORITY.
         """
         size = self.dims.size(name)
         if size == 1:
@@ -134,7 +135,7 @@ class Mesh:
         return self.groups[name]
 
     def own_group(self, name: str) -> dist.ProcessGroup:
-        """Return :meth:`group`, or a group of this rank alone instead of None, for libraries that take None to mean all
+        """Return :meth:`group`, but a group of this rank alone instead of None: some libraries take None to mean all
         ranks."""
         if (group := self.group(name)) is not None:
             return group
@@ -143,10 +144,11 @@ class Mesh:
         return self.groups[name]
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """Make torch's mesh of all ranks along these groups, outer to inner; without names along the axes above 1. It
-        communicates over the groups of :meth:`group`. Collective over all ranks.
+        """Make a ``DeviceMesh`` of all ranks whose dimensions are these groups, outer to inner. Without names its
+        dimensions are the axes of a size above 1. It communicates over the groups of :meth:`group`. Collective over all
+        ranks.
 
-        ``("dp_replicate", "fsdp", "tp")``, for example, has what ``fully_shard`` and tensor parallelism slice.
+        For example, ``fully_shard`` and tensor parallelism use slices of ``("dp_replicate", "fsdp", "tp")``.
 
         Raises:
             ValueError: the groups are not a grid of all ranks in this order.
@@ -157,7 +159,7 @@ class Mesh:
             grid = grid_groups(sizes, [axis]) if math.prod(sizes) == self.world_size else None
             if grid is None or sorted(grid) != sorted(self.dims.groups(name)):
                 raise ValueError(f"{' x '.join(names)} is no grid of the {self.world_size} ranks of {self.dims}")
-        # Not init_device_mesh: it makes every group at once, and without the options of PRIORITY.
+        # init_device_mesh would make every group at once, and without the high priority of PRIORITY.
         groups = [self.own_group(name) for name in names]
         ranks = torch.arange(self.world_size, dtype=torch.int, device="cpu").view(sizes)
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=names)
@@ -183,15 +185,15 @@ class Mesh:
         return found.item()
 
     def divided(self, dims: ParallelDims) -> "Mesh":
-        """Return a mesh of the same ranks with other groups. Collective."""
+        """Return a mesh of the same ranks with the groups of ``dims``. Collective over all ranks."""
         mesh = replace(self, dims=dims, groups={})
         for name in PRIORITY:
-            mesh.group(name)  # now, when no rank can be late
+            mesh.group(name)  # made now, because all ranks are here
         return mesh
 
     def split_sequence(self, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Divide this rank's sequence group as a grid. Return the group of ``inner`` neighbouring ranks, and the group
-        of ranks that are ``inner`` apart. Collective over all ranks."""
+        """Arrange every sequence group as a grid with rows of ``inner`` neighbouring ranks. Return the groups of this
+        rank's row and of its column, whose ranks are ``inner`` apart. Collective over all ranks."""
         sizes = [self.dims.size(axis) for axis in AXES]
         place = AXES.index("sp")
         sizes[place : place + 1] = [self.dims.sp // inner, inner]
@@ -200,15 +202,14 @@ class Mesh:
         return near, apart
 
     def links(self, around: bool) -> dict[tuple[int, bool], dist.ProcessGroup]:
-        """Make the groups in which neighbours of a pipeline send to each other. Collective over all ranks.
+        """Make the groups in which neighbouring ranks of a pipeline send to each other. Collective over all ranks.
 
         Args:
-            around: whether the last and the first rank are neighbours, too.
+            around: whether the last rank and the first rank count as neighbours.
 
         Returns:
-            (index of the first of two neighbours, True from it to the next or False back) -> group; None for pairs
-                without
-            this rank.
+            Mapping from (index of the first of two neighbours; True for messages to the next rank, False for messages
+            back) to a group; None for pairs without this rank.
         """
         pipelines, found = self.dims.groups("pp"), {}
         for place in range(self.pp_size if around else self.pp_size - 1):
@@ -242,19 +243,19 @@ def init_mesh(
     """Start torch.distributed (nccl on GPUs, gloo on CPUs) and return this process's mesh.
 
     Args:
-        timeout_minutes: of collectives.
-        sequence_parallel: ranks that share a sequence.
-        tensor_parallel: ranks that divide every layer.
-        expert_parallel: ranks, of any of these, that have different experts.
-        pipeline_parallel: ranks among which the blocks are divided. All further ranks are data parallel.
-        replicate: copies of the sharded model.
-        dims: sizes of the mesh, instead of these.
-        group_of_one: whether a single process has a process group, too. Engines want one; a run that never communicates
-            starts sooner without.
+        timeout_minutes: timeout of collectives.
+        sequence_parallel: number of ranks that share a sequence.
+        tensor_parallel: number of ranks that divide every layer.
+        expert_parallel: number of ranks that have different experts. They may be ranks of any of the other groups.
+        pipeline_parallel: number of ranks that divide the blocks among them. All remaining ranks are data parallel.
+        replicate: number of copies of the sharded model.
+        dims: sizes of the mesh, which replace all the sizes above.
+        group_of_one: whether a single process also makes a process group. Engines need one; a run that never
+            communicates starts sooner without it.
 
     Raises:
-        ValueError: more processes on this machine than GPUs, a number of processes that these sizes do not divide or
-            that is not that of ``dims``, or environment variables with which the processes can't meet.
+        ValueError: this machine has more processes than GPUs, the number of processes is not divisible by the sizes or
+            differs from that of ``dims``, or the environment variables do not let the processes meet.
     """
     place = find_place()
     rank, world, local = place.rank, place.world_size, place.local_rank
@@ -265,7 +266,7 @@ def init_mesh(
     inner = sequence_parallel, tensor_parallel
     check_expert_parallel_size(expert_parallel, *inner, replicate, world, pipeline_parallel)
     sizes = dict(pp=pipeline_parallel, sp=sequence_parallel, tp=tensor_parallel, dp_replicate=replicate)
-    # Ranks that divide every layer divide its experts, too.
+    # Tensor-parallel ranks divide the experts like every other layer.
     sizes["ep"] = expert_parallel if tensor_parallel == 1 else 1
     dims = dims or ParallelDims.fill(world, **sizes)
     dims.check(world)
@@ -292,10 +293,10 @@ def init_mesh(
 
 
 def _new_group(groups: list[list[int]], device: torch.device, priority: bool = False) -> dist.ProcessGroup:
-    """Make these groups, which have every rank once, and return this rank's; collective over all ranks.
+    """Make these groups, of which each rank is in exactly one, and return this rank's group. Collective over all ranks.
 
-    priority: on a GPU its kernels precede others that wait for multiprocessors. Otherwise a matrix product that runs
-    already would delay a collective until its own end.
+    priority: use streams of high priority on a GPU. Their kernels get free multiprocessors before all others. Without
+    it, a matrix product that already runs would delay a collective until the product ends.
     """
     options = None
     if priority and device.type == "cuda":
@@ -305,8 +306,8 @@ def _new_group(groups: list[list[int]], device: torch.device, priority: bool = F
 
 
 def close_mesh() -> None:
-    """Shut torch.distributed down, and with it the CUDA graphs of this process; otherwise NCCL warns about leaked
-    groups at exit."""
+    """Free the CUDA graphs of this process and shut torch.distributed down. Otherwise NCCL warns about leaked groups at
+    exit."""
     if dist.is_initialized():
         end_recordings()
         dist.destroy_process_group()
@@ -317,18 +318,18 @@ Result = TypeVar("Result")
 
 
 class ControlGroup:
-    """A gloo group of all ranks for the use of one thread. Its messages neither wait for the GPU nor mix with the
-    collectives of training. Build it on every rank, in the same order.
+    """Gloo group of all ranks for one thread. Its messages neither wait for the GPU nor mix with the collectives of
+    training. All ranks must build their control groups in the same order.
 
     Args:
-        patience_minutes: how long ranks may wait for each other.
+        patience_minutes: longest time that ranks wait for each other.
     """
 
     def __init__(self, mesh: Mesh, patience_minutes: float = 60.0):
         self.mesh = mesh
         timeout = datetime.timedelta(minutes=patience_minutes)
         group = dist.new_group(backend="gloo", timeout=timeout) if mesh.world_size > 1 else None
-        self._group = cast("dist.ProcessGroup | None", group)  # all ranks are in it
+        self._group = cast("dist.ProcessGroup | None", group)  # never None with several ranks
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (any picklable object), in rank order, on every rank."""
@@ -339,8 +340,8 @@ class ControlGroup:
         return values
 
     def together(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
-        """Return this rank's ``work()``. If it raises one of ``errors`` on any rank, raise the error of the first such
-        rank on all."""
+        """Return the result of ``work()`` on this rank. If ``work`` raises one of ``errors`` on any rank, raise the
+        error of the first such rank on all ranks."""
         result = problem = None
         try:
             result = work()
@@ -352,8 +353,8 @@ class ControlGroup:
         return cast(Result, result)
 
     def start_largest(self, number: int) -> Callable[[], int]:
-        """Start to find the largest ``number`` of all ranks. The function returned waits for it and returns it, on
-        every rank."""
+        """Start to compute the largest ``number`` over all ranks. Return a function that waits for the result and
+        returns it, on every rank."""
         if self._group is None:
             return lambda: number
         box = torch.tensor([number], dtype=torch.int32)

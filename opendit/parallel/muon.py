@@ -1,12 +1,12 @@
-"""Muon: momentum whose matrices are orthogonalised, each as a whole, by the rank that it is assigned to.
+"""Muon optimizer: every matrix is updated with its orthogonalised momentum.
 
-K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; the learning rate is matched to
-AdamW's as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, so that one rate serves both.
+K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; updates are
+scaled as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982, so that AdamW's learning rate works.
 
-Of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
+The step of a matrix W (n, m) with gradient G, momentum b and learning rate lr:
 
     M = b * M + (1 - b) * G
-    O = newton_schulz((1 - b) * G + b * M)             # its singular values become about 1
+    O = newton_schulz((1 - b) * G + b * M)             # all singular values become about 1
     W = (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(n, m)) * O
 
 Parameters and M are sharded as for AdamW. Each parameter has an owner among the ranks that share it. One all-to-all
@@ -25,10 +25,10 @@ from torch import Tensor
 from opendit.kernels.adamw_ema import FusedStep, momentum_reference
 from opendit.parallel.layout import Layout
 
-COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic polynomial: Jordan's, and torch.optim.Muon's
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of the quintic polynomial, also those of torch.optim.Muon
 STEPS, EPSILON = 5, 1e-7
-AS_ADAMW = 0.2  # the root mean square of AdamW's updates, by which arXiv 2502.16982 scales Muon's
-ELEMENTS = 2**27  # of the matrices that are iterated together: bounds the memory of what lies between
+AS_ADAMW = 0.2  # root mean square of AdamW's updates, to which arXiv 2502.16982 scales Muon's updates
+ELEMENTS = 2**27  # most elements of matrices that are iterated together; bounds the memory of intermediate results
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class MuonSettings:
     """Settings of Muon, and the parameters that it steps.
 
     Attributes:
-        rows: for each parameter, the numbers of rows of the matrices that it stacks (q, k and v).
+        rows: for each parameter, the number of rows of every matrix in it (q, k and v are one parameter).
         momentum: b in the equations above.
         dtype: precision of the iteration.
     """
@@ -49,7 +49,7 @@ class MuonSettings:
 def newton_schulz(x: Tensor) -> Tensor:
     """Return matrices whose singular vectors are those of ``x`` and whose singular values are about 1 (0.7 to 1.2).
 
-    x: (B, n, m), n <= m, in the precision to compute in. It is overwritten.
+    x: matrices (B, n, m) with n <= m, in the dtype of the computation. The input is overwritten.
     """
     a, b, c = COEFFICIENTS
     x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32).clamp(min=EPSILON).to(x.dtype)
@@ -61,9 +61,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
-    """Replace matrices, of any shapes, by their orthogonalised ones times 0.2 * sqrt(max(n, m)).
+    """Orthogonalise matrices (n, m) of any shapes in place, and multiply them by 0.2 * sqrt(max(n, m)).
 
-    Those of one shape, transposed or not, are iterated together: a few products of many matrices fill a GPU.
+    Matrices of one shape, transposed or not, are iterated together, because batched products use a GPU better.
     """
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for matrix in matrices:
@@ -81,8 +81,8 @@ def orthogonalise(matrices: Sequence[Tensor], dtype: torch.dtype) -> None:
 
 
 def owners(work: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Assign each parameter to a rank so that all have about the same work: the largest first, to the rank with the
-    least."""
+    """Assign each parameter to a rank so that all ranks have about the same work. Parameters are assigned in the order
+    of decreasing work, each to the rank with the least work so far."""
     load, owner = [0] * ranks, {}
     for name in sorted(work, key=work.__getitem__, reverse=True):
         owner[name] = load.index(min(load))
@@ -97,16 +97,16 @@ def flops(shape: Sequence[int], rows: Sequence[int]) -> int:
 
 
 class Muon:
-    """Directions of the matrices of a model, from this rank's shards of their gradients.
+    """Computes Muon's update directions of a model's matrices from this rank's shards of their gradients.
 
     Args:
-        settings: of the run.
-        layout: of the masters. Each parameter is cut once at most, into ranges of its flattened tensor.
-        names: of all trained parameters, in the optimizer's order.
-        copied: every rank has the gradients in full, whatever the layout (ddp).
+        settings: settings of Muon, and the parameters that it updates.
+        layout: layout of the masters. Each parameter has at most one cut, into ranges of its flattened tensor.
+        names: names of all trained parameters, in the optimizer's order.
+        copied: True if every rank has full gradients, whatever the layout is (ddp).
 
     Attributes:
-        names: of the parameters that it steps.
+        names: names of the parameters that Muon updates.
     """
 
     def __init__(self, settings: MuonSettings, layout: Layout, names: Sequence[str], copied: bool = False):
@@ -120,7 +120,7 @@ class Muon:
         self._rank, self._ranks = (mesh.coordinate(cut.group), mesh.dims.size(cut.group)) if cut else (0, 1)
         work = {name: flops(layout.shapes[name], settings.rows[name]) for name in self._index}
         self._owner = owners(work, self._ranks)
-        # What every rank holds of each parameter, in elements. A rank's rows are a range of the flattened tensor, too.
+        # Number of elements of each parameter on every rank. Rows are also ranges of the flattened tensor.
         self._held = {}
         for name in self._index:
             (cut,), shape = layout.cuts[name], layout.shapes[name]
@@ -128,7 +128,8 @@ class Muon:
             self._held[name] = [length * width for length in cut.lengths()]
 
     def direct(self, step: FusedStep) -> None:
-        """Replace the gradients of the matrices in a step, decided on, by the directions that it will take."""
+        """Replace the gradients of the matrices in ``step`` by their update directions. Call it after
+        ``step.decide``."""
         gradients = step.momentum(self._settings.momentum)
         self.orthogonalise({name: g for name, i in self._index.items() if (g := gradients[i]) is not None})
 
@@ -136,7 +137,7 @@ class Muon:
     def step_copies(
         self, parameters: Mapping[str, Tensor], exp_avgs: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """Step parameters that every rank has in full, with their gradients (``grad``), which are overwritten."""
+        """Update parameters that every rank has in full. Their gradients (``grad``) are overwritten."""
         gradients = {name: cast(Tensor, parameter.grad) for name, parameter in parameters.items()}
         for name, gradient in gradients.items():
             momentum_reference(gradient, exp_avgs[name], self._settings.momentum, 1.0)
@@ -146,8 +147,8 @@ class Muon:
 
     @torch.no_grad()
     def orthogonalise(self, shards: Mapping[str, Tensor]) -> None:
-        """Orthogonalise parameters, given by this rank's shards of them, which are overwritten. Collective; every rank
-        has the same names."""
+        """Orthogonalise parameters from the ranks' shards. The results overwrite the shards. Collective: every rank
+        must pass the same names."""
         settings = self._settings
         if self._ranks == 1:
             orthogonalise([m for name, shard in shards.items() for m in self._matrices(name, shard)], settings.dtype)
@@ -187,6 +188,6 @@ class Muon:
             place.copy_(part.view(place.shape))
 
     def _matrices(self, name: str, full: Tensor) -> list[Tensor]:
-        """Return the matrices of a parameter, as views of its full tensor."""
+        """Return the matrices of a parameter as views of its full tensor ``full``."""
         rows = self._settings.rows[name]
         return list(full.view(sum(rows), -1).split(list(rows)))

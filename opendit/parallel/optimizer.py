@@ -1,7 +1,7 @@
-"""AdamW on the shards that a rank holds, in as few passes over memory as possible, and the loss scale of fp16.
+"""AdamW for the shards of a rank, in as few passes over memory as possible, and the loss scale of fp16.
 
-:class:`OnePassAdamW` is the step that zero2 and fsdp share; :class:`ShardedOptimizer` is the optimizer of a model whose
-parameters are cut by ``fully_shard``, or that a single rank holds in full.
+:class:`OnePassAdamW` computes the step of zero2 and fsdp. :class:`ShardedOptimizer` is the optimizer of fsdp, for a
+model that ``fully_shard`` has sharded or that a single rank holds in full.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ class LossScale:
     """Factor of the loss that keeps gradients from vanishing in fp16. It is stored on the device, and the host neither
     reads nor computes it.
 
-    It is doubled after INTERVAL steps in a row whose gradients were finite (Micikevicius et al., "Mixed Precision
-    Training", ICLR 2018, sec. 3.2). It is halved after a step whose gradients were not, except for the first HYSTERESIS
-    - 1 such steps since it was last doubled.
+    The scale is doubled after INTERVAL consecutive steps with finite gradients (Micikevicius et al., "Mixed Precision
+    Training", ICLR 2018, sec. 3.2). It is halved after a step with gradients that are not finite, except for the first
+    HYSTERESIS - 1 such steps since the scale was last doubled.
 
     Attributes:
         scale: 0-dim fp32. Its address never changes, because CUDA graphs read it.
@@ -65,7 +65,7 @@ class LossScale:
         return dict(scale=self.scale.item(), growth=self.growth.item(), hysteresis=self.hysteresis.item())
 
     def load(self, state: dict[str, float]) -> None:
-        """Load the numbers of :meth:`state`, or of another plugin's scaler, which may lack the last."""
+        """Load the numbers of :meth:`state`, or of another plugin's scaler, which may have no hysteresis."""
         self.scale.fill_(state["scale"])
         self.growth.fill_(int(state["growth"]))
         self.hysteresis.fill_(int(state.get("hysteresis", 0)))
@@ -79,11 +79,11 @@ class FusedAdamW(torch.optim.AdamW):
     takes minutes.
     """
 
-    elements = 2**26  # of the parameters that are updated together, whose gradients are copied to fp32 at one time
+    elements = 2**26  # most elements that are updated together, which bounds the fp32 copies of gradients
 
     def __init__(self, params: Any, eight_bits: bool = False, **kwargs: Any):
         super().__init__(params, fused=True, **kwargs)
-        self._eight_bits = eight_bits  # moments are kept in 8 bits; for a rank's whole parameters a few at a time
+        self._eight_bits = eight_bits  # keep moments in 8 bits
         if eight_bits:
             self.elements = ELEMENTS
         self.of_muon: set[Tensor] = set()  # keys of the parameters without second moments
@@ -143,9 +143,9 @@ class OnePassAdamW:
         working: the masters' copies in the precision of the forward pass; None if there are none.
 
     Attributes:
-        staged: rows in host memory of which the moments are views, to be copied through device memory; None if kernels
-            read and write moments where they lie. Set it before the first step.
-        counted: as in :class:`FusedStep`. Set it before the first step.
+        staged: rows in host memory that contain the moments, which are copied through device memory. None if kernels
+            read and write the moments in place. Set it before the first step.
+        counted: see :class:`FusedStep`. Set it before the first step.
     """
 
     staged: Tensor | None = None
@@ -191,7 +191,7 @@ class OnePassAdamW:
                 self._fused.attach(*self._averages)
             if self.staged is not None and self._fused.kernels:
                 self._fused.stage(self.staged)
-        if any(state["step"] is not self._fused.count for state in states):  # new, or loaded from a checkpoint
+        if any(state["step"] is not self._fused.count for state in states):  # new or just loaded
             self._fused.count.fill_(states[0]["step"])
             for state in states:
                 state["step"] = self._fused.count
@@ -220,11 +220,11 @@ class ShardedOptimizer:
     such state on the host.
 
     Args:
-        adam: has the settings; its parameters become the masters.
+        adam: optimizer that has the settings. The masters become its parameters.
         parameters: the trained parameters by name: fp32 DTensors, or plain tensors of any precision.
-        group: ranks that hold the shards of one copy of the model; None if this rank alone does.
-        grad_clip: bound of the norm of all gradients, 0 for none.
-        loss_scale: of fp16.
+        group: ranks that hold the shards of one copy of the model; None for this rank alone.
+        grad_clip: bound of the norm of all gradients; 0 for none.
+        loss_scale: loss scale in fp16; None in other precisions.
         float8: parameters that are gathered in float8, and requantized when they change. None without such parameters.
         offload: one of ``opendit.config.names.OFFLOAD``.
         replicated: sums the gradients of parameters that several ranks have. None if there are none.
@@ -234,7 +234,7 @@ class ShardedOptimizer:
 
     Attributes:
         masters: the fp32 shards by name. They share the parameters' memory if those are fp32.
-        grad_norm, finite: of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
+        grad_norm, finite: results of the last step, see :meth:`opendit.kernels.adamw_ema.FusedStep.decide`.
         muon: computes the update directions of matrices. None if AdamW steps all parameters.
     """
 
@@ -295,12 +295,13 @@ class ShardedOptimizer:
 
     @gradients.setter
     def gradients(self, gradients: list[Tensor | None]) -> None:
-        """Set the gradients; only for parameters that are not sharded."""
+        """Set the gradients. Works only for parameters that are not sharded."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def new_averages(self, count: int) -> list[list[Tensor]]:
-        """Allocate averages where ``offload`` puts them: for each its tensors, in the order of the masters."""
+        """Allocate ``count`` averages in the memory that ``offload`` demands. Each is a list of tensors in the order of
+        the masters."""
         if self._offload == "none":
             return [[torch.empty_like(master) for master in self.masters.values()] for _ in range(count)]
         return self._in_host_memory(count)[1]
@@ -326,11 +327,11 @@ class ShardedOptimizer:
         self._adamw.finish()
 
     def backward(self, loss: Tensor) -> None:
-        """Add to the gradients; in fp16 the loss is scaled first."""
+        """Add the gradients of a loss. In fp16 the loss is scaled first."""
         (loss if self.loss_scale is None else loss * self.loss_scale.scale).backward()
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Add to the gradients, starting from an output whose gradient, already scaled, is known."""
+        """Add the gradients that result from the scaled gradient of an output."""
         torch.autograd.backward(output, gradient)
 
     def step(self) -> None:
@@ -367,7 +368,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def masters_to_working(self) -> None:
-        """Round the masters to the precision of the forward pass, if weights are kept in it."""
+        """Copy the masters to the working weights, in the precision of the forward pass, if these are separate."""
         if self._working is not None:
             torch._foreach_copy_(self._working, list(self.masters.values()))
         self._refresh_float8()

@@ -1,14 +1,15 @@
 """Pipeline parallelism: the ranks of the group ``pp`` have different blocks of a model; see docs/parallelism.md.
 
-- A schedule is data: the forward and backward passes that a rank runs, in order (:func:`make_schedule`). These are pure
-  functions of numbers, without tensors or process groups. Every rank has ``chunks`` runs of neighbouring blocks; chunk
-  c of rank r is stage c * ranks + r of the model, so that a micro-batch goes around the ranks once per chunk.
-- :func:`keep_stages` leaves a rank its part of a model: neighbouring blocks, what comes before the first or after the
-  last block, and the modules that make the condition, which are on every rank.
+- A schedule is a list of the forward and backward passes that a rank runs, in order. :func:`make_schedule` and its
+  helpers are pure functions of numbers, without tensors or process groups. Every rank has ``chunks`` runs of
+  neighbouring blocks. Chunk c of rank r is stage c * ranks + r of the model, so a micro-batch goes around the ranks
+  once per chunk.
+- :func:`keep_stages` removes all modules of a model except those of this rank's stages. The modules before the first
+  block and after the last block are on the first and the last stage; those that make the condition are on every rank.
 - :class:`Links` sends tensors between stages, :func:`execute` runs a schedule, and :class:`PipelineForward` calls a
-  model on stages like one that is not divided.
+  model that is divided into stages with the interface of an undivided model.
 
-What a pass computes in training is the runner's (opendit/training/pipeline_runner.py).
+opendit/training/pipeline_runner.py defines what a pass computes in training.
 """
 
 from collections import deque
@@ -29,7 +30,7 @@ from opendit.parallel.rules import balanced_blocks, check_stages, stage_of
 
 @dataclass(frozen=True)
 class Action:
-    """A pass of one chunk over one micro-batch: forward, or backward."""
+    """A forward or backward pass of one chunk over one micro-batch."""
 
     forward: bool
     chunk: int
@@ -40,20 +41,21 @@ class Action:
 
 
 def chunks_of(schedule: str) -> int:
-    """Return how many runs of neighbouring blocks every rank has."""
+    """Return the number of chunks (runs of neighbouring blocks) of every rank."""
     return 2 if schedule == "interleaved" else 1
 
 
 def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """List the passes of ``rank`` of ``ranks`` in a step, in order.
+    """List the passes that rank ``rank`` of a pipeline of ``ranks`` runs in a step, in order.
 
-    1f1b: one forward, one backward pass in turn, after as many forward passes as there are ranks behind (PipeDream-
-    flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). A rank holds the activations
-    of at most ``ranks - rank`` micro-batches and idles for (ranks - 1) / (micro_batches + ranks - 1) of the step.
+    1f1b: the rank first runs ``ranks - 1 - rank`` forward passes, and then one forward and one backward pass in turn
+    (PipeDream-flush: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021). A rank holds the
+    activations of at most ``ranks - rank`` micro-batches and idles for (ranks - 1) / (micro_batches + ranks - 1) of the
+    step.
 
-    interleaved: the same with 2 chunks a rank, which idles for half of that, holds more activations, and sends twice as
-    much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-    sec. 2.2).
+    interleaved: the same schedule with 2 chunks a rank. A rank idles for half as long, holds more activations, and
+    sends twice as much (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", SC 2021, sec. 2.2).
 
     Raises:
         ValueError: an unknown schedule, or one that does not work with this number of micro-batches.
@@ -67,7 +69,7 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
     forwards = list(_passes(True, chunks, ranks, micro_batches))
     backwards = list(_passes(False, chunks, ranks, micro_batches))
     behind = ranks - 1 - rank
-    ahead = behind if chunks == 1 else 2 * behind + (chunks - 1) * ranks  # of forward passes before the first backward
+    ahead = behind if chunks == 1 else 2 * behind + (chunks - 1) * ranks  # forward passes before the first backward
     ahead = min(ahead, len(forwards))
     turns = zip(forwards[ahead:], backwards, strict=False)
     return [
@@ -78,7 +80,7 @@ def make_schedule(schedule: str, rank: int, ranks: int, micro_batches: int) -> l
 
 
 def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError, which names the flags, unless the schedule works with this number of micro-batches."""
+    """Raise ValueError that names the flags unless the schedule works with this number of micro-batches."""
     if chunks_of(schedule) > 1 and micro_batches % ranks:
         raise ValueError(
             f"--pipeline_schedule {schedule}: takes micro-batches in groups of --pipeline_parallel_size {ranks}, and "
@@ -88,8 +90,8 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
 
 
 def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Iterator[Action]:
-    """Yield the passes of a rank in one direction, the same on every rank: ``ranks`` micro-batches by one chunk, then
-    by the next; backward by the last chunk first."""
+    """Yield the passes of a rank in one direction. The order is the same on every rank: a chunk processes ``ranks``
+    micro-batches, then the next chunk processes them. Backward passes begin with the last chunk."""
     if chunks == 1:
         yield from (Action(forward, 0, number) for number in range(micro_batches))
         return
@@ -100,13 +102,15 @@ def _passes(forward: bool, chunks: int, ranks: int, micro_batches: int) -> Itera
 
 
 def one_by_one(chunks: int, ranks: int, micro_batches: int, backward: bool = True) -> list[Action]:
-    """List all forward passes of any number of micro-batches, followed by all ``backward`` ones, on every rank."""
+    """List all forward passes of a rank, followed by all backward passes if ``backward``. The list is the same on every
+    rank, and works with any number of micro-batches."""
     directions = (True, False) if backward else (True,)
     return [action for forward in directions for action in _passes(forward, chunks, ranks, micro_batches)]
 
 
 def in_flight(actions: list[Action]) -> int:
-    """Return the largest number of forward passes, counted in chunks, whose activations are held at once."""
+    """Return the largest number of forward passes (of one chunk and one micro-batch each) whose activations are held at
+    the same time."""
     held = most = 0
     for action in actions:
         held += 1 if action.forward else -1
@@ -116,8 +120,8 @@ def in_flight(actions: list[Action]) -> int:
 
 @dataclass(frozen=True)
 class Message:
-    """Tensors that a pass receives from another rank or sends there: activations if ``forward``, otherwise their
-    gradients."""
+    """Tensor that one rank of a pipeline sends to another: activations if ``forward``, otherwise the gradients of
+    activations."""
 
     forward: bool
     source: int
@@ -127,7 +131,7 @@ class Message:
 
 
 def received(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
-    """Return the message that a pass begins with; None if it begins with the model's input, or the loss."""
+    """Return the message that a pass receives; None if the pass starts from the model's input or from the loss."""
     first, last = _ends(action.chunk, rank, ranks, chunks)
     if action.forward:
         return None if first else Message(True, (rank - 1) % ranks, rank, action.chunk, action.micro_batch)
@@ -135,7 +139,7 @@ def received(action: Action, rank: int, ranks: int, chunks: int) -> Message | No
 
 
 def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
-    """Return the message that a pass sends to another rank, or None."""
+    """Return the message that a pass sends to another rank; None if the pass sends nothing."""
     first, last = _ends(action.chunk, rank, ranks, chunks)
     if action.forward:
         chunk = action.chunk + (rank == ranks - 1)
@@ -145,29 +149,29 @@ def sent(action: Action, rank: int, ranks: int, chunks: int) -> Message | None:
 
 
 def _ends(chunk: int, rank: int, ranks: int, chunks: int) -> tuple[bool, bool]:
-    """Return (True if a chunk is the model's first stage, True if it is the last)."""
+    """Return (whether a chunk is the model's first stage, whether the chunk is the last stage)."""
     stage = chunk * ranks + rank
     return stage == 0, stage == chunks * ranks - 1
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of what is sent, as numbers
-IN_FLIGHT = 2  # messages of a channel that may not have arrived when its next one is sent
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # dtypes of messages; a header sends the index
+IN_FLIGHT = 2  # unfinished sends that a channel may have, at most
 
 
 class Links:
     """Channels between this rank and its neighbours in a pipeline. Collective over all ranks.
 
-    Every kind of message (activations, gradients) has its own process group between each two ranks, used in one
-    direction only and in the order of the schedule. So the messages of a group arrive in order, and none waits for one
-    of another kind. On GPUs the operations of a group run one after the other on a stream: a send and a receive that
-    share a group could wait for each other for ever.
+    Every kind of message (activations, gradients) has its own process group between each two neighbours. A group is
+    used in one direction only and in the order of the schedule, so the messages of a group arrive in order and never
+    wait for messages of another kind. On GPUs the operations of a group run one after the other on a stream, so a send
+    and a receive in the same group could wait for each other for ever.
 
-    The shape and dtype of activations are sent once, before the first of them; their gradients have the same. ``key``
-    stands for all messages with equal shapes.
+    The shape and dtype of activations are sent once, before the first activations of a ``key``. Gradients have the
+    shape and dtype of their activations. All messages of one chunk with the same ``key`` have the same shape.
 
     Args:
-        mesh: of the run.
-        around: whether the last rank sends to the first one, too: if ranks have several chunks.
+        mesh: mesh of the run.
+        around: whether the last rank also sends to the first, as it does if ranks have several chunks.
     """
 
     def __init__(self, mesh: Mesh, around: bool):
@@ -179,9 +183,11 @@ class Links:
         self._connect()
 
     def _connect(self) -> None:
-        """Send a number through every channel, one after the other. NCCL connects two ranks at their first message, for
-        which both hosts wait. In the middle of a schedule one of them might never get there, because its own device
-        waits for a message and so can't load a kernel."""
+        """Send a number through every channel, one after the other.
+
+        NCCL connects two ranks at their first message, and both hosts wait until the connection is made. In the middle
+        of a schedule a host might never reach that point: if its device waits for a message, the host can't load a
+        kernel."""
         number = torch.zeros(1, device=self.device)
         for first, forward in sorted(self._groups):
             ends = self._members[first], self._members[(first + 1) % self.ranks]
@@ -195,17 +201,18 @@ class Links:
             torch.cuda.synchronize(self.device)
 
     def _channel(self, message: Message) -> tuple[dist.ProcessGroup, int, int]:
-        """Return the group of a message, and the ranks that send and receive it."""
+        """Return (process group of a message, global rank of the sender, global rank of the receiver)."""
         first = message.source if message.forward else message.target
         ends = self._members[message.source], self._members[message.target]
         return self._groups[first, message.forward], *ends
 
     def known(self, message: Message, key: tuple[Any, ...]) -> bool:
-        """Return True if a receive can be posted without waiting for the sender."""
+        """Return True if the shape of a message is known, so that its receive can be posted without waiting for the
+        sender."""
         return (message.forward, message.chunk, key) in self._shapes
 
     def post(self, message: Message, key: tuple[Any, ...]) -> tuple[Tensor, dist.Work]:
-        """Start to receive a message."""
+        """Start to receive a message. Return (the tensor that it is written to, the work to wait for)."""
         group, source, _ = self._channel(message)
         if not self.known(message, key):
             header = torch.empty(4, dtype=torch.int64, device=self.device)
@@ -217,7 +224,7 @@ class Links:
         return tensor, cast(dist.Work, dist.irecv(tensor, src=source, group=group))
 
     def send(self, message: Message, tensor: Tensor, chunk: int, key: tuple[Any, ...]) -> None:
-        """Start to send a message. chunk: the chunk of this rank that made it."""
+        """Start to send ``tensor`` as a message. chunk: the chunk of this rank that computed the tensor."""
         group, source, target = self._channel(message)
         if message.forward and (False, chunk, key) not in self._shapes:
             header = torch.tensor([DTYPES.index(tensor.dtype), *tensor.shape], device=self.device)
@@ -226,33 +233,35 @@ class Links:
         tensor = tensor.detach().contiguous()
         sends = self._sends.setdefault((source, target, message.forward), deque())
         sends.append((dist.isend(tensor, dst=target, group=group), tensor))
-        while len(sends) > IN_FLIGHT:  # they hold their tensors
+        while len(sends) > IN_FLIGHT:  # an unfinished send keeps its tensor in memory
             sends.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Wait until all messages have been sent; the host of a GPU does not wait."""
+        """Wait until all messages have been sent. On a GPU the stream waits, not the host."""
         for sends in self._sends.values():
             while sends:
                 sends.popleft()[0].wait()
 
 
-AHEAD = 1  # number of later passes whose receives are posted before one is computed
+AHEAD = 1  # number of later passes whose receives are posted before the current pass is computed
 Pass = Callable[[Action, Tensor | None], Tensor | None]
 
 
 def execute(
     actions: Sequence[Action], links: Links, chunks: int, compute: Pass, key_of: Callable[[int], tuple[Any, ...]]
 ) -> None:
-    """Run a rank's share of a schedule: receive, compute, send. All ranks of the pipeline call it with their
-    ``actions``.
+    """Run a rank's passes of a schedule. Each pass receives a tensor, computes, and sends the result. All ranks of the
+    pipeline must call this function, each with its own ``actions``.
 
     Args:
         actions: the rank's passes, in order.
-        links: of this rank.
-        chunks: of each rank.
-        compute: runs one pass. It gets what was received for it (None: the model's input, or the loss) and returns what
-            is sent (activations, or the gradient of the pass's input; ignored if nothing is sent).
-        key_of: maps the number of a micro-batch to a key that micro-batches with equal shapes of activations share.
+        links: this rank's channels.
+        chunks: number of chunks of each rank.
+        compute: runs one pass. The second argument is the received tensor, or None if the pass starts from the model's
+            input or from the loss. The result is the tensor to send (activations, or the gradient of the pass's input);
+            it is ignored if the pass sends nothing.
+        key_of: maps the number of a micro-batch to a key; micro-batches with the same key must have activations of the
+            same shape.
     """
     incoming = [received(action, links.rank, links.ranks, chunks) for action in actions]
     posted: dict[int, tuple[Any, ...]] = {}
@@ -283,11 +292,12 @@ def execute(
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """Part of a model that ``rank`` of the ``ranks`` of a pipeline has.
+    """Stages of a model that rank ``rank`` of a pipeline of ``ranks`` has.
 
     Attributes:
         schedule: one of PIPELINE_SCHEDULES.
-        blocks: of every stage of the pipeline. Rank r has the stages r, r + ranks, ..., one for each of its chunks.
+        blocks: indices of the blocks of every stage of the whole pipeline. Rank r has the stages r, r + ranks, ...,
+            one for each of its chunks.
     """
 
     schedule: str
@@ -311,7 +321,7 @@ class PipelineStages:
         return self.rank == self.ranks - 1
 
     def own(self, chunk: int) -> range:
-        """Return the blocks of one of this rank's chunks."""
+        """Return the indices of the blocks of one of this rank's chunks."""
         return self.blocks[chunk * self.ranks + self.rank]
 
     def has(self, config: DiTConfig, name: str) -> bool:
@@ -325,26 +335,26 @@ class PipelineStages:
 
 
 def stages_of(config: DiTConfig, schedule: str, rank: int, ranks: int) -> PipelineStages:
-    """Divide a model into stages, balanced by its plan. Raises ValueError if ranks or chunks are too many for its
-    blocks."""
+    """Divide a model into stages that balance the work of its plan. Raises ValueError if the model has too few blocks
+    for this number of ranks and chunks."""
     chunks = chunks_of(schedule)
     check_stages(config, ranks, chunks)
     return PipelineStages(schedule, rank, ranks, tuple(balanced_blocks(config, ranks * chunks)))
 
 
 def mesh_stages(mesh: Mesh, config: DiTConfig, schedule: str) -> PipelineStages | None:
-    """Return the stages of a run, or None without a pipeline."""
+    """Return this rank's stages, or None if the mesh has no pipeline."""
     return stages_of(config, schedule, mesh.pp_rank, mesh.pp_size) if mesh.pp_size > 1 else None
 
 
 def check_pipeline(config: DiTConfig, schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError, which names the flags, unless a pipeline of this number of ranks can train a model."""
+    """Raise ValueError that names the flags unless a pipeline of this number of ranks can train the model."""
     if ranks > 1:
         check_stages(config, ranks, chunks_of(schedule))
         check_micro_batches(schedule, ranks, micro_batches)
 
 
-MOSTLY_IDLE = 0.25  # share of a step from which on a run prints a note
+MOSTLY_IDLE = 0.25  # idle share of a step from which a run prints a note
 
 
 def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
@@ -360,12 +370,12 @@ def idle_stages(schedule: str, ranks: int, micro_batches: int) -> list[str]:
 
 
 class Absent(nn.Module):
-    """Placeholder for a module that is on other ranks, so that those that are here keep their names."""
+    """Placeholder for a module that is on another rank. It keeps the names of this rank's modules unchanged."""
 
 
 def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
-    """Leave this rank its stages of ``model``, in place, and return it. Parameters keep their canonical names. The
-    model is then called for one chunk at a time: see :class:`StageForward`."""
+    """Remove from ``model``, in place, all that is not on this rank's stages, and return the model. Parameters keep
+    their canonical names. Afterwards ``model(...)`` runs one chunk at a time: see :class:`StageForward`."""
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
     kept = {_part(name, model) for name in names if stages.has(model.config, name)}
     for part in {_part(name, model) for name in names} - kept:
@@ -381,13 +391,14 @@ def keep_stages(model: DiT, stages: PipelineStages) -> DiT:
 
 
 def _part(name: str, model: DiT) -> str:
-    """Return the unit of a name that is kept or left out as a whole: a block, or another top-level module or buffer."""
+    """Return the name of the block, or else of the top-level module or buffer, that a parameter or buffer belongs to.
+    Stages keep or drop such a unit as a whole."""
     top, *rest = name.split(".")
     return f"{top}.{rest[0]}" if top == plan_of(model.config).stages.stack else top
 
 
 def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Return the names of a model's parameters that all ranks of its pipeline have; none if it has no stages."""
+    """Return those of ``names`` that all ranks of the pipeline have; none if the model is not divided into stages."""
     if getattr(model, "stages", None) is None:
         return frozenset()
     every = plan_of(cast(DiT, model).config).stages.every
@@ -395,7 +406,7 @@ def on_every_stage(model: nn.Module, names: Collection[str]) -> frozenset[str]:
 
 
 class StageForward:
-    """``forward`` of a model of which this rank has ``stages``."""
+    """``forward`` of a model of which this rank has only ``stages``."""
 
     def __init__(self, model: DiT, stages: PipelineStages):
         self._model, self._stages = model, stages
@@ -403,21 +414,22 @@ class StageForward:
     def __call__(self, x: Tensor, t: Tensor, y: Condition, *, chunk: int, shape: tuple[int, ...]) -> Tensor:
         """Run a chunk's forward pass on a micro-batch.
 
-        Every stage computes the condition from t and y: that is a small part of a block's work, and neither its vector
-        nor a caption's tokens, nor their gradients, have to be sent.
+        Every stage computes the condition from t and y. That costs a small part of a block's work, and the condition's
+        vector, the caption's tokens and their gradients need not be sent.
 
         Args:
-            x: for the first stage as of ``DiT.forward``; for others this rank's tokens (B, n, D) from the stage before.
-            t, y: as of ``DiT.forward``.
-            chunk: of this rank.
-            shape: of the first stage's x.
+            x: the argument of ``DiT.forward`` for the first stage; for later stages this rank's tokens (B, n, D) from
+                the stage before.
+            t, y: arguments of ``DiT.forward``.
+            chunk: index of the chunk among this rank's chunks.
+            shape: shape of the first stage's x.
 
         Returns:
-            For the last stage as ``DiT.forward``; for others this rank's tokens (B, n, D).
+            The result of ``DiT.forward`` from the last stage; this rank's tokens (B, n, D) from other stages.
         """
         model, stages = self._model, self._stages
         blocks = [model.blocks[number] for number in stages.own(chunk)]
-        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # of a picture: see ``DiT.predict``
+        repeats = model.config.patch[0] if shape[2:-2] == (1,) else 1  # a picture to a video model: see ``DiT.predict``
         sizes = (repeats, *shape[-2:]) if repeats > 1 else tuple(shape[2:])
         c, context = model.condition(t, y)
         begins = stages.first and chunk == 0
@@ -437,10 +449,10 @@ class StageForward:
 
 
 class PipelineForward:
-    """``model(x, t, y)`` without gradients, for sampling. All ranks of a pipeline call it with the same arguments, and
-    all get the result, in fp32. The batch goes through the stages in as many parts as there are ranks.
+    """``model(x, t, y)`` through a pipeline, without gradients, for sampling. All ranks of a pipeline call the object
+    with the same arguments, and all get the result, in fp32. The batch is divided into one micro-batch a rank.
 
-    Collective over all ranks of the mesh, when it is built.
+    The constructor is collective over all ranks of the mesh.
     """
 
     def __init__(self, mesh: Mesh, chunks: int):
@@ -450,7 +462,8 @@ class PipelineForward:
 
     @torch.no_grad()
     def __call__(self, model: DiT, x: Tensor, t: Tensor, y: Condition) -> Tensor:
-        """Predict a batch. x (B, C, ...), t (B,) and y as of ``DiT.forward``; model: with this rank's stages."""
+        """Return the model's prediction for a batch. x (B, C, ...), t (B,) and y are the arguments of ``DiT.forward``;
+        ``model`` has this rank's stages only."""
         rows = -(-len(x) // self._mesh.pp_size)
         parts = [slice(start, start + rows) for start in range(0, len(x), rows)]
         predicted = x.new_empty((len(x), model.config.out_channels, *x.shape[2:]), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Connect the processes of a run: the store that they share, and the errors on the way to it."""
+"""Connect the processes of a run with a shared store, and explain why a connection fails."""
 
 import contextlib
 import logging
@@ -15,19 +15,19 @@ from opendit.config.parallel_sizes import Place
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 300.0  # seconds that processes wait for each other to start
-UNREACHABLE = 60.0  # seconds after which a machine that does not answer at all is given up
-TELL = 15.0  # seconds after which a waiting process reports for whom it waits
+PATIENCE = 300.0  # seconds that a process waits for the others to start
+UNREACHABLE = 60.0  # seconds that a process tries to reach a machine that does not answer
+TELL = 15.0  # seconds after which a waiting process logs which processes are missing
 
 _met: tuple[Place, dist.Store] | None = None
 
 
 def meet(place: Place) -> dist.Store:
-    """Return the store that all processes of the run share, once all of them have arrived. Further calls for the same
-    place return the same store; a single process needs no port for it, and gets a new store at every call.
+    """Wait for all processes of the run and return the store that they share. Further calls for the same place return
+    the same store. A single process needs no port and gets a new store at every call.
 
     Raises:
-        ValueError: rank 0 can't be reached, its port is taken, or not all of the processes arrive.
+        ValueError: rank 0 can't be reached, its port is taken, or a process does not arrive.
     """
     global _met
     if place.world_size == 1:
@@ -38,13 +38,13 @@ def meet(place: Place) -> dist.Store:
 
 
 def part() -> None:
-    """Forget the store, so that the next ``meet`` makes another."""
+    """Forget the store. The next ``meet`` makes a new store."""
     global _met
     _met = None
 
 
 def _meet_others(place: Place) -> dist.Store:
-    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process has the store
+    with_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent process has the store
     if place.rank > 0 or with_agent:
         _reach(place)
     try:
@@ -52,7 +52,7 @@ def _meet_others(place: Place) -> dist.Store:
             patience = timedelta(seconds=PATIENCE)
             if with_agent:
                 store, *_ = next(rendezvous("env://", timeout=patience))
-            else:  # rendezvous would wait for all processes without naming the missing ones
+            else:  # rendezvous() would not name the processes that are missing
                 where, serves = (place.address, place.port), place.rank == 0
                 store = dist.TCPStore(*where, None, serves, timeout=patience, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, OSError) as error:
@@ -74,7 +74,8 @@ def _meet_others(place: Place) -> dist.Store:
 
 
 def _reach(place: Place) -> None:
-    """Wait until rank 0's port answers; rank 0 may start later. Raises ValueError if it never does."""
+    """Wait until rank 0's port accepts connections. Rank 0 may start later than this rank. Raises ValueError on
+    timeout."""
     where = f"MASTER_ADDR={place.address}, MASTER_PORT={place.port}"
     begun, reported = time.monotonic(), False
     while True:
@@ -115,7 +116,7 @@ def _why(error: Exception, place: Place) -> str:
 
 @contextlib.contextmanager
 def _quiet():
-    """Silence stderr: torch itself prints, from C++ and with a stack trace, why it can't have a port."""
+    """Silence stderr in this context. If a port is taken, torch prints that from C++ with a stack trace."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -25,13 +25,13 @@ def rule_of(rules: Mapping[str, Rule], name: str) -> Rule:
 
 
 def group_of(rule: Rule) -> str | None:
-    """Return the dimension of the mesh whose ranks have different parts ("tp" or "ep"), or None if the parameter is
+    """Return the name of the mesh's group ("tp" or "ep") whose ranks divide the parameter, or None if it is
     replicated."""
     return None if isinstance(rule, Replicated) else "ep" if isinstance(rule, Expert) else "tp"
 
 
 def divided_dimension(rule: Rule, shape: Sequence[int]) -> int | None:
-    """Return the dimension of a tensor that the rule divides, or None."""
+    """Return the dimension of a tensor that the rule divides, or None if the rule does not divide it."""
     return None if isinstance(rule, Replicated) else 1 if isinstance(rule, Row) else 0
 
 
@@ -39,12 +39,12 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
     """Return the parts of a canonical tensor of ``shape`` that a rank of a group of ``size`` holds.
 
     Returns:
-        Slices of the canonical tensor, in the order in which they are concatenated along the rule's dimension in the
-            local one: three for [q; k; v], one for a tensor that is not divided. The slices of all ranks tile the
-            tensor exactly.
+        Slices of the canonical tensor, in the order in which the local tensor concatenates them along the divided
+        dimension: for example three for [q; k; v], and one for a tensor that is not divided. The slices of all ranks
+        cover the tensor exactly once.
 
     Raises:
-        ValueError: the dimension does not divide evenly, or the rank is not one of the group's.
+        ValueError: the dimension does not divide evenly, or the group has no rank of this number.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a group of {size}: ranks are 0 to {size - 1}")
@@ -56,9 +56,9 @@ def local_slices(shape: Sequence[int], rule: Rule, rank: int, size: int) -> tupl
 
 
 def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
-    """Return a rank's part of a dimension of length ``side``: its share of every section, in whole heads if there are
-    heads."""
-    if isinstance(rule, Vocabulary):  # the first ranks have a row more
+    """Return a rank's ranges of a dimension of length ``side``: an equal share of every section. Sections of heads are
+    divided into whole heads."""
+    if isinstance(rule, Vocabulary):  # the first ranks have one row more if the rows do not divide evenly
         return [slice(*(r * (side // size) + min(r, side % size) for r in (rank, rank + 1)))]
     if isinstance(rule, Heads):
         sections, what = rule.heads, "heads"
@@ -68,7 +68,7 @@ def _ranges(side: int, rule: Rule, rank: int, size: int) -> list[slice]:
         sections, what = (_quotient(side, rule.sections, "sections"),) * rule.sections, "features"
     else:
         sections, what = (side,), "experts" if isinstance(rule, Expert) else "features"
-    width = _quotient(side, sum(sections), what)  # of a head; of a feature 1
+    width = _quotient(side, sum(sections), what)  # rows of a head or expert; 1 for features
     starts = [sum(sections[:i]) for i in range(len(sections))]
     shares = [_quotient(count, size, "ranks", what) for count in sections]
     return [
@@ -84,8 +84,8 @@ def _quotient(number: int, divisor: int, parts: str, what: str = "features") -> 
 
 
 def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
-    """Return a rank's part of a canonical tensor: a view if it is one slice, otherwise a copy. Raises as local_slices
-    does."""
+    """Return a rank's part of a canonical tensor: a view if the part is one slice, otherwise a copy. Raises ValueError
+    as :func:`local_slices` does."""
     parts = [full[slices] for slices in local_slices(full.shape, rule, rank, size)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=cast(int, divided_dimension(rule, full.shape)))
 
@@ -94,10 +94,10 @@ def local_tensor(full: Tensor, rule: Rule, rank: int, size: int) -> Tensor:
 
 
 def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
-    """Return the parameters of a model's blocks that are matrices by which tokens are multiplied, with the numbers of
-    rows of those that lie in one parameter, one below the other: of q, k and v, of SwiGLU's two, of all experts.
+    """Return the parameters of a model's blocks that are matrices by which tokens are multiplied, by name.
 
-    Modulations, norms, biases and an experts' router are none of them.
+    The value is the number of rows of each matrix in the parameter. A parameter may stack several matrices: q, k and v,
+    the two matrices of SwiGLU, or all experts. Modulations, norms, biases and the router of experts are not included.
     """
     plan = plan_of(config)
     rules, found = plan.rules(config), {}
@@ -122,8 +122,8 @@ def matrix_rows(config: DiTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
-    """Group parameters that are sharded, gathered and freed together. Return module -> names of its parameters; "" is
-    the whole model, with everything outside of all other units."""
+    """Group the parameters into units, which are sharded, gathered and freed together. Return the names of the
+    parameters of every unit, by the name of its module. The unit "" has all parameters outside of the other units."""
     units = {}
     for name in parameters:
         parts = name.split(".")
@@ -134,10 +134,13 @@ def shard_units(plan: Plan, parameters: Iterable[str]) -> dict[str, list[str]]:
 
 
 def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Divide blocks over stages: neighbours, at least one each, so that the largest work of a stage is minimal.
+    """Divide ``depth`` blocks into stages of neighbouring blocks, at least one block each, so that the largest work of
+    a stage is minimal.
 
-    first, last: further work on these stages, in units of a block. If several stages could take one more block, the
-    later ones get it, because they hold fewer micro-batches' activations.
+    If several stages could take one more block, the last of them gets it, because later stages hold the activations of
+    fewer micro-batches.
+
+    first, last: additional work of the first and the last stage, in units of a block.
     """
     counts, work = [1] * stages, [1.0] * stages
     work[0] += first
@@ -151,19 +154,19 @@ def stage_blocks(depth: int, stages: int, first: float = 0.0, last: float = 0.0)
 
 
 def balanced_blocks(config: DiTConfig, stages: int) -> list[range]:
-    """Divide a model's blocks by :func:`stage_blocks` and the FLOP terms of its plan. Modules on every stage do not
-    count."""
+    """Divide a model's blocks into stages with :func:`stage_blocks`, by the FLOPs of the model's plan. Modules that are
+    on every stage do not count."""
     plan = plan_of(config)
     block = plan.flops_at(config, "block")
     return stage_blocks(config.depth, stages, *(plan.flops_at(config, end) / block for end in ("first", "last")))
 
 
 def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
-    """Return the stages, which have these ``blocks``, that have a parameter or buffer: one of them, or all for modules
-    that make the condition.
+    """Return the indices of the stages that have a parameter or buffer: one stage, or all stages for modules that
+    compute the condition. blocks: the blocks of every stage.
 
     Raises:
-        ValueError: a name that the plan's stage cuts do not have.
+        ValueError: the plan does not say which stages have this name.
     """
     cuts, (top, *rest), stages = plan.stages, name.split("."), len(blocks)
     if top == cuts.stack:
@@ -180,8 +183,8 @@ def stage_of(plan: Plan, name: str, blocks: Sequence[range]) -> range:
 
 
 def check_divisible(config: DiTConfig, group: str, size: int) -> None:
-    """Raise ValueError unless the ranks of a ``group`` (tp, ep) can divide a model's heads, widths or experts evenly.
-    The message names the flag, the number in the way, and sizes that work."""
+    """Raise ValueError unless ``size`` ranks of a ``group`` (tp or ep) can divide a model's heads, widths or experts
+    evenly. The message names the flag, the number that is not divisible, and sizes that work."""
     if size == 1:
         return
     flag, numbers = FLAGS[group], plan_of(config).divisible(config).get(group)
@@ -196,8 +199,8 @@ def check_divisible(config: DiTConfig, group: str, size: int) -> None:
 
 
 def check_stages(config: DiTConfig, ranks: int, chunks: int = 1) -> None:
-    """Raise ValueError, which names the flag, unless each of ``chunks`` stages of every rank of a pipeline has a
-    block."""
+    """Raise ValueError that names the flag, unless the model has enough blocks for ``chunks`` stages on each rank of a
+    pipeline."""
     most = config.depth // chunks
     if ranks > most:
         raise ValueError(

@@ -1,16 +1,16 @@
 """Frozen weights of blocks in host memory, copied to the GPU before they are used (--offload blocks[:N]).
 
-A block's frozen weights lie one after the other in page-locked memory. On the GPU there is a ring of AHEAD + 1 slots,
-each as large as the largest such block, and the weights' tensors are views of a slot: of block number n, of slot n %
-(AHEAD + 1). When a block is called, a side stream begins to copy the blocks that come AHEAD of it, in the order of
-blocks, or against it in the backward pass, into the slots of blocks that are done. The device waits for the copy of the
-block that is called; the host waits for nothing.
+The frozen weights of a block are contiguous in page-locked host memory. The GPU has AHEAD + 1 slots, each as large as
+the largest streamed block. The weights of the n-th streamed block are views of slot n % (AHEAD + 1). When a block is
+called, a side stream begins to copy the next AHEAD blocks (in the backward pass the previous ones) into the slots of
+blocks that are done. The device waits for the copy of the block that is called; the host never waits.
 
-Blocks have to be recomputed in the backward pass, so that it calls them, too, and nothing else reads their weights in
-between. Weights stay on the host as they were loaded: they are never copied back.
+Blocks must be recomputed in the backward pass. Then the backward pass also calls the blocks, and their weights are read
+only during these calls. Weights are never copied back, because they do not change.
 
-Copies can be part of a CUDA graph. A recorded pass begins with empty slots, because what lies in them when it is
-replayed isn't known; and so does every other pass from then on, because a replay fills them unseen.
+Copies can be part of a CUDA graph. A recorded pass begins with empty slots, because the content of the slots is not
+known when the graph is replayed. From then on every other pass also begins with empty slots, because a replay changes
+the content without this class's knowledge.
 """
 
 import contextlib
@@ -24,40 +24,41 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from opendit.parallel.host_memory import HostMemory, padded
 
-AHEAD = 2  # blocks that are copied before they are needed
+AHEAD = 2  # number of blocks that are copied before they are needed
 ALIGNMENT = 256  # bytes
 
 
 def spread_numbers(depth: int, count: int) -> list[int]:
-    """Return the numbers of ``count`` of ``depth`` blocks, spread evenly; all of them if ``count`` is more."""
+    """Return the indices of ``count`` of ``depth`` blocks, evenly spread; of all blocks if ``count`` > ``depth``."""
     count = min(count, depth)
     return [number for number in range(depth) if (number + 1) * count // depth > number * count // depth]
 
 
 class StreamedBlocks:
-    """The frozen weights of some blocks, in host memory.
+    """Frozen weights of some blocks, stored in host memory and streamed to the GPU.
 
-    Their parameters, on the meta device before, become views of the ring. Write values to ``host`` before the first
-    call of a block.
+    The constructor replaces these parameters, which may be on the meta device, by views of the slots. Write the
+    weights' values to ``host`` before the first call of a block.
 
     Args:
-        model: has ``blocks``; it computes modulations within blocks from then on.
-        count: number of blocks that are streamed; more than there are means all.
-        device: that computes.
-        deferred: on a CPU, copy when a block is called, and not when its copy begins: both must give the same bits.
+        model: model with ``blocks``. From now on it computes modulations inside the blocks.
+        count: number of blocks to stream; all if the model has fewer.
+        device: device that computes.
+        deferred: on a CPU, copy a block when it is called instead of when its copy begins. Both must give the same
+            results.
 
     Attributes:
-        host: the weights by the names of the model's parameters, in page-locked memory if the device is a GPU.
-        blocks: number of blocks that are streamed.
-        slots: the ring, uint8.
-        copied: number of copies that have begun.
-        recorded: a pass was recorded as a CUDA graph.
-        recordable: the backward pass reaches the first of these blocks, and so waits for all copies.
+        host: weights by parameter name, in page-locked memory if the device is a GPU.
+        blocks: number of streamed blocks.
+        slots: memory of the slots, uint8 tensors on the device.
+        copied: number of copies begun.
+        recorded: True if a pass was recorded as a CUDA graph.
+        recordable: True if the backward pass reaches the first streamed block, and therefore waits for all copies.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device, deferred: bool = True):
         self._device, self._deferred, self.copied = device, deferred, 0
-        numbers = spread_numbers(len(model.blocks), count)  # so that others compute between two copies
+        numbers = spread_numbers(len(model.blocks), count)  # spread, so that other blocks compute between two copies
         blocks = [(f"blocks.{number}.", model.blocks[number]) for number in numbers]
         self.blocks = len(blocks)
         frozen = [[(n, p) for n, p in block.named_parameters() if not p.requires_grad] for _, block in blocks]
@@ -91,7 +92,8 @@ class StreamedBlocks:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Return a context in which the model's modulations are made beforehand, for many steps at once."""
+        """Return a context in which the model computes modulations outside the blocks, for many sampling steps at
+        once."""
         self._model.modulate_in_blocks = False
         self._forget()
         try:
@@ -101,7 +103,7 @@ class StreamedBlocks:
             self._forget()
 
     def _forget(self) -> None:
-        """Regard all slots as empty."""
+        """Mark all slots as empty."""
         self._holds: list[int | None] = [None] * len(self.slots)
         self._ready: list[Any] = [None] * len(self.slots)
         self._last = 0
@@ -112,17 +114,18 @@ class StreamedBlocks:
             self._forget()
 
     def _hook(self, number: int, of_block: bool) -> Callable[..., None]:
-        """Return what runs before a block, or a module in one: sampling also calls modulations by themselves."""
+        """Return a hook to run before a block and before each module in it. Modules need the hook because sampling also
+        calls modulations without their block."""
 
         def use(*_: Any) -> None:
             if of_block or self._last != number or number not in self._holds:
-                with _disable_current_modes():  # copies are none of the operations that but_attention keeps or repeats
+                with _disable_current_modes():  # hides copies from the policy of but_attention
                     self._use(number)
 
         return use
 
     def _use(self, number: int) -> None:
-        """Let the device wait for a block's weights, and begin to copy those that come next."""
+        """Make the device wait for a block's weights, and begin to copy the weights of the next blocks."""
         ahead = 1 if number > self._last or number == 0 else -1
         self._last = number
         self._begin(number)
@@ -137,7 +140,8 @@ class StreamedBlocks:
                 self._begin(other)
 
     def _begin(self, number: int) -> None:
-        """Begin to copy a block into its slot, when everything enqueued so far is done, unless it is there."""
+        """Begin to copy a block into its slot, unless the slot already has it. The copy runs after all work enqueued so
+        far."""
         slot = number % len(self.slots)
         if self._holds[slot] == number:
             return
@@ -158,6 +162,6 @@ class StreamedBlocks:
 
 
 def blocks_of(sizes: Sequence[int], count: int) -> tuple[int, int]:
-    """Return the bytes that ``count`` streamed blocks of these sizes take in host memory, and those of the ring."""
+    """Return (bytes in host memory, bytes of the slots) if ``count`` of the blocks of these sizes are streamed."""
     streamed = [sizes[number] for number in spread_numbers(len(sizes), count)]
     return sum(streamed), min(AHEAD + 1, len(streamed)) * max(streamed)

@@ -1,13 +1,13 @@
-"""End a program of one or more ranks: at once, on all of them, and with one line that tells why.
+"""End a program of one or more ranks at once on all ranks, with one line that gives the reason.
 
-:class:`RankWatch` lets every rank learn at once that another one failed or was lost. A thread of every rank holds a
-connection to rank 0, which forwards what it receives. A run ends when a connection closes without a farewell (its
-process is gone) or when a rank reports a failure, never because something takes long. A rank that is stopped or slow is
-only named.
+:class:`RankWatch` notifies every rank at once if another rank failed or was lost. A thread of every rank keeps a
+connection to rank 0, which forwards messages. A run ends if a connection closes without a farewell message (the process
+is gone) or if a rank reports a failure, but never because something takes long. A rank that is stopped or slow is only
+named in a warning.
 
-:class:`Supervisor` is the context in which a program runs. A user sees ``error: ...`` as the last line of a failed run,
-and an exit code that is not 0. Errors that a user can fix are that line alone; a traceback precedes it where the
-program itself is wrong.
+:class:`Supervisor` is the context in which a program runs. The last line of a failed run is ``error: ...``, and the
+exit code is not 0. For errors that a user can fix this line is the only output; for defects of the program a traceback
+precedes the line.
 
 exit code  meaning
 0          success
@@ -44,20 +44,21 @@ from opendit.parallel.rendezvous import meet
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 2.0  # seconds that a farewell may take
+FAREWELL = 2.0  # seconds that a rank waits for answers to its farewell message
 JOIN = 30.0  # seconds that the ranks have to connect to rank 0
-PING = 5.0  # seconds between two signs of life
-SILENT = 30.0  # seconds without one after which a rank is named
-SUSPECT = 2.0  # seconds that a failed communication waits for the failure that may be its cause
-LONGEST = 4000  # characters of an error that travel
+PING = 5.0  # seconds between two pings
+SILENT = 30.0  # seconds without a message after which a rank is named in a warning
+SUSPECT = 2.0  # seconds to wait for the failure that may have caused a communication error
+LONGEST = 4000  # most characters of an error message that are sent
 
-_numbers = itertools.count()  # the watches of a process, which its ranks make in the same order
+_numbers = itertools.count()  # numbers of the watches of this process; all ranks make them in the same order
 _alive: "weakref.WeakSet[RankWatch]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason why a run ends: the rank that failed first, with its error, or that was lost (text None)."""
+    """Reason why a run ends: the rank that failed first, with the text of its error. ``text`` is None if the rank was
+    lost."""
 
     rank: int
     host: str
@@ -72,7 +73,7 @@ class Ending:
 @dataclass
 class _Peer:
     connection: socket.socket
-    rank: int | None = None  # None until it has identified itself
+    rank: int | None = None  # None until the peer has sent its rank
     host: str = ""
     pid: int = 0
     received: bytes = b""
@@ -81,13 +82,14 @@ class _Peer:
 
 
 class RankWatch:
-    """One rank's watch over the others. Make it on every rank, in the same order, and ``close`` it after success. It
-    logs ranks that give no sign of life, and when they are back.
+    """One rank's watch over the other ranks. All ranks must make their watches in the same order, and ``close`` them
+    after success. A watch logs which ranks stop to send messages, and when they send messages again.
 
     Args:
-        place: of this process.
-        store: shared by all ranks, for rank 0's address.
-        on_end: called by the watch's thread when another rank ends the run, unless this one has reported first.
+        place: place of this process in the run.
+        store: store of all ranks, which passes on rank 0's address.
+        on_end: function that the watch's thread calls if another rank ends the run, unless this rank has reported a
+            failure first.
     """
 
     def __init__(self, place: Place, store: dist.Store, on_end: Callable[[Ending], None]):
@@ -103,7 +105,7 @@ class RankWatch:
         self._peers: dict[int, _Peer] = {}  # by rank
         self._suspect: tuple[Ending, float] | None = None
         self._all_here, self._listener = threading.Event(), None
-        self._leaving: float | None = None  # until when this rank waits for answers to its farewell
+        self._leaving: float | None = None  # time until which this rank waits for answers to its farewell
         _alive.add(self)
         key = f"watch/{next(_numbers)}"
         if place.rank == 0:
@@ -119,9 +121,10 @@ class RankWatch:
     # ---------------------------------------------------------------- called by the program
 
     def report(self, text: str, suspect: bool = False) -> Ending:
-        """Tell all ranks that this one failed. Return why the run ends, which may be an earlier failure.
+        """Report to all ranks that this rank failed. Return the reason why the run ends, which may be an earlier
+        failure of another rank.
 
-        suspect: the error is one of communication, which another rank's end may have caused.
+        suspect: True for a communication error, which the end of another rank may have caused.
         """
         with self._lock:
             self._reported = True
@@ -131,11 +134,11 @@ class RankWatch:
         return self.ending or self.me(text)
 
     def me(self, text: str) -> Ending:
-        """Return this rank's own failure."""
+        """Return a failure of this rank with this text."""
         return Ending(self._me.rank, self._me.host, self._me.pid, text[:LONGEST])
 
     def close(self) -> None:
-        """Send a farewell. Does not return if another rank has ended the run."""
+        """Send a farewell message and end the watch. Does not return if another rank has ended the run."""
         self._order(bye=True)
         self._thread.join(60.0)
         self._release()
@@ -155,7 +158,7 @@ class RankWatch:
         self._token = secrets.token_hex(16)
         addresses = [self.place.address, socket.gethostname()]
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.place.address, self.place.port))  # sends nothing: which way it would go
+            probe.connect((self.place.address, self.place.port))  # sends nothing; finds the local address of the route
             addresses.insert(0, probe.getsockname()[0])
         where = {"addresses": addresses, "port": self._listener.getsockname()[1], "token": self._token}
         store.set(key, json.dumps(where | asdict(self._me)))
@@ -220,7 +223,7 @@ class RankWatch:
             self._drop(peer, lost=True)
             return
         *lines, peer.received = (peer.received + received).split(b"\n")
-        if len(peer.received) > 65536:  # nobody of ours
+        if len(peer.received) > 65536:  # not a process of this run
             self._drop(peer, lost=False)
             return
         for line in lines:
@@ -272,7 +275,7 @@ class RankWatch:
             self._send(self._peers[0], **order)
 
     def _consider(self, ending: Ending, suspect: bool) -> None:
-        """Handle a rank's report that it failed (rank 0 only)."""
+        """End the run because a rank reported a failure; wait before that if the failure is suspect (rank 0 only)."""
         if not suspect:
             self._end(ending)
         elif self._suspect is None:
@@ -295,7 +298,8 @@ class RankWatch:
                     self._send(peer, end=asdict(ending))
 
     def _look(self, looked: float) -> float:
-        """Send and check signs of life every few seconds."""
+        """Send pings, and check when peers sent their last message, every PING seconds. Return the time of the last
+        check."""
         now = time.monotonic()
         if now - looked < PING:
             return looked
@@ -303,7 +307,7 @@ class RankWatch:
             for peer in self._peers.values():
                 peer.heard = now
         for peer in self._peers.values():
-            if self.place.rank == 0 and not peer.named:  # what a stopped process does not read would pile up
+            if self.place.rank == 0 and not peer.named:  # a stopped process would not read further pings
                 self._send(peer, ping=True)
             if now - peer.heard > SILENT and not peer.named and self.place.rank <= 1:
                 peer.named = True
@@ -314,11 +318,12 @@ class RankWatch:
         return now
 
     def _send(self, peer: _Peer, **message) -> None:
-        with contextlib.suppress(OSError):  # its end is noticed where it is read
+        with contextlib.suppress(OSError):  # _receive detects that a peer is gone
             peer.connection.send(json.dumps(message).encode() + b"\n")
 
     def _release(self) -> None:
-        """Close everything; also in a forked process, which would keep the connections of a dead one open."""
+        """Close all sockets. A forked process calls this, too: otherwise it would keep the connections of its dead
+        parent open."""
         for peer in self._peers.values():
             peer.connection.close()
         for one in (self._listener, self._wake, self._woken, self._selector):
@@ -327,8 +332,8 @@ class RankWatch:
 
 
 def _configured(connection: socket.socket) -> socket.socket:
-    """Set the options of a connection: not blocking, and checked by keep-alive messages, because a machine that is gone
-    closes no connection. The system gives up after a minute without an answer."""
+    """Make a connection non-blocking, and enable keep-alive messages, because a machine that is gone does not close its
+    connections. The system closes the connection after a minute without an answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -349,25 +354,25 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 FAILED, NOT_STARTED, OTHER_RANK, INTERRUPTED = 1, 2, 3, 130
 CLOSING = 8.0  # seconds to finish writing a checkpoint when the run fails
-CLOSING_LOST = 2.0  # the same if a rank is gone: no checkpoint can be completed
-# Seconds after which a failed rank of several ends, whatever its main thread still waits for; when a rank is gone.
+CLOSING_LOST = 2.0  # the same if a rank was lost, so that no checkpoint can be completed
+# Seconds after which a failed rank ends even if its main thread still waits; the same if a rank was lost.
 LAST, LAST_LOST = 12.0, 4.0
-ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # need no traceback anywhere
-# Of communication whose other end is gone: gloo's, NCCL's, the store's.
+ALWAYS = (OSError, MemoryError, torch.OutOfMemoryError)  # errors that never need a traceback
+# Words in errors of gloo, NCCL and the store that the end of another rank may have caused.
 SUSPECTS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "process group", "store", "socket")
 
 
 class Supervisor:
-    """Context in which one rank of a program runs. When it ends with an error, so does the program.
+    """Context in which one rank of a program runs. An error inside the context ends the program on all ranks.
 
-    With one process, an error ends the program by SystemExit. With several, ``os._exit`` does, on every rank: others
-    may wait inside a collective for ever, and so would whatever shuts communication down.
+    A single process ends with SystemExit. With several ranks, each ends with ``os._exit``, because other ranks may wait
+    inside a collective for ever, and shutting communication down would wait for them.
 
     Args:
-        user_errors: classes of exceptions whose message is all that a user needs.
+        user_errors: classes of exceptions for which a user needs only the message, not a traceback.
 
     Attributes:
-        place: of this process.
+        place: place of this process in the run.
     """
 
     def __init__(self, user_errors: tuple[type[Exception], ...]):
@@ -376,9 +381,9 @@ class Supervisor:
         self._code = NOT_STARTED
         self._watch: RankWatch | None = None
         self._closers: list[Callable[[float], None]] = []
-        self._ending: Ending | None = None  # which this rank has reported, or found out by doing so
+        self._ending: Ending | None = None  # result of this rank's report
         self._one_leaves = threading.Lock()  # held by the thread that ends the process
-        self._silent = threading.Lock()  # held by the thread that has said why
+        self._silent = threading.Lock()  # held by the thread that prints the reason
 
     def __enter__(self) -> "Supervisor":
         try:
@@ -392,17 +397,17 @@ class Supervisor:
         return self
 
     def started(self, user_errors: tuple[type[Exception], ...]) -> None:
-        """Treat errors from now on as errors of the run, not of its flags."""
+        """Treat errors from now on as errors of the run (exit code 1), not of its start (exit code 2)."""
         self.user_errors, self._code = (*user_errors, *ALWAYS), FAILED
 
     def closes(self, close: Callable[[float], None]) -> None:
-        """Register ``close(seconds)``, to be called from another thread, the last one first, when this process must end
-        while its main thread is stuck. It has that much time to save what would be lost."""
+        """Register ``close(seconds)``, which saves unsaved state within this time. It is called from another thread if
+        this process must end while its main thread is stuck. The function registered last is called first."""
         self._closers.append(close)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
-        """Tell the other ranks of an error inside this context before anything is closed, which may wait for them."""
+        """Report an error inside this context to the other ranks before any cleanup, which may wait for these ranks."""
         try:
             yield
         except Exception as error:
@@ -410,7 +415,7 @@ class Supervisor:
             raise
 
     def fail(self, text: str) -> None:
-        """End the run from a thread beside the main one, which hangs."""
+        """End the run from another thread because the main thread hangs."""
         ending = self._watch.report(text) if self._watch else self._me(text)
         self._leave(ending, FAILED if ending == self._me(text) else OTHER_RANK)
 
@@ -436,13 +441,14 @@ class Supervisor:
             self._print_error(self._named(text) if mine else str(ending))
         if self._watch is None:
             sys.exit(code)
-        for stream in (sys.stdout, sys.stderr):  # os._exit would lose what a file has not got yet
+        for stream in (sys.stdout, sys.stderr):  # os._exit would lose buffered output
             with contextlib.suppress(Exception):
                 stream.flush()
         self._exit(code)
 
     def _announce(self, error: BaseException) -> Ending:
-        """Return why the run ends, as the ranks agree: this error, or an earlier one of another rank."""
+        """Report an error to the other ranks. Return the reason on which all ranks agree: this error or an earlier one
+        of another rank."""
         if self._ending is None:
             text = self._text(error)
             self._ending = self._me(text)
@@ -452,24 +458,24 @@ class Supervisor:
                 suspect |= isinstance(error, dist.DistError)
                 self._ending = self._watch.report(text, suspect)
                 if not self._one_leaves.acquire(blocking=False):
-                    threading.Event().wait()  # the watch's thread ends this process
+                    threading.Event().wait()  # wait until the watch's thread ends this process
                 threading.Thread(target=self._exit_after, args=(self._ending,), daemon=True).start()
         return self._ending
 
     def _other_ended(self, ending: Ending) -> None:
-        """End this rank because another one ended the run. Called by the watch's thread, as this rank's main thread may
-        wait for the other rank for ever."""
+        """End this rank because another rank ended the run. The watch's thread calls this method, because the main
+        thread may wait for the other rank for ever."""
         self._leave(ending, OTHER_RANK)
 
     def _leave(self, ending: Ending, code: int) -> None:
         if ending.text is not None:
-            time.sleep(1.0)  # the same may be wrong on this rank, which then finds it itself and prints nothing
+            time.sleep(1.0)  # this rank may raise the same error meanwhile, and then prints nothing
         if not self._one_leaves.acquire(blocking=False):
-            return  # the main thread is at it
+            return  # the main thread already ends this process
         seconds = CLOSING_LOST if ending.text is None else CLOSING
         closing = threading.Thread(target=self._close, args=(seconds,), daemon=True)
         closing.start()
-        closing.join(seconds + 1.0)  # what is closed may wait for a device that waits for the lost rank
+        closing.join(seconds + 1.0)  # closing may wait for a device that waits for the lost rank
         if code == FAILED:
             _tell_torchrun(cast(str, ending.text))
         self._write_error(self._named(cast(str, ending.text)) if code == FAILED else str(ending))
@@ -484,8 +490,8 @@ class Supervisor:
                 stream.flush()
 
     def _exit_after(self, ending: Ending) -> None:
-        """End the process after a while: its main thread is about to, but may wait for a device that waits for another
-        rank."""
+        """End the process after LAST or LAST_LOST seconds. The main thread normally ends it earlier, but may wait for a
+        device that waits for another rank."""
         time.sleep(LAST_LOST if ending.text is None else LAST)
         mine = ending.rank == self.place.rank
         if self._silent.acquire(blocking=False):
@@ -494,7 +500,7 @@ class Supervisor:
 
     def _exit(self, code: int) -> None:
         if self.place.rank == 0:
-            time.sleep(0.3)  # for what it has just told the others to be on its way
+            time.sleep(0.3)  # lets the last messages to other ranks be sent
         end_process(code)
 
     # ---------------------------------------------------------------- messages
@@ -518,7 +524,7 @@ class Supervisor:
         return text if isinstance(error, self.user_errors) and text else f"{type(error).__name__}: {text}"
 
     def _write_error(self, text: str) -> None:
-        """Print without ``print``: the main thread may be inside one and hold its lock."""
+        """Print an error without ``print``, because the main thread may hold the lock of ``print``."""
         os.write(2, f"\nerror: {text}\n".encode(errors="backslashreplace"))
 
     def _print_error(self, text: str) -> None:
@@ -529,12 +535,12 @@ class Supervisor:
 
 
 def end_process(code: int) -> None:
-    """End this process at once, whatever its threads wait for."""
+    """End this process at once, without waiting for its threads."""
     os._exit(code)
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write the error to the file from which torchrun reports a failed run."""
+    """Write the error to the file that torchrun reads to report a failed run."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:

@@ -1,15 +1,15 @@
 """Tensor parallelism: the ranks of the group ``tp`` divide every layer of a model; see docs/parallelism.md.
 
 This is Megatron-LM's division (Shoeybi et al. 2019) with sequence-sharded norms and residuals (Korthikanti et al.
-2022). A rank holds n of a sequence's tokens between the layers, and 1 / P of the heads and of the MLP's width inside of
-them. Tokens are gathered before a column-parallel layer; the results of a row-parallel layer are summed and scattered.
+2022). Between the layers a rank holds n tokens of a sequence; inside a layer it has 1 / P of the heads and of the MLP's
+width. Tokens are gathered before a column-parallel layer; the results of a row-parallel layer are reduce-scattered.
 
-Every rank of a group computes the same loss of the same samples. The gradient that a rank finds for a divided parameter
-is that of its part. For a replicated parameter it is one term of a sum over the group: of the rank's tokens if the
-parameter acts on the residual stream, of the rank's heads, features or experts if it acts on what all ranks have.
-:class:`ReplicatedGradients` adds these terms up.
+All ranks of a group compute the same loss of the same samples. A rank computes the complete gradient of its part of a
+divided parameter. For a replicated parameter a rank computes only one term of the gradient, which is a sum over the
+group: the term of the rank's tokens if the parameter acts on the residual stream, or the term of its heads, features or
+experts if the parameter acts on a tensor that all ranks have. :class:`ReplicatedGradients` sums these terms.
 
-Parameters keep their names; :attr:`Part.divided` says which slices of the canonical ones they are.
+Parameters keep their names. :attr:`Part.divided` describes which slices of the canonical tensors they are.
 """
 
 import functools
@@ -65,11 +65,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The argument of ``use(sequence=...)`` for a model that :func:`divide` has divided.
+    """Argument of ``model.use(sequence=...)`` for a model that :func:`divide` has divided.
 
     Attributes:
         group: ranks that divide the layers.
-        sequence: how ranks of another group share every sample before those of ``group`` do; None if they do not.
+        sequence: sequence parallelism over another group of ranks, which divides the tokens before ``group`` does; None
+            without it.
     """
 
     group: Group
@@ -77,17 +78,17 @@ class TensorParallel:
 
     @property
     def shares_samples(self) -> bool:
-        """True if ranks of another group have other tokens of a sample."""
+        """True if sequence-parallel ranks of another group have other tokens of the same samples."""
         return self.sequence is not None
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
         shared = None if self.sequence is None else self.sequence(length, sizes)
         found = SharedTokens(self.group, length if shared is None else shared.rows, shared)
-        return cast(SequenceShards, found)  # has all attributes that models read
+        return cast(SequenceShards, found)  # SharedTokens has all attributes that models read
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
-        """Return the shares of a sequence of several streams of tokens. Raises ValueError if ranks of another group
-        share it, too."""
+        """Return this rank's share of a sequence of several streams of tokens. Raises ValueError if the run also has
+        sequence parallelism."""
         if self.sequence is not None:
             raise ValueError(
                 "--sequence_parallel_size: with --tensor_parallel_size not for models whose captions are in the "
@@ -99,13 +100,16 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """``length`` tokens of which every rank has ``rows`` between the layers, the last ones with padding at the end.
+    """This rank's share of ``length`` tokens. Every rank has ``rows`` tokens between the layers; the last ranks may
+    have padding at the end.
 
-    Padding goes through the layers as zeros or garbage, is cut off before every attention and from the result, and has
-    a gradient of exactly zero.
+    Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
+    their gradient is exactly zero.
 
     Attributes:
-        shared: set if these tokens are themselves one rank's share of a sequence.
+        group: ranks that divide the layers.
+        length: number of tokens of the group.
+        shared: the sequence of which these tokens are one share, if the run has sequence parallelism; otherwise None.
     """
 
     group: Group
@@ -118,23 +122,23 @@ class SharedTokens:
         return -(-self.length // self.group.size)
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens (B, rows, F) of all (B, N, F), with zeros for padding."""
+        """Return this rank's tokens (B, rows, F) of all tokens (B, N, F), with zeros for padding."""
         return take_tokens(x if self.shared is None else self.shared.take(x), self.rows, self.group)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, N, F), on every rank, from this rank's (B, rows, F)."""
+        """Gather the tokens (B, rows, F) of all ranks, on every rank. Return all tokens (B, N, F)."""
         x = join_result(x, self.length, self.group)
         return x if self.shared is None else self.shared.gather(x)
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """Return the rows (P rows, F / P) of a table (N, F) for the group's tokens and this rank's heads."""
+        """Return the part (P rows, F / P) of a table (N, F) for the tokens of the group and the heads of this rank."""
         own = table if self.shared is None else self.shared.of_projections(table)
         own = F.pad(own, (0, 0, 0, self.group.size * self.rows - len(own)))
         return own.chunk(self.group.size, dim=1)[self.group.rank].contiguous()
 
     @property
     def takes_projection(self) -> bool:
-        """True if a shared sequence's strategy computes q, k, v itself."""
+        """True if the strategy of the sequence parallelism computes q, k, v itself."""
         return self.shared is not None and self.shared.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
@@ -149,13 +153,14 @@ class SharedTokens:
         return F.pad(output, (0, 0, 0, padding)) if padding else output
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """Start ``mlp`` on this rank's tokens (B, rows, D)."""
+        """Start ``mlp`` on this rank's tokens y (B, rows, D). Its experts choose among the tokens of all ranks."""
         return _RoutedByParts(mlp, y, self)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Return the attention output of x (B, rows, D), of which ``qkv`` computes q, k, v of ``heads`` heads each."""
+        """Return the attention output of x (B, rows, D) for this rank's ``heads`` heads. ``qkv`` projects x to q, k,
+        v."""
         assert self.shared is not None, "whose strategy it is"
         x = join(x, 1, self.group)
         output = self.shared.project_and_attend(x[:, : self.length], qkv, heads, attend, float8)
@@ -163,7 +168,7 @@ class SharedTokens:
 
     @property
     def axial(self) -> bool:
-        """True if a shared grid has its own attention along an axis."""
+        """True if the tokens are a share of a grid with its own attention along an axis."""
         return self.shared is not None and self.shared.axial
 
     def attend_along(
@@ -173,13 +178,14 @@ class SharedTokens:
         heads."""
         assert self.shared is not None, "whose grid it is"
         x = join(in_working_dtype(x)[0], 1, self.group)
-        own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)  # of tokens that are joined already
+        own = MadeProjection(qkv.weight, qkv.bias, qkv.low_rank)  # its input is gathered already
         output = self.shared.attend_along(axis, x[:, : self.length], own, attend, rotary)
         return F.pad(output, (0, 0, 0, x.shape[1] - self.length))
 
 
 class _RoutedByParts:
-    """Routing of tokens (B, rows, D) to experts of all ranks; each rank gathers the tokens of all."""
+    """Routing of tokens to experts that are divided among the ranks. Each rank gathers the tokens (B, rows, D) of all
+    ranks, and the outputs are reduce-scattered."""
 
     travels = False
 
@@ -196,7 +202,7 @@ class _RoutedByParts:
 
 
 def tensor_group(mesh: Mesh) -> Group | None:
-    """Return the group of ranks that divide every layer with this one, or None."""
+    """Return this rank's tensor-parallel group; None without tensor parallelism."""
     return Group.of(mesh.group("tp")) if mesh.tp_size > 1 else None
 
 
@@ -217,7 +223,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def check_tensor_parallel(config: DiTConfig, size: int) -> None:
-    """Raise ValueError, with sizes that work, unless ``size`` ranks can divide the layers of a model."""
+    """Raise ValueError that names sizes that work, unless ``size`` ranks can divide the layers of a model."""
     check_divisible(config, "tp", size)
     experts = plan_of(config).divisible(config).get("ep", {})
     for what, number in experts.items():  # the ranks that divide the other layers divide the experts as well
@@ -231,21 +237,21 @@ def check_tensor_parallel(config: DiTConfig, size: int) -> None:
 def divide(
     model: DiT, group: Group, sequence: SequenceParallel | None = None, *, column_modulation: bool = True
 ) -> TensorParallel:
-    """Leave this rank its part of every layer of ``model``, in place, as the model's plan says. Parameters in memory
-    are copied from the model; those on the meta device stay there.
+    """Reduce every layer of ``model`` to this rank's part, in place, as the model's plan says. Parts of parameters in
+    memory are copies; parameters on the meta device stay there.
 
     Args:
         group: ranks that divide the layers.
-        sequence: how ranks of another group share every sample; None if they do not.
-        column_modulation: each rank computes a share of every modulation's features, and all gather them; otherwise
-            every rank computes all of them. Tables of labels are small and stay complete on every rank, whatever the
-            plan allows.
+        sequence: sequence parallelism over another group of ranks; None without it.
+        column_modulation: each rank computes a share of the features of every modulation, and all ranks gather them.
+            Otherwise every rank computes all features. Tables of labels are small, and every rank has them in full,
+            even if the plan allows to divide them.
 
     Returns:
         The argument for ``model.use(sequence=...)``.
 
     Raises:
-        ValueError: as :func:`check_tensor_parallel`.
+        ValueError: see :func:`check_tensor_parallel`.
     """
     check_tensor_parallel(model.config, group.size)
     rules = plan_of(model.config).rules(model.config)
@@ -271,7 +277,7 @@ def divide(
 
 
 def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
-    """Leave this rank its heads' weights of a norm across heads, in place; ranks add up their squares."""
+    """Reduce a norm over all heads to the weights of this rank's heads, in place. The ranks sum their squares."""
     divided: Any = norm
     divided.divided = {"weight": divided_by(rule, norm.weight.shape, group.size)}
     norm.features, norm.sum_of_ranks = len(norm.weight), functools.partial(sum_over_ranks, group=group)
@@ -280,15 +286,15 @@ def _divide_norm(norm: RMSNorm, rule: Rule, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Divided:
-    """A parameter of which every rank of a group has a part: its canonical shape, and the cut that makes the parts."""
+    """Description of a parameter that the ranks of a group divide: its canonical shape, and the cut into parts."""
 
     shape: tuple[int, ...]
     cut: Cut
 
 
 def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp") -> Divided:
-    """Describe how ``ranks`` ranks divide a parameter of this shape. Raises ValueError if they can't share it
-    evenly."""
+    """Describe how ``ranks`` ranks divide a parameter of this shape by ``rule``. Raises ValueError if they can't divide
+    it evenly."""
     dim = cast(int, divided_dimension(rule, shape))
     slices = [[part[dim] for part in local_slices(shape, rule, rank, ranks)] for rank in range(ranks)]
     ranges = tuple(tuple((part.start, part.stop) for part in own) for own in slices)
@@ -296,27 +302,29 @@ def divided_by(rule: Rule, shape: tuple[int, ...], ranks: int, group: str = "tp"
 
 
 class Part(Projection):
-    """A linear layer with this rank's part of the weight. Made by :func:`part_of`."""
+    """Linear layer with this rank's part of the weight. :func:`part_of` makes it."""
 
     group: Group
     divided: Mapping[str, Divided]
 
 
 class ColumnParallel(Part):
-    """Computes this rank's output features (B, P n, out / P) for the tokens of all ranks, from its own tokens (B, n,
-    in)."""
+    """Linear layer that gathers the tokens (B, n, in) of all ranks and computes this rank's output features
+    (B, P n, out / P) for them."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Multiply by the weight. ``multiply`` is ignored: the product has its own backward pass. LoRA's first product
-        is of this rank's own tokens, so that only a few numbers a token are gathered for its second."""
+        """Multiply the tokens of all ranks by the weight. ``multiply`` is ignored, because the product has its own
+        backward pass. LoRA's first product uses this rank's tokens only; its result, a few numbers a token, is gathered
+        for the second product."""
         x, weight, bias = in_working_dtype(x, self.weight, bias)
         y, low_rank = column_product(x, weight, bias, self.group), self.low_rank
         return y if low_rank is None else low_rank.add_to(y, join(F.linear(x, low_rank.a), 1, self.group))
 
 
 class RowParallel(Part):
-    """Computes this rank's tokens (B, n, out) of the sum of all ranks' products, each of its own input features (B, P
-    n, in / P). The bias, which every rank has, is added to the sum."""
+    """Linear layer whose rank multiplies its input features (B, P n, in / P) of all tokens. The products are
+    reduce-scattered, so this rank gets the sum for its own tokens (B, n, out). The bias is replicated and added to the
+    sum."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         summed = sum_shares(super().product(x, None, multiply), 1, self.group)
@@ -324,24 +332,24 @@ class RowParallel(Part):
 
 
 class ColumnOfContext(Part):
-    """Computes this rank's output features from an input that all ranks have. The input's gradient is one term of a
-    sum."""
+    """Linear layer that computes this rank's output features from an input that all ranks have. The gradient of the
+    input is one term of a sum over the ranks."""
 
 
 class GatheredColumn(Part):
-    """Computes all output features (B, out) of an input (B, in) that all ranks have; each rank computes some of
-    them."""
+    """Linear layer for an input (B, in) that all ranks have. Each rank computes some of the output features, and all
+    ranks gather them (B, out)."""
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
         return join(super().product(x, bias, multiply), x.dim() - 1, self.group)
 
 
-DIVIDING = (Column, Row, Heads, Expert)  # rules that the ranks follow; tables of labels are small, and whole on all
+DIVIDING = (Column, Row, Heads, Expert)  # rules that divide parameters here; tables of labels are small and stay full
 
 
 @functools.cache
 def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
-    """Count the parameters that each of ``ranks`` ranks has of a model, and of one of its blocks on the average."""
+    """Return (parameters of a model that each of ``ranks`` ranks has, average number of these in one block)."""
     (shapes, _), rules, found = model_shapes(config), plan_of(config).rules(config), [0, 0]
     for name, shape in shapes.items():
         held = math.prod(shape) // (ranks if isinstance(rule_of(rules, name), DIVIDING) else 1)
@@ -351,8 +359,8 @@ def held_parameters(config: DiTConfig, ranks: int) -> tuple[int, int]:
 
 
 def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
-    """Return this rank's part of a linear layer whose weight has ``rule``; the layer itself if the rule does not divide
-    it. Parameters are copies of their part, or on the meta device where the layer's are there."""
+    """Return this rank's part of a linear layer whose weight has ``rule``, or the layer itself if the rule does not
+    divide it. Parameters are copies of the parts, or on the meta device like those of the layer."""
     kinds = {Row: RowParallel, Heads: ColumnParallel, Column: ColumnParallel}
     kind = kinds.get(type(rule))
     if kind is None:
@@ -379,7 +387,7 @@ def part_of(layer: nn.Linear, rule: Rule, group: Group) -> nn.Linear:
 
 
 def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> None:
-    """Leave this rank only its experts, in place. name_of_group: of ``group`` in the mesh."""
+    """Keep only this rank's experts, in place. name_of_group: name of ``group`` in the mesh."""
     share = len(mlp.expert_fc1) // group.size
     divided: dict[str, Divided] = {}
     for name in ("expert_fc1", "expert_fc2"):
@@ -393,12 +401,12 @@ def divide_experts(mlp: ExpertMlp, group: Group, name_of_group: str = "tp") -> N
 
 def _own(parameter: nn.Parameter, rule: Rule, group: Group) -> nn.Parameter:
     part = local_tensor(parameter.detach(), rule, group.rank, group.size)
-    kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()  # a view would hold on to the whole
+    kept = parameter.detach() if isinstance(rule, Replicated) else part.clone()  # a view would keep all of it
     return nn.Parameter(kept, requires_grad=parameter.requires_grad)
 
 
 def divided_parameters(model: nn.Module) -> dict[str, Divided]:
-    """Return the parameters that are divided among ranks, by name."""
+    """Return descriptions of the parameters that are divided among ranks, by name."""
     found = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -407,18 +415,18 @@ def divided_parameters(model: nn.Module) -> dict[str, Divided]:
 
 
 class ReplicatedGradients:
-    """Sums the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and computes the norm of all
-    gradients.
+    """Sum of the gradients of parameters that several ranks of ``tp`` or ``pp`` have, and norm of all gradients.
 
     Args:
-        mesh: of the run.
-        names: of the parameters, in the order of the gradients.
-        divided: those of which each rank of ``tp`` has a part; all ranks have the others in full.
-        on_every_stage: those that every rank of ``pp`` has; each of the others is on one rank.
+        mesh: mesh of the run.
+        names: names of the parameters, in the order of the gradients.
+        divided: names of the parameters that the ranks of ``tp`` divide. All ranks of ``tp`` have the other parameters
+            in full.
+        on_every_stage: names of the parameters that every rank of ``pp`` has. Each other parameter is on one rank.
 
     Attributes:
-        counted: for each gradient, True if this rank adds its squares to the sum over all ranks, so that each counts
-            once.
+        counted: for each gradient, True if this rank adds the gradient's squares to the norm, so that each gradient
+            counts once.
     """
 
     def __init__(
@@ -433,11 +441,11 @@ class ReplicatedGradients:
 
     @torch.no_grad()
     def sum(self, gradients: Sequence[Tensor | None], mark_not_finite: bool = False) -> None:
-        """Sum the gradients that are terms of a sum over their groups, in place and in fp32 or wider, before they are
-        read. All ranks of a group must have None in the same places.
+        """Sum the gradients of replicated parameters over their groups, in place and in fp32 or wider. Call it before
+        reading the gradients. All ranks of a group must have None for the same parameters.
 
-        mark_not_finite: if a gradient of any rank is not finite, make one of every rank not finite, so that ranks which
-        look at their own gradients decide alike.
+        mark_not_finite: if a gradient of any rank is not finite, make a gradient of every rank not finite. Ranks that
+        check only their own gradients then decide in the same way.
         """
         for group, replicated in self._groups:
             parts = [g for g, shared in zip(gradients, replicated, strict=True) if shared and g is not None]
@@ -453,14 +461,14 @@ class ReplicatedGradients:
                 part.copy_(whole.view(part.shape))
 
     def total(self, square_sum: Tensor) -> Tensor:
-        """Sum the squares that are ``counted`` over the groups, in place."""
+        """Sum ``square_sum``, which has the squares of this rank's ``counted`` gradients, over the groups, in place."""
         for group, _ in self._groups:
             dist.all_reduce(square_sum, group=group)
         return square_sum
 
     @torch.no_grad()
     def norm(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the norm of all gradients of the groups, 0-dim fp32."""
+        """Return the norm of the gradients of all ranks of the groups, 0-dim fp32."""
         pairs = zip(gradients, self.counted, strict=True)
         norms = torch._foreach_norm([g for g, counted in pairs if counted and g is not None])
         return self.total(torch.stack(norms).double().square().sum()).sqrt().float()

@@ -1,6 +1,6 @@
-"""The only modules that import colossalai: fixes for it, its ZeRO optimizer, its plugins.
+"""Adapters for Colossal-AI: corrections, the ZeRO optimizer, and plugins. Only these modules import colossalai.
 
-Nothing here is imported or changed before :func:`load` is called.
+Colossal-AI is neither imported nor changed before :func:`load` is called.
 """
 
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ HOW_TO_INSTALL = "run `bash install.sh`, or `pip install --no-deps colossalai==0
 
 
 def check_installed() -> None:
-    """Raise ValueError, with the command to run, if Colossal-AI is not installed. Imports nothing."""
+    """Raise ValueError with the command that installs Colossal-AI, if it is not installed. Does not import it."""
     if find_spec("colossalai") is None:
         raise ValueError(
             f"training needs Colossal-AI, which is not installed: {HOW_TO_INSTALL} (sampling does without)"
@@ -18,14 +18,14 @@ def check_installed() -> None:
 
 
 def load() -> ModuleType:
-    """Import Colossal-AI, fix it, and return opendit.parallel.colossal.plugins.
+    """Import Colossal-AI, apply the corrections, and return the module opendit.parallel.colossal.plugins.
 
     Raises:
-        ImportError: it is not installed; the message has the command to run.
+        ImportError: Colossal-AI can't be imported. The message has the command that installs it.
     """
     from opendit.parallel.colossal import compat
 
-    compat.prepare()  # makes the imports of what follows work
+    compat.prepare()  # makes the following imports work
     from opendit.parallel.colossal import plugins
 
     plugins.register()

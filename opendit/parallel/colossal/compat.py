@@ -1,4 +1,4 @@
-"""Make Colossal-AI 0.5.0 importable without its pinned companions, and runnable on a CPU with gloo."""
+"""Make Colossal-AI 0.5.0 importable without its pinned dependencies, and runnable on a CPU with gloo."""
 
 import contextlib
 import functools
@@ -17,7 +17,8 @@ _OPTIONAL = ("peft", "galore_torch", "bitsandbytes")
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importable placeholders for packages that Colossal-AI imports at the top of files we never use."""
+    """Import hook that provides placeholders for packages. Colossal-AI imports these packages in files that this
+    project never uses."""
 
     def __init__(self, names: list[str]):
         self.names = names
@@ -44,12 +45,12 @@ def _placeholder(name: str) -> type[Any]:
 
 @functools.cache
 def prepare() -> None:
-    """Import Colossal-AI and change in it what all plugins need changed; further calls do nothing."""
+    """Import Colossal-AI and apply the corrections that all plugins need. Further calls do nothing."""
     _import_colossalai()
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Gemini asks for storage sizes that way
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # Gemini uses it to get storage sizes
     from colossalai.zero.gemini import gemini_ddp
 
-    # Gemini would cast every float input to half, timesteps too; our models cast what they want cast.
+    # Gemini would cast every float input, including timesteps, to half precision. Models here cast inputs themselves.
     gemini_ddp._cast_float = lambda value, dtype: value
     if not torch.cuda.is_available():
         from opendit.parallel.colossal.cpu import stand_in_for_a_gpu
@@ -59,8 +60,9 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def _nothing_compiled():
-    """Disable torch.compile inside this context. Colossal-AI decorates functions of its FP8 communication by it, which
-    nothing here calls; the decoration alone imports torch's compiler, 1 s of CPU time."""
+    """Disable torch.compile inside this context. Colossal-AI decorates functions of its FP8 communication with
+    torch.compile. This project never calls them, and the decoration alone would import torch's compiler (1 s of CPU
+    time)."""
     compiler = torch.compile
     torch.compile = lambda function=None, **options: function or (lambda function: function)
     try:
@@ -70,15 +72,15 @@ def _nothing_compiled():
 
 
 def _import_colossalai() -> None:
-    # Installed ones are hidden too: peft, imported now, would take bitsandbytes' placeholder for the real package.
+    # Installed packages are hidden, too: peft would otherwise take the placeholder of bitsandbytes for the package.
     hidden = [n for n in _OPTIONAL if n not in sys.modules]
-    if not hasattr(dist, "is_hccl_available"):  # gone from new torch, called by Colossal-AI's pipeline code
+    if not hasattr(dist, "is_hccl_available"):  # not in new torch; Colossal-AI's pipeline code calls it
         incomplete: Any = dist
         incomplete.is_hccl_available = lambda: False
     finder = _StandIn(hidden)
     sys.meta_path.insert(0, finder)
     try:
-        with _nothing_compiled(), warnings.catch_warnings():  # about optional packages that nobody asked for
+        with _nothing_compiled(), warnings.catch_warnings():  # hides warnings about optional packages
             warnings.simplefilter("ignore")
             import colossalai.booster.plugin
             import colossalai.nn.optimizer  # noqa: F401

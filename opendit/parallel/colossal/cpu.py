@@ -1,4 +1,4 @@
-"""Run Colossal-AI's ZeRO and Gemini on a CPU, which they take for a GPU."""
+"""Run Colossal-AI's ZeRO and Gemini on a CPU by presenting the CPU as a GPU."""
 
 from typing import Any, cast
 
@@ -9,13 +9,13 @@ from colossalai.zero.gemini.chunk import chunk as gemini_chunk
 
 
 def stand_in_for_a_gpu() -> None:
-    """Make the CPU Colossal-AI's accelerator."""
+    """Make the CPU, under the name "cuda", the accelerator of Colossal-AI."""
     set_accelerator(_CpuAsCuda())
     _keep_chunks_in_one_memory()
 
 
 class _Idle:
-    """A stream or event that has nothing to wait for."""
+    """Stream or event of a CPU: all methods do nothing."""
 
     def __enter__(self):
         return self
@@ -28,7 +28,7 @@ class _Idle:
 
 
 class _CpuAsCuda(CpuAccelerator):
-    """The CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini insist on."""
+    """Accelerator that is the CPU under the name "cuda", which Colossal-AI's ZeRO and Gemini require."""
 
     def __init__(self):
         super().__init__()
@@ -66,8 +66,8 @@ class _CpuAsCuda(CpuAccelerator):
 
 
 def _keep_chunks_in_one_memory() -> None:
-    """Keep Gemini from moving shards between "cuda" and "cpu": on a CPU both are the same memory, so a shard stays the
-    "cuda" shard that it was created as."""
+    """Prevent Gemini from moving shards between "cuda" and "cpu", which are the same memory on a CPU. A shard stays a
+    "cuda" shard."""
     chunk: Any = gemini_chunk.Chunk
     close, paired_move = chunk.close_chunk, chunk._Chunk__paired_shard_move
 

@@ -1,6 +1,6 @@
-"""Colossal-AI's side of training: its optimizers, Gemini with corrections, FSDP2 as a plugin, the Booster.
+"""Training with Colossal-AI: optimizers, the Booster, corrections of Gemini, and FSDP2 as a plugin.
 
-Import it by ``opendit.parallel.colossal.load()``, which makes the imports below work.
+Import this module with ``opendit.parallel.colossal.load()``, which makes the imports below work.
 """
 
 import warnings
@@ -43,9 +43,9 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eight_bits: bool = False,
 ) -> tuple[torch.optim.Optimizer, str]:
-    """Return the optimizer for ``plugin`` and one line that names it and the reason.
+    """Return the optimizer for ``plugin``, and a line that names the optimizer and the reason for it.
 
-    zero2 and fsdp use only its settings and state (OnePassAdamW does the step).
+    zero2 and fsdp use only the optimizer's settings and state; OnePassAdamW computes their steps.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     settings = dict(lr=lr, weight_decay=weight_decay, betas=betas, eps=1e-8)
@@ -68,9 +68,9 @@ def register() -> None:
 
 
 class _FiniteBF16(BF16MixedPrecisionMixin):
-    """bf16 without loss scaling, whose step all ranks skip when a gradient is not finite.
+    """Precision mixin for bf16 without loss scaling. All ranks skip a step if a gradient of any rank is not finite.
 
-    Gemini counts non-finite gradient chunks in every precision but looks at the count in fp16 only.
+    Gemini counts gradient chunks that are not finite in every precision, but reads the count in fp16 only.
     """
 
     def __init__(self, manager):
@@ -105,10 +105,11 @@ def boost(
     The module's parameters become the plugin's working weights on this process's device.
 
     Args:
-        grad_clip: 0 means none. ``ddp`` neither casts nor clips (the engine does).
+        grad_clip: bound of the gradient norm; 0 for none. ``ddp`` ignores it and ``precision``: its engine casts and
+            clips.
         accumulate: whether a step has several micro-batches.
-        group: ranks over which zero2 and ddp average gradients, and zero2 divides state; None for all.
-        initial_scale: of fp16's loss.
+        group: ranks over which zero2 and ddp average gradients, and zero2 divides state; None for all ranks.
+        initial_scale: initial loss scale in fp16.
         bucket: number of gradient elements that zero2 reduces together; None for Colossal-AI's default.
     """
     on_gpu = torch.cuda.is_available()
@@ -119,14 +120,14 @@ def boost(
             precision=precision,
             max_norm=grad_clip,
             initial_scale=initial_scale,
-            overlap_communication=False,  # Colossal-AI's; ZeroOptimizer overlaps by itself
+            overlap_communication=False,  # ZeroOptimizer has its own overlap
             cast_inputs=False,
         )
     elif plugin == "gemini":
         size = sum(p.numel() for p in module.parameters()) / 2**20
         built = GeminiPlugin(
             precision=precision,
-            # A clip bound no gradient reaches: Gemini computes the norm only when it clips.
+            # Without clipping a bound that no gradient reaches, because Gemini computes the norm only when it clips.
             max_norm=grad_clip or 1e30,
             initial_scale=initial_scale,
             enable_gradient_accumulation=accumulate,
@@ -134,11 +135,11 @@ def boost(
             min_chunk_size_m=min(32.0, max(0.005, size / 16)),
             search_range_m=32 if size > 64 else 1,
             placement_policy="static",
-            pin_memory=on_gpu,  # its constructor turns this on with asynchronous reduction anyway, and warns
+            pin_memory=on_gpu,  # asynchronous reduction requires it
             enable_async_reduce=on_gpu,
         )
-        # With it every rank keeps a page-locked copy of its shard of every chunk, weights and masters, which nothing
-        # reads while no chunk is offloaded: 6 bytes x parameters of host memory for all ranks together, and minutes
+        # Otherwise every rank keeps page-locked copies of its shards of weights and masters, which are only read if
+        # chunks are offloaded. The copies take 6 bytes of host memory for each parameter, over all ranks, and minutes
         # before the first step of a model of 7B.
         built.gemini_config["pin_memory"] = False
     elif plugin == "ddp":
@@ -160,20 +161,21 @@ def boost(
 
 
 def boost_with(plugin: Plugin, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Boost a module and its optimizer with Colossal-AI's Booster and this plugin."""
-    with warnings.catch_warnings():  # torch's advice on DDP arguments that TorchDDPPlugin passes
+    """Wrap a module and its optimizer with Colossal-AI's Booster and this plugin. Return both."""
+    with warnings.catch_warnings():  # torch warns about DDP arguments that TorchDDPPlugin passes
         warnings.simplefilter("ignore")
         boosted = Booster(plugin=plugin).boost(module, optimizer)
     return boosted[0], boosted[1]
 
 
 def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
-    """Let torch choose its gradient buckets before the first step.
+    """Let torch arrange its gradient buckets before the first step.
 
-    It rearranges them after the first backward pass, in the order in which gradients became ready. The arrangement
-    decides in which order more than two ranks are summed: the first step of a resumed run would round differently. So a
-    pass of zeros is made the first one. Autograd walks the sum from its end, so that the buckets begin with the last
-    layers, whose gradients are ready first in a real pass too.
+    After the first backward pass, torch rearranges the buckets in the order in which gradients became ready. The
+    arrangement determines the order in which the gradients of more than two ranks are summed, so the first step of a
+    resumed run would round differently. To prevent that, this function runs a first backward pass with zero gradients.
+    Autograd processes the sum below from its end, so the buckets begin with the last layers, whose gradients are also
+    ready first in a real pass.
     """
     params = [p for p in ddp.parameters() if p.requires_grad]
     ddp.reducer.prepare_for_backward([])
@@ -182,17 +184,18 @@ def _fix_buckets(ddp: nn.parallel.DistributedDataParallel) -> None:
 
 
 class FSDPPlugin(Plugin):
-    """torch's FSDP2 as a plugin of Colossal-AI's Booster: shards a model by
-    :func:`opendit.parallel.apply.apply_shards`, and wraps its optimizer in a :class:`ShardedOptimizer`.
+    """Plugin of Colossal-AI's Booster for torch's FSDP2. It shards a model with
+    :func:`opendit.parallel.apply.apply_shards`, and wraps the optimizer in a :class:`ShardedOptimizer`.
 
-    If no other rank has the same weights, nothing is sharded: ``fully_shard`` would copy every weight and gradient in
-    every step. The weights are then kept in ``sharding.dtype``, beside fp32 masters, as under zero2.
+    If no other rank has the same weights, the plugin does not shard them, because ``fully_shard`` would copy every
+    weight and gradient in every step. The working weights are then in ``sharding.dtype``, with separate fp32 masters,
+    as under zero2.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         sharding: settings of ``fully_shard``.
         grad_clip, offload, replicated: see :class:`ShardedOptimizer`.
-        loss_scale: for training in fp16.
+        loss_scale: loss scale for training in fp16; None in other precisions.
     """
 
     def __init__(
@@ -220,7 +223,7 @@ class FSDPPlugin(Plugin):
         if self.mesh.dims.size("loss") > 1:
             apply_shards(model, self.mesh, self.sharding)
             if any(parameter.is_meta for parameter in model.parameters()):
-                model.to_empty(device=self.mesh.device)  # its shards; the engine fills them
+                model.to_empty(device=self.mesh.device)  # allocates the shards; the engine sets their values
             if self.sharding.gather_float8 and (names := float8_weights(model)):
                 float8 = Float8Shards(model, names, self.sharding.dtype, self.mesh.group("fsdp"))
         else:
@@ -248,7 +251,7 @@ class FSDPPlugin(Plugin):
         return True
 
     def control_checkpoint_io(self) -> bool:
-        return False  # opendit/checkpoint writes checkpoints, whatever the plugin
+        return False  # opendit/checkpoint writes the checkpoints of all plugins
 
     def supported_devices(self) -> list[str]:
         return ["cuda", "cpu"]
@@ -257,10 +260,10 @@ class FSDPPlugin(Plugin):
         return ["fp16", "bf16", "fp32"]
 
     def support_no_sync(self) -> bool:
-        return False  # the engine's micro_batch() steers reductions
+        return False  # the engine's micro_batch() controls reductions
 
     def support_lora(self) -> bool:
-        return False  # opendit/models/lora.py adds it before
+        return False  # opendit/models/lora.py adds LoRA before the Booster
 
     def get_checkpoint_io(self) -> NoReturn:
         raise NotImplementedError("checkpoints are written by opendit.checkpoint")

@@ -1,4 +1,4 @@
-"""Colossal-AI's ZeRO-2 optimizer with another step: few passes over memory, and a host that does not wait."""
+"""Colossal-AI's ZeRO-2 optimizer with a step that makes few passes over memory and does not block the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,28 +14,28 @@ from opendit.parallel.muon import Muon
 from opendit.parallel.optimizer import OnePassAdamW
 from opendit.parallel.tensor import ReplicatedGradients
 
-ALIGNMENT = 8  # elements: every shard in a bucket begins at a multiple of 16 bytes
-GATHER_BYTES = 128 << 20  # of working weights that are gathered together
+ALIGNMENT = 8  # elements; every shard in a bucket begins at a multiple of 16 bytes
+GATHER_BYTES = 128 << 20  # least size of the working weights that are gathered together
 
 
 class ZeroOptimizer(LowLevelZeroOptimizer):
-    """ZeRO-2 in few passes over memory, whose host never waits for the device (except once per step in fp16).
+    """ZeRO-2 optimizer with few passes over memory. The host never waits for the device, except once per step in fp16.
 
-    Colossal-AI's own takes the norm tensor by tensor in float64 on the host, waits for the device after every backward
-    pass, copies gradients and weights into buckets and back, keeps full gradients alive instead of a rank's share, and
-    does all of that on one rank too. Here:
+    Colossal-AI's optimizer computes the norm tensor by tensor in float64 on the host, waits for the device after every
+    backward pass, copies gradients and weights into buckets and back, and keeps full gradients instead of a rank's
+    share. It does all of that on a single rank, too. This class differs as follows:
 
-    - on one rank there is nothing to reduce: the step reads ``p.grad``;
-    - on several, a bucket of gradients is reduce-scattered during the backward pass, and a rank keeps only its shard of
-      the result;
-    - the step is :class:`OnePassAdamW`'s, bucket by bucket, and each bucket's working weights are gathered, in place,
-      while the next is being updated.
+    - On one rank nothing is reduced, and the step reads ``p.grad``.
+    - On several ranks, buckets of gradients are reduce-scattered during the backward pass, and a rank keeps only its
+      shard of the result.
+    - :class:`OnePassAdamW` updates one bucket of parameters after another. The working weights of a bucket are
+      gathered, in place, while the next bucket is updated.
 
     Attributes:
-        grad_norm: of the last step, unscaled and before clipping: 0-dim float64 on the device.
-        finite: whether the last step was taken (its norm was finite): 0-dim bool on the device.
-        replicated: which gradients are terms of a sum over ranks that divide the layers; None if none are.
-        muon: what makes the directions of matrices; None if AdamW steps all parameters.
+        grad_norm: norm of the gradients of the last step, unscaled and before clipping, 0-dim float64 on the device.
+        finite: whether that norm was finite, so that the step was taken, 0-dim bool on the device.
+        replicated: sums the gradients of parameters that several ranks have; None if there are none.
+        muon: computes the update directions of matrices; None if AdamW updates all parameters.
     """
 
     grad_norm: Tensor
@@ -50,10 +50,10 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._params = [p for p in self._params if p.requires_grad]
         self.masters: list[Tensor] = [self.working_to_master_param[id(p)] for p in self._params]
         self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        # This rank's part of every working weight, the padding of the last ranks included.
+        # This rank's part of every working weight, including the padding of the last ranks.
         self._padded = [self._working_param_to_padded_working_param[p] for p in self._params]
         self._working = [w.view(self._world, -1)[self._rank] for w in self._padded]
-        self._shards: dict[int, Tensor] = {}  # gradients of this rank, by the id of the parameter
+        self._shards: dict[int, Tensor] = {}  # this rank's gradient shards, by the id of the parameter
         self._bucket: list[nn.Parameter] = []
         self._in_flight: list[tuple[Any, list[nn.Parameter], Tensor]] = []
         self._adamw = OnePassAdamW(cast(Any, self.optim), self.masters, self.own_sizes(), self._working)
@@ -64,7 +64,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- gradients
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Add to the gradients; fp16 scales the loss first, without reading the scale from the device."""
+        """Add the gradients of a loss. In fp16 the loss is scaled first; the host does not read the scale."""
         scaler = self.scaler
         scaled = loss if scaler is None else loss * scaler.scale.view(())
         scaled.backward(inputs=inputs, retain_graph=retain_graph)
@@ -72,20 +72,21 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._collect(keep=0)
 
     def backward_from(self, output: Tensor | GradientEdge, gradient: Tensor) -> None:
-        """Add to the gradients, starting from an output whose gradient, already scaled, is known."""
+        """Add the gradients that result from the scaled gradient of an output."""
         torch.autograd.backward(output, gradient)
         self._reduce_bucket()
         self._collect(keep=0)
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        """Add a parameter whose gradient is complete. Called by its hook (on several ranks)."""
+        """Add a parameter to the bucket. Its hook calls this method when the gradient is complete (on several
+        ranks)."""
         self._bucket.append(param)
         if sum(p.numel() for p in self._bucket) >= self._reduce_bucket_size:
             self._reduce_bucket()
             self._collect(keep=1)
 
     def _reduce_bucket(self) -> None:
-        """Start to average the bucket's gradients over all ranks; each rank gets a shard."""
+        """Start to average the gradients of the bucket over all ranks. Each rank receives a shard."""
         if not self._bucket:
             return
         rows = []
@@ -102,7 +103,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         self._bucket = []
 
     def _collect(self, keep: int) -> None:
-        """Store the shards of all reductions except the last ``keep`` (the device waits for them, not the host)."""
+        """Store the gradient shards of all reductions except the last ``keep``. The device waits for the reductions,
+        not the host."""
         while len(self._in_flight) > keep:
             work, params, received = self._in_flight.pop(0)
             work.wait()
@@ -141,8 +143,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     ) -> None:
         """Let steps also update these averages; see :meth:`opendit.kernels.adamw_ema.FusedStep.attach`.
 
-        averages: for each average its tensors, in the order of the trained parameters, each of the size of this rank's
-        shard without padding.
+        averages: list of tensors for each average, in the order of the trained parameters. A tensor has the size of
+        this rank's shard without padding.
         """
         self._adamw.attach_averages(averages, decays, updates)
 
@@ -176,7 +178,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         if scaler is not None:
             scale = scaler._scale
             scaler.update(not self.finite.item())
-            scaler._scale = scale.copy_(scaler._scale)  # in its old place, from which a CUDA graph reads it
+            scaler._scale = scale.copy_(scaler._scale)  # at the same address, which a CUDA graph reads
 
     @property
     def scaler(self) -> Any:
@@ -192,8 +194,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     # ---------------------------------------------------------------- working weights
 
     def _buckets(self) -> list[tuple[int, int]]:
-        """Return ranges of parameters, each of at least GATHER_BYTES of working weights (on one rank a single
-        range)."""
+        """Divide the parameters into ranges (start, stop) with at least GATHER_BYTES of working weights each; into a
+        single range on one rank."""
         edges, size = [0], 0
         for i, working in enumerate(self._padded, start=1):
             size += working.numel() * working.element_size()
@@ -203,7 +205,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         return list(zip(edges, edges[1:], strict=False))
 
     def _start_gather(self, start: int, stop: int) -> list[Any]:
-        """Start to gather the other ranks' parts of the working weights ``start`` to ``stop``, in place."""
+        """Start to gather the other ranks' parts of the working weights number ``start`` to ``stop`` - 1, in place."""
         if self._world == 1:
             return []
         with dist._coalescing_manager(group=self._group, async_ops=True) as work:
@@ -213,14 +215,13 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     @torch.no_grad()
     def gather_working_params(self) -> None:
-        """Round every rank's master shards to the working dtype, and gather them into the working weights of all
-        ranks."""
+        """Round this rank's master shards to the working dtype, and gather all ranks' shards into the working
+        weights."""
         torch._foreach_copy_(self._working, self.masters)
         for work in self._start_gather(0, len(self._padded)):
             work.wait()
 
 
 def _padded(rows: Tensor, more: int) -> Tensor:
-    """Pad each of ``rows`` with ``more`` zeros at its end. Returns ``rows`` itself, without a copy, if there is nothing
-    to add."""
+    """Pad each of ``rows`` with ``more`` zeros at its end. Return ``rows`` itself, without a copy, if ``more`` is 0."""
     return functional.pad(rows, (0, more)) if more else rows

@@ -1,4 +1,4 @@
-"""Training engines, one file for each plugin; opendit/config/names.py is their registry and tells how to add one."""
+"""Training engines, one file for each plugin. opendit/config/names.py registers them and explains how to add one."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -55,19 +55,19 @@ def build_engine(
         plugin: one of ``opendit.config.names.PLUGINS``.
         betas: of AdamW, both at least 0 and below 1.
         grad_clip: bound of the global gradient norm; 0 means none.
-        grad_accumulation: micro-batches in a step (gemini and fsdp have to know).
-        sharding: how fsdp divides the model; its dtype is replaced by that of ``precision``.
-        offload: what fsdp keeps in host memory, one of ``opendit.config.names.OFFLOAD``: ``average``: the averages;
-            ``state``: averages and moments.
-        streamed: blocks whose frozen weights lie in host memory; not with fsdp.
-        initial: returns the initial fp32 values of any shard, by the parameter's name, trained or not. None: the values
-            of the module, of which every rank then keeps a copy in host memory for a while.
-        muon: of the parameters that Muon steps in place of AdamW (zero2, ddp, fsdp, without tensor or expert
-            parallelism and offload of the state).
-        eight_bits: AdamW's moments are kept in 8 bits (zero2, ddp, fsdp, without offload of the state).
+        grad_accumulation: number of micro-batches in a step. gemini and fsdp depend on it.
+        sharding: how fsdp divides the model. Its dtype is replaced by that of ``precision``.
+        offload: state that fsdp keeps in host memory, one of ``opendit.config.names.OFFLOAD``. ``average``: the
+            averages; ``state``: averages and moments.
+        streamed: blocks whose frozen weights are in host memory; not with fsdp.
+        initial: returns the initial fp32 values of any shard of a parameter, trained or frozen, by the parameter's
+            name. None: use the values of the module, which every rank then copies to host memory for a while.
+        muon: settings of Muon for the parameters that it updates instead of AdamW (zero2, ddp, fsdp; without tensor or
+            expert parallelism, and without offload of the state).
+        eight_bits: keep AdamW's moments in 8 bits (zero2, ddp, fsdp; without offload of the state).
 
     Raises:
-        ValueError: unknown plugin, precision or offload, or one that the plugin does not work in.
+        ValueError: the plugin, precision or offload is unknown, or the plugin does not support it.
     """
     if plugin not in PLUGINS or precision not in PRECISIONS:
         raise ValueError(f"plugin {plugin} with precision {precision}: plugins are {', '.join(PLUGINS)}")

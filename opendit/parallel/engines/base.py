@@ -1,10 +1,11 @@
 """Interface of training engines: forward, backward, step, and the layout of their state.
 
-Whatever the plugin, the fp32 master weights, the optimizer's moments and the EMA look the same: every rank holds one
-fp32 shard of every parameter, and ``layout`` says which slices of the canonical tensor it is. So shards can be gathered
-into canonical full tensors, and full tensors loaded, under any plugin and any number of ranks.
+The fp32 master weights, the optimizer's moments and the EMA have the same form under every plugin: each rank holds one
+fp32 shard of every parameter, and ``layout`` describes which slices of the canonical tensor the shard has. Under any
+plugin and any number of ranks, shards can therefore be gathered into canonical full tensors, and full tensors loaded.
 
-:class:`OnePassEngine` is the base of zero2 and fsdp, :class:`BoosterEngine` that of engines over Colossal-AI's Booster.
+:class:`OnePassEngine` is the base class of zero2 and fsdp. :class:`BoosterEngine` is the base class of engines that use
+Colossal-AI's Booster.
 """
 
 import contextlib
@@ -40,13 +41,14 @@ Values = Callable[[str, Shard], Tensor]  # (parameter, shard) -> the values of t
 
 @dataclass
 class StepResult:
-    """Results of a step, as 0-dim tensors on the device. Reading one waits for the device; a step does not.
+    """Results of a step, as 0-dim tensors on the device. The step itself does not wait for the device; reading a result
+    does.
 
     Attributes:
-        grad_norm: unscaled and before clipping.
-        finite: whether the norm was finite and the step was taken; if not, no weight, moment or average has changed.
-        loss_scale: of fp16's scaler, else 1.
-        loss: mean of the step's micro-batches on this rank, set by the runner.
+        grad_norm: norm of the gradients, unscaled and before clipping.
+        finite: whether the norm was finite. If not, the step has changed no weight, moment or average.
+        loss_scale: scale of the fp16 loss scaler; 1 in other precisions.
+        loss: mean loss of the step's micro-batches on this rank, set by the runner.
     """
 
     grad_norm: Tensor
@@ -60,13 +62,14 @@ class Settings:
     """Settings of an engine's optimizer.
 
     Attributes:
-        lr, weight_decay, betas: of AdamW.
-        grad_clip: bound of the global gradient norm, 0 for none.
-        grad_accumulation: micro-batches in a step.
-        sharding, offload: only for fsdp; offload names the state that lies in host memory.
-        muon: of the parameters that Muon steps; None if AdamW steps all.
-        streamed: blocks whose frozen weights lie in host memory; not with fsdp.
-        eight_bits: AdamW's moments are kept in 8 bits.
+        lr, weight_decay, betas: hyperparameters of AdamW.
+        grad_clip: bound of the global gradient norm; 0 for none.
+        grad_accumulation: number of micro-batches in a step.
+        sharding: how fsdp divides the model; only for fsdp.
+        offload: state that fsdp keeps in host memory; "none" under other plugins.
+        muon: settings of Muon for the parameters that it updates; None if AdamW updates all.
+        streamed: blocks whose frozen weights are in host memory; not with fsdp.
+        eight_bits: keep AdamW's moments in 8 bits.
     """
 
     lr: float
@@ -82,21 +85,22 @@ class Settings:
 
 
 class Engine(ABC):
-    """Drives a module under one plugin. Build it with :func:`build_engine`.
+    """Base class of engines, which train a module under one plugin. Build an engine with :func:`build_engine`.
 
     Attributes:
-        skipped, skipped_in_a_row: steps that were not taken, 0-dim int64 tensors on the device.
-        shapes: the canonical shape of every trained parameter.
-        parts: layout of the parameters of a module whose layers the ranks of ``tp`` divide, as
-            ``module.get_parameter(name)`` holds them before the engine shards them.
-        shared: parameters that all ranks of a pipeline have.
-        streamed: blocks whose frozen weights lie in host memory; None if none do.
-        stored: layers whose weights --base_precision stores, by the names of these.
-        muon: of the parameters that Muon steps, whose only moment is the first; None if AdamW steps all.
+        skipped, skipped_in_a_row: numbers of skipped steps, 0-dim int64 tensors on the device.
+        shapes: canonical shape of every trained parameter.
+        parts: layout of this rank's parameters before the engine shards them. They are parts of the canonical tensors
+            if the ranks of ``tp`` divide the layers.
+        shared: names of the parameters that all ranks of a pipeline have.
+        streamed: blocks whose frozen weights are in host memory; None if there are none.
+        stored: layers whose weights are stored as --base_precision says, by the names of the weights.
+        muon: optimizer of the parameters that Muon updates, which have only the first moment; None if AdamW updates
+            all parameters.
     """
 
     muon: Muon | None = None
-    copied = False  # every rank has gradients and moments in full, of which ``layout`` is only a view
+    copied = False  # True if every rank has full gradients and moments, and ``layout`` describes views of them
 
     def __init__(
         self, module: nn.Module, mesh: Mesh, precision: str, settings: Settings, initial: Values | None = None
@@ -107,7 +111,7 @@ class Engine(ABC):
         if self.streamed is not None and not self.streamed.recordable:
             self.no_graph = "the backward pass ends before the first of the blocks in host memory (--lora_targets)"
         self._local_shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        for name, layer in self.stored.items():  # whose bytes have another shape
+        for name, layer in self.stored.items():  # the stored bytes have another shape
             self._local_shapes[name] = layer.shape
         canonical = {n: self.divided[n].shape if n in self.divided else s for n, s in self._local_shapes.items()}
         self.shapes = {n: canonical[n] for n, p in module.named_parameters() if p.requires_grad}
@@ -120,8 +124,8 @@ class Engine(ABC):
         self.replicated = None
         if mesh.tp_size > 1 or mesh.pp_size > 1:
             self.replicated = ReplicatedGradients(mesh, list(self.shapes), self.divided, self.shared)
-        # Plugins cast weights and buffers to half before they make their fp32 copies; the masters must be
-        # the fp32 initialisation itself, and position tables stay fp32.
+        # Plugins cast weights and buffers to half precision before they make their fp32 copies. The masters must have
+        # the fp32 initial values instead, and position tables must stay fp32.
         trained = _values_of(module) if initial is None else initial
         buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         self.model, self.optimizer, adam, self.optimizer_name = self._wrap(module, settings)
@@ -142,37 +146,41 @@ class Engine(ABC):
             self._fill_frozen(initial)
         self.finish_loading()
 
-    plugin: str  # its name in --plugin
-    gradients: Any  # a tensor for each trained parameter, or None; of plugins whose passes can be recorded
+    plugin: str  # name of the plugin in --plugin
+    gradients: Any  # a tensor or None for each trained parameter; only under plugins whose passes can be recorded
 
     @abstractmethod
     def _wrap(self, module: nn.Module, settings: Settings) -> tuple[Any, Any, Any, str]:
-        """Move the module to this rank's device and put it under the plugin. Return (what forward calls, what steps,
-        the AdamW that has the learning rate and the state, one line that names this AdamW and the reason)."""
+        """Move the module to this rank's device and wrap it with the plugin.
+
+        Return (the model that ``forward`` calls, the optimizer that ``step`` calls, the AdamW that has the learning
+        rate and the state, a line that names this AdamW and the reason for it).
+        """
 
     def _attach_muon(self, muon: Muon) -> None:
-        """Make the optimizer's step take the directions of matrices from Muon."""
+        """Let the optimizer's step use Muon's update directions for matrices."""
         raise NotImplementedError(f"{self.plugin} has no Muon")
 
     # ---------------------------------------------------------------- training
 
-    whole = True  # every rank holds all working weights: ``module`` can be called by itself, in ``autocast()``
-    no_graph: str  # why forward and backward can't be recorded as a CUDA graph; empty if they can
+    whole = True  # every rank has all working weights, so ``module`` can be called directly, inside ``autocast()``
+    no_graph: str  # reason why the passes can't be recorded as a CUDA graph; empty if they can
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context that a forward pass of ``module`` runs in."""
+        """Return the context for forward passes of ``module``."""
         return contextlib.nullcontext()
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for forward and backward of one micro-batch. last: the step follows."""
+        """Return a context for the forward and backward pass of one micro-batch. last: True for the last one before a
+        step."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor | GradientEdge, gradient: Tensor | None = None) -> None:
-        """Add gradients, those of a loss; or, for a stage of a pipeline whose output is not the loss, those of the
-        output ``loss`` for its ``gradient``, which is scaled as the loss was."""
+        """Run a backward pass, which adds to the gradients. It starts from a loss; or, on a pipeline stage whose
+        output is not the loss, from the output ``loss`` and its ``gradient``, which has the scale of the loss."""
         if gradient is None:
             self.optimizer.backward(loss)
         else:
@@ -187,31 +195,32 @@ class Engine(ABC):
 
     @abstractmethod
     def _step(self) -> StepResult:
-        """Do the work of ``step``, without the counting."""
+        """Do the work of ``step``, except counting skipped steps."""
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
-        """Return this rank's part of each parameter's gradient since the last step, for reading; None if the engine
-        can't tell."""
+        """Return this rank's part of each parameter's gradient since the last step, for reading. None if the engine has
+        no access to the gradients."""
         return None
 
     def new_averages(self, count: int) -> list[dict[str, Tensor]]:
-        """Allocate averages of the masters where this engine keeps them: for each a shard of every parameter."""
+        """Allocate ``count`` averages of the masters in the memory where this engine keeps averages. Each average is a
+        shard of every parameter."""
         return [{name: torch.empty_like(part) for name, part in self.masters().items()} for _ in range(count)]
 
     def attach_averages(
         self, averages: list[dict[str, Tensor]], decays: Callable[[Tensor], Tensor], updates: Tensor
     ) -> bool:
         """Ask the optimizer to update these averages of the masters in its own pass over memory. ``decays(updates)``
-        gives the decays, and ``updates`` is counted up. Return whether it will."""
+        returns the decays, and the step increments ``updates``. Return True if the optimizer will do so."""
         return False
 
     def wait_for_averages(self) -> None:
-        """Wait until the attached averages are those of the last step, also on the host if they lie there. Call it
-        before they are read or set."""
+        """Wait until the last step's update of the attached averages is complete. The host waits, too, if they are in
+        host memory. Call this method before reading or setting the averages."""
         return None
 
     def _on_host(self, grad_norm: float, loss_scale: float) -> StepResult:
-        """Return the result of a step whose norm the host has read."""
+        """Return the result of a step whose gradient norm is already on the host."""
         norm = torch.tensor(grad_norm, dtype=torch.float64)
         return StepResult(norm, torch.tensor(math.isfinite(grad_norm), device=self.mesh.device), loss_scale)
 
@@ -222,8 +231,8 @@ class Engine(ABC):
 
     # ---------------------------------------------------------------- state
 
-    layout: Layout  # of the masters, the moments and whatever else is kept by parameter
-    _optimizer_keys: dict[str, Tensor | None]  # per parameter: the tensor the optimizer's state is keyed by
+    layout: Layout  # layout of the masters, the moments and all other state of parameters
+    _optimizer_keys: dict[str, Tensor | None]  # key of each parameter in the optimizer's state
 
     @abstractmethod
     def _locate(self) -> None:
@@ -231,28 +240,29 @@ class Engine(ABC):
 
     @abstractmethod
     def master(self, name: str) -> Tensor:
-        """Return this rank's fp32 shard of a parameter; a view that steps change."""
+        """Return this rank's fp32 master shard of a parameter: the memory itself, which steps change."""
 
     def held(self, name: str) -> Shard:
-        """Return the shard of a parameter's master and moments that this rank has in memory, and needs when they are
-        set. It is larger than in ``layout`` if that is a view of full tensors."""
+        """Return the shard of a parameter's master and moments that this rank stores. :meth:`set_master` and
+        :meth:`set_moments` take values for this shard. It is larger than in ``layout`` if ``layout`` describes views of
+        larger tensors."""
         return self.layout.local(name)
 
     @torch.no_grad()
     def set_master(self, name: str, part: Tensor) -> None:
-        """Set this rank's part (:meth:`held`) of a parameter's master; call finish_loading afterwards."""
+        """Set this rank's part (:meth:`held`) of a parameter's master. Call finish_loading afterwards."""
         self.master(name).copy_(part)
 
     def set_shard(self, name: str, shard: Tensor) -> None:
-        """Set a parameter's master from this rank's shard as in ``layout``; collective. Call finish_loading
+        """Set a parameter's master from this rank's shard in ``layout``. Collective. Call finish_loading
         afterwards."""
         self.set_master(name, shard)
 
-    _frozen_group: ProcessGroup | None = None  # ranks that have different parts of weights that are not trained
+    _frozen_group: ProcessGroup | None = None  # ranks that have different parts of the frozen weights
 
     @torch.no_grad()
     def _fill_frozen(self, values: Values) -> None:
-        """Set the values of weights that are not trained."""
+        """Set the values of the frozen weights."""
         for name, parameter in self.module.named_parameters():
             if name not in self.shapes:
                 part, shard = self._frozen_part(name, parameter)
@@ -262,40 +272,40 @@ class Engine(ABC):
                     part.copy_(values(name, shard))
 
     def _largest(self, number: Tensor) -> Tensor:
-        """Return the largest of a number over the ranks that have other parts of weights that are not trained."""
+        """Return the largest ``number`` of the ranks that have different parts of the frozen weights."""
         if self._frozen_group is not None:
             dist.all_reduce(number, dist.ReduceOp.MAX, group=self._frozen_group)
         return number
 
     def _frozen_part(self, name: str, parameter: Tensor) -> tuple[Tensor, Shard]:
-        """Return this rank's memory of a weight that is not trained, and which shard of it that is."""
+        """Return (this rank's memory of a frozen weight, the shard of the weight that is in this memory)."""
         kept = parameter if self.streamed is None else self.streamed.host.get(name, parameter)
         return kept, self.parts.local(name)
 
     def load_master(self, name: str, full: Tensor) -> None:
-        """Set a parameter's master from its full tensor, on every rank; call finish_loading afterwards."""
+        """Set a parameter's master from its full tensor, which every rank passes. Call finish_loading afterwards."""
         self.set_master(name, self.held(name).take(full))
 
     def finish_loading(self) -> None:
-        """Make the working weights those of the masters. Nothing to do if they are the same."""
+        """Copy the masters to the working weights, if these are different tensors."""
         return None
 
     def masters(self) -> dict[str, Tensor]:
-        """Return this rank's live fp32 shards of all parameters, by name."""
+        """Return this rank's fp32 master shards (:meth:`master`) of all parameters, by name."""
         return {name: self.master(name) for name in self.shapes}
 
     def moments_of(self, name: str) -> tuple[str, ...]:
-        """Return which moments of a parameter the optimizer keeps."""
+        """Return the names of the moments that the optimizer keeps for a parameter."""
         return MOMENTS[:1] if self.muon is not None and name in self.muon.names else MOMENTS
 
     def moments(self, name: str) -> dict[str, Tensor]:
-        """Return this rank's shards of the optimizer's moments of one parameter (zeros before the first step), for
-        reading: of those in 8 bits, fp32 values that become the same bits again."""
+        """Return this rank's shards of one parameter's moments, for reading. They are zeros before the first step.
+        Moments in 8 bits are returned as fp32 values that encode to the same bits again."""
         shard = self.layout.local(name)
         return {moment: to_values(kept).view(shard.shape) for moment, kept in self._moments(name).items()}
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
-        """Return this rank's shards of the moments of one parameter, flat, as the optimizer has them."""
+        """Return this rank's shards of one parameter's moments, flat and in the optimizer's own format."""
         key, numel, names = self._optimizer_keys[name], self.layout.local(name).numel, self.moments_of(name)
         if key is None:
             return {moment: torch.empty(0, device=self.mesh.device) for moment in names}
@@ -303,13 +313,13 @@ class Engine(ABC):
         return {moment: first_of(state[moment], numel) for moment in names}
 
     def set_moments(self, name: str, parts: dict[str, Tensor], step: int) -> None:
-        """Set this rank's part (:meth:`held`) of the moments of one parameter, and its step count."""
+        """Set this rank's part (:meth:`held`) of one parameter's moments, and the parameter's step count."""
         for moment, kept in self._moments(name).items():
             set_values(kept, parts[moment])
         self._set_step(name, step)
 
     def load_moments(self, name: str, full: dict[str, Tensor], step: int) -> None:
-        """Set the moments of one parameter from full tensors, and its step count."""
+        """Set one parameter's moments from full tensors, and the parameter's step count."""
         self.set_moments(name, {moment: self.held(name).take(tensor) for moment, tensor in full.items()}, step)
 
     def _set_step(self, name: str, step: int) -> None:
@@ -319,7 +329,7 @@ class Engine(ABC):
             state["step"] = step if isinstance(state["step"], int) else torch.full_like(state["step"], step)
 
     def optimizer_steps(self) -> int:
-        """Return the number of steps that the optimizer has taken, without skipped ones."""
+        """Return the number of steps that the optimizer has taken. Skipped steps do not count."""
         keys = (key for key in self._optimizer_keys.values() if key is not None and key in self.adam.state)
         key = next(keys, None)
         return 0 if key is None else int(self.adam.init_state(key)["step"])
@@ -333,13 +343,14 @@ class Engine(ABC):
         return None
 
     def _even_layout(self) -> Layout:
-        """Make the layout in which every parameter, or this rank's part of it, is flat and even over all ranks that
-        have the same."""
+        """Make the layout that divides every parameter evenly, as a flat tensor, among all ranks of the group "loss",
+        which have the same parameter or the same part of it."""
         ranks = self.mesh.dims.size("loss")
         return self._layout(self.shapes, lambda shape: flat_cut("loss", math.prod(shape), ranks))
 
     def _layout(self, shapes: Iterable[str], cut: Callable[[tuple[int, ...]], Cut]) -> Layout:
-        """Make the layout of these parameters; ``cut`` divides the part of a given shape."""
+        """Make the layout of the parameters named in ``shapes``. ``cut(shape)`` returns the cut that further divides a
+        rank's part of this shape."""
         cuts = {n: [*self._division(n), cut(self._local_shapes[n])] for n in shapes}
         return Layout(self.mesh, {n: self.parts.shapes[n] for n in shapes}, cuts, self.shared)
 
@@ -349,21 +360,22 @@ class Engine(ABC):
 
 
 def _values_of(module: nn.Module) -> Values:
-    """Copy the present values of a module's trained parameters into host memory."""
+    """Copy the current values of a module's trained parameters to host memory. Return a function that looks them up."""
     trained = ((n, p.detach()) for n, p in module.named_parameters() if p.requires_grad)
     copies = {n: p.to("cpu", torch.float32, copy=True) for n, p in trained}
     return lambda name, shard: shard.take(copies[name])
 
 
 class OnePassEngine(Engine):
-    """Base of engines whose optimizer steps this rank's shards by OnePassAdamW, averages included."""
+    """Base class of engines whose optimizer updates this rank's shards and their averages with OnePassAdamW."""
 
     def _attach_muon(self, muon: Muon) -> None:
         self.optimizer.muon = muon
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """This rank's part of the gradients since the last step. Those of a replayed graph are set explicitly."""
+        """This rank's part of the gradients since the last step. Set this property to the gradients of a replayed CUDA
+        graph."""
         return self.optimizer.gradients
 
     @gradients.setter
@@ -386,7 +398,7 @@ def state_of_scaler(scaler: Any) -> dict[str, float]:
 
 
 class BoosterEngine(Engine):
-    """An engine over the plugin of Colossal-AI with the same name."""
+    """Engine that uses the Colossal-AI plugin of the same name."""
 
     def _wrap(self, module, settings):
         colossal = load()

@@ -1,4 +1,4 @@
-"""Data parallel training with full weights on every rank, by torch's DistributedDataParallel."""
+"""Engine of --plugin ddp: every rank has full weights, and torch's DistributedDataParallel averages gradients."""
 
 import contextlib
 import math
@@ -16,7 +16,8 @@ from opendit.parallel.muon import Muon
 
 
 class DDPEngine(BoosterEngine):
-    """Full fp32 weights on every rank, autocast in the forward pass; state is *viewed* as even shards."""
+    """Engine with full fp32 weights and state on every rank, and autocast in the forward pass. ``layout`` presents the
+    state as even shards, which are views of the full tensors."""
 
     plugin = "ddp"
     copied = True
@@ -25,7 +26,7 @@ class DDPEngine(BoosterEngine):
     def _locate(self):
         self._params = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         self.layout = self._even_layout()
-        # This rank has its part of every parameter in full, and presents an even share of it as its state.
+        # This rank stores its whole part of every parameter, and presents an even share of that part as its shard.
         shares, ranks = {n: tuple(p.shape) for n, p in self._params.items()}, self.mesh.dims.size("loss")
         self._shares = Layout(
             self.mesh, shares, {n: [flat_cut("loss", math.prod(s), ranks)] for n, s in shares.items()}
@@ -43,7 +44,8 @@ class DDPEngine(BoosterEngine):
             return self.model(*args, **kwargs)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # In a forward pass DDP decides which backward pass reduces: in a pipeline other passes come in between.
+        # A forward pass of DDP decides whether the next backward pass reduces gradients. In a pipeline the next
+        # backward pass may belong to another micro-batch, so _step reduces gradients itself.
         in_the_pass = last and self.mesh.pp_size == 1
         return contextlib.nullcontext() if in_the_pass else self.model.module.no_sync()
 
@@ -61,7 +63,7 @@ class DDPEngine(BoosterEngine):
         if gradient is None:
             self._torch_scaler.scale(cast(torch.Tensor, loss)).backward()
         else:
-            self._torch_scaler.scale(gradient.new_zeros(()))  # which makes its numbers: no loss is scaled on this rank
+            self._torch_scaler.scale(gradient.new_zeros(()))  # creates the scaler's tensors: this rank has no loss
             torch.autograd.backward(loss, gradient)
 
     def gradient_shards(self) -> dict[str, Tensor | None] | None:
@@ -92,10 +94,10 @@ class DDPEngine(BoosterEngine):
         return self._on_host(norm, scale)
 
     def _attach_muon(self, muon: Muon) -> None:
-        pass  # the step asks for it
+        pass  # _step uses self.muon
 
     def _step_muon(self, muon: Muon) -> None:
-        """Step the matrices, and clear their gradients, so that AdamW does not."""
+        """Update the matrices with Muon, and clear their gradients so that AdamW skips them."""
         stepped = {name: p for name, p in self._params.items() if name in muon.names and p.grad is not None}
         states = {name: self.adam.init_state(p) for name, p in stepped.items()}
         (settings,) = self.adam.param_groups

@@ -1,4 +1,4 @@
-"""Weights, gradients and state sharded parameter by parameter, by torch's FSDP2 (``fully_shard``)."""
+"""Engine of --plugin fsdp: weights, gradients and state are sharded parameter by parameter by torch's FSDP2."""
 
 import contextlib
 import math
@@ -17,11 +17,12 @@ from opendit.parallel.optimizer import LossScale, ShardedOptimizer, local_part
 
 
 class FSDPEngine(OnePassEngine):
-    """FSDP2 (``fully_shard``): each rank holds rows of every parameter, and of its gradient, moments and averages, in
-    fp32.
+    """Engine with FSDP2 (``fully_shard``). Each rank holds some rows of every parameter and of its gradient, moments
+    and averages, in fp32.
 
-    A unit of the model's plan is gathered in the precision of the forward pass when it is called. Each of
-    ``dp_replicate`` groups holds a full copy. A single rank holds all weights, like zero2.
+    The weights of a unit of the model's plan are gathered, in the precision of the forward pass, when the unit is
+    called. Each of ``dp_replicate`` groups of ranks holds a full copy of the model. A single rank holds all weights in
+    full, as under zero2.
     """
 
     plugin = "fsdp"
@@ -51,7 +52,7 @@ class FSDPEngine(OnePassEngine):
             replicated=self.replicated,
         )
         model, optimizer = colossal.boost_with(plugin, module, adam)
-        # A product's result may be a view, which FSDP2 says must not be changed in place: nothing does.
+        # FSDP2 warns that an output which is a view must not be changed in place. No code here changes outputs.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         self._units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         return model, optimizer, adam, name
@@ -61,11 +62,11 @@ class FSDPEngine(OnePassEngine):
         self._optimizer_keys = dict(self.optimizer.masters)
 
     def _rows(self, names) -> Layout:
-        """Make the layout in which ``fully_shard`` places these parameters."""
+        """Return the layout of the shards that ``fully_shard`` makes of these parameters."""
         dims, cuts = self.mesh.dims, {}
         for name in names:
             shape, division = self._local_shapes[name], self._division(name)
-            if any(cut.group == "ep" for cut in division):  # opendit.parallel.experts has divided and cut it
+            if any(cut.group == "ep" for cut in division):  # opendit.parallel.experts shards these parameters
                 ranks = dims.size("ep_shard")
                 cuts[name] = [*division, *([flat_cut("ep_shard", math.prod(shape), ranks)] if ranks > 1 else [])]
             else:
@@ -79,7 +80,7 @@ class FSDPEngine(OnePassEngine):
         return self.optimizer.masters[name]
 
     def set_master(self, name: str, part: Tensor) -> None:
-        self.optimizer.wait()  # the averages still need the master as it was
+        self.optimizer.wait()  # a pending update of the averages reads the old master
         super().set_master(name, part)
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
@@ -97,8 +98,8 @@ class FSDPEngine(OnePassEngine):
         self.optimizer.masters_to_working()
 
     def _free_gathered(self) -> None:
-        """Free weights that are still gathered: after a forward pass without a backward pass they are, and would be
-        used again with the values before the step."""
+        """Free gathered weights. They are still in memory after a forward pass without a backward pass, and would
+        be used again with their values before the step."""
         if not self.whole:
             for module in self._units:
                 module.reshard()
@@ -107,7 +108,7 @@ class FSDPEngine(OnePassEngine):
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._accumulates:
-            # Of what HSDP reduces in two steps the second one, between the copies of the model, can wait anyway.
+            # HSDP reduces gradients in two steps. The second, between copies, can always wait.
             self.model.set_requires_all_reduce(last)
             if self._sharding.keep_gradients:
                 self.model.set_requires_gradient_sync(last)

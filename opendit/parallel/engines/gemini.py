@@ -1,4 +1,4 @@
-"""ZeRO stage 3, by Colossal-AI's Gemini."""
+"""Engine of --plugin gemini: ZeRO stage 3 by Colossal-AI's Gemini."""
 
 import math
 
@@ -11,7 +11,8 @@ from opendit.parallel.layout import Cut, Layout
 
 
 class GeminiEngine(BoosterEngine):
-    """ZeRO stage 3 by chunks: a parameter's shard is its overlap with this rank's part of its chunk."""
+    """Engine with ZeRO stage 3. Gemini joins parameters to chunks and divides every chunk among the ranks. This rank's
+    shard of a parameter is the overlap of the parameter with this rank's part of the chunk."""
 
     plugin = "gemini"
     whole = False
@@ -54,20 +55,20 @@ class GeminiEngine(BoosterEngine):
         scale = self.scaler_state().get("scale", 1.0)
         self.optimizer.step()
         if self._skipped:
-            # Without this the next micro-batch would be added to the bad gradients.
+            # Otherwise Gemini would add the next micro-batch to the gradients that are not finite.
             self.optimizer.chunk_manager.accumulating_grads = False
             return self._on_host(math.inf, scale)
         return self._on_host(self.optimizer._current_grad_norm / scale, scale)
 
     def master(self, name: str) -> Tensor:
-        # Read the fp32 chunk, never its half-precision pair: that one's memory is reused for gradients.
+        # Read the fp32 chunk, not the half-precision chunk, whose memory Gemini reuses for gradients.
         chunk, where = self._slices[name]
         return chunk.paired_chunk.payload[where].view(self.layout.local(name).shape)
 
     def _moments(self, name: str) -> dict[str, Tensor | EightBits]:
         key = self._optimizer_keys[name]
         if key is not None and key not in self.adam.state:
-            key.data = self.master(name)  # the optimizer leaves it empty between steps
+            key.data = self.master(name)  # the optimizer empties this tensor between steps
             self.adam.init_state(key)
         return super()._moments(name)
 
@@ -84,6 +85,6 @@ ENGINE = GeminiEngine
 
 
 def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:
-    """Return the part of [start, stop) that lies in [low, high); (start, start) if there is none."""
+    """Return the intersection of [start, stop) and [low, high); (start, start) if it is empty."""
     first, last = max(start, low), min(stop, high)
     return (first, last) if first < last else (start, start)

@@ -1,4 +1,4 @@
-"""ZeRO stage 2, by Colossal-AI's plugin and the optimizer of opendit/parallel/colossal/zero.py."""
+"""Engine of --plugin zero2: Colossal-AI's plugin with the optimizer of opendit/parallel/colossal/zero.py."""
 
 from typing import cast
 
@@ -8,7 +8,8 @@ from opendit.parallel.engines.base import BoosterEngine, OnePassEngine, StepResu
 
 
 class Zero2Engine(OnePassEngine, BoosterEngine):
-    """ZeRO stage 2: gradients, masters and moments sharded flat and even, working weights in full on every rank."""
+    """Engine with ZeRO stage 2. Gradients, masters and moments are flat, even shards; every rank has all working
+    weights in full."""
 
     plugin = "zero2"
     no_graph = ""

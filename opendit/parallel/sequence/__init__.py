@@ -28,16 +28,18 @@ Strategy = FastSeq | DirectFastSeq | DirectUlysses | UlyssesRing
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """The argument of ``use(sequence=...)``; build it with :func:`sequence_parallel`.
+    """Sequence parallelism of a model: the argument of ``model.use(sequence=...)``. Build it with
+    :func:`sequence_parallel`.
 
-    ``strategy.attention(q, k, v, attend, length)`` is that of :class:`SharedSequence` for ``length`` tokens; a strategy
-    with ``takes_projection`` has ``project_and_attend(x, qkv, heads, attend, length, float8)`` instead.
+    A strategy has the method ``attention(q, k, v, attend, length)``, or, if its ``takes_projection`` is True,
+    ``project_and_attend(x, qkv, heads, attend, length, float8)``. They do the work of the methods of
+    :class:`SharedSequence` with the same names, for sequences of ``length`` tokens.
 
     Attributes:
         group: ranks that share sequences.
-        plan: the chosen strategy, and the reason.
-        strategy: of attention to all tokens; None if the model has none.
-        axial: the exchange around attention along the axes of the tokens' grid; None if the model has none.
+        plan: the chosen strategy, and the reason for it.
+        strategy: strategy for attention to all tokens; None if the model has no such attention.
+        axial: exchange for attention along the axes of the tokens' grid; None if the model has no such attention.
     """
 
     group: Group
@@ -48,13 +50,14 @@ class SequenceParallel:
     shares_samples: ClassVar[bool] = True
 
     def __call__(self, length: int, sizes: tuple[int, ...] = ()) -> SequenceShards:
-        """Return the shares of ``length`` tokens, in a grid of these sizes, with the methods that the model needs."""
+        """Return this rank's share of a sequence of ``length`` tokens, which are a grid of ``sizes`` if the model
+        attends along axes."""
         whole = cast(SequenceShards, SharedSequence(self, length)) if self.strategy is not None else None
         found = whole if self.axial is None else shared_grid(self.group, sizes, self.axial, whole)
         return cast(SequenceShards, found)
 
     def of_streams(self, lengths: tuple[int, ...]) -> SequenceShards:
-        """Return the shares of a sequence of several streams of tokens."""
+        """Return this rank's share of a sequence of several streams of tokens, of these lengths."""
         exchange = cast(UlyssesRing, self.strategy).attention
         parts = tuple(SharedSequence(self, length) for length in lengths)
         return cast(SequenceShards, SharedStreams(parts, lengths, self.group.size, cast(Any, exchange)))
@@ -62,10 +65,11 @@ class SequenceParallel:
 
 @dataclass(frozen=True)
 class SharedSequence:
-    """A sequence of ``length`` tokens: every rank has ``rows`` of them, the last ones with padding at the end.
+    """This rank's share of a sequence of ``length`` tokens. Every rank has ``rows`` tokens; the last ranks may have
+    padding at the end, or nothing but padding.
 
-    Padding goes through the layers as zeros or garbage, is cut off before every attention and from the result, and has
-    a gradient of exactly zero. A rank may have nothing but padding.
+    Padding tokens have arbitrary values in the layers. They are cut off before every attention and from the result, and
+    their gradient is exactly zero.
     """
 
     sequence: SequenceParallel
@@ -84,7 +88,7 @@ class SharedSequence:
         return self.rows * self.sequence.group.rank
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens (B, rows, F) of all (B, length, F), with zeros for padding."""
+        """Return this rank's tokens (B, rows, F) of all tokens (B, length, F), with zeros for padding."""
         return take_tokens(x, self.rows, self.sequence.group)
 
     def of_projections(self, table: Tensor) -> Tensor:
@@ -97,28 +101,28 @@ class SharedSequence:
         return self.sequence.strategy is not None and self.sequence.strategy.takes_projection
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: GridAttention) -> Tensor:
-        """Return the attention output (B, rows, D) of q (B, H, rows, d) and k, v (B, kv_heads, rows, d) of this rank's
-        tokens, over all tokens."""
+        """Return the attention output (B, rows, D) of this rank's queries q (B, H, rows, d) over the keys and values of
+        all ranks. k, v: (B, kv_heads, rows, d) of this rank's tokens."""
         return cast(UlyssesRing, self.sequence.strategy).attention(q, k, v, attend, self.length)
 
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Return the attention output of x (B, rows, D), of which ``qkv`` computes q, k, v. float8: by products in
-        float8."""
+        """Return the attention output of x (B, rows, D) over all tokens. ``qkv`` is the layer that projects x to q, k,
+        v. float8: compute the projection in float8."""
         strategy = cast("FastSeq | DirectFastSeq | DirectUlysses", self.sequence.strategy)
         return strategy.project_and_attend(x, qkv, heads, attend, self.length, float8)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, length, F), on every rank, from this rank's (B, rows, F); see :func:`gather_tokens`."""
+        """Gather the tokens (B, rows, F) of all ranks with :func:`gather_tokens`. Return all (B, length, F)."""
         return gather_tokens(x, self.length, self.group)
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, length, F) of this rank's (B, rows, F); see :func:`join`."""
+        """Gather the tokens (B, rows, F) of all ranks with :func:`join`. Return all (B, length, F)."""
         return join(x, 1, self.group)[:, : self.length]
 
     def of_length(self, length: int) -> "SharedSequence":
-        """Return the shares of a sequence of another length by the same ranks."""
+        """Return this rank's share of a sequence of another length."""
         return SharedSequence(self.sequence, length)
 
     @property
@@ -127,12 +131,12 @@ class SharedSequence:
         return self.sequence.group
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
-        """Start ``mlp`` on this rank's tokens."""
+        """Start ``mlp`` on this rank's tokens y. Its experts choose among the tokens of all ranks."""
         return RoutingByRanks(mlp, y, self)
 
 
 def attention_note(note: str, sequence: SequenceParallel | None) -> str:
-    """Describe the attention in use: ``note`` for the model's own, or that of the strategy."""
+    """Describe the attention in use: ``note``, which describes the model's own, or the attention of the strategy."""
     if sequence is None or sequence.plan.kind not in OWN_ATTENTION:
         return note
     ring = f"{sequence.plan.kind}: to a part of the keys at a time, merged by log-sum-exps"
@@ -148,18 +152,18 @@ def sequence_parallel(
     groups: int | None = None,
     direct: bool = True,
 ) -> SequenceParallel | None:
-    """Build the strategy ``kind`` for this rank's sequence group; None for groups of one. Collective over all ranks.
+    """Build the strategy ``kind`` for this rank's sequence group; None if it has one rank. Collective over all ranks.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         kind: auto, fastseq, ulysses, ring or usp.
-        shape: of the model's sequences, by which auto chooses; any other length works too.
+        shape: shape of the model's sequences, by which auto chooses. Sequences of other lengths work, too.
         keep_gathered: see :class:`FastSeq`.
-        groups: see :class:`DirectUlysses`; None: by the cost model.
-        direct: through symmetric memory if possible; otherwise by collectives.
+        groups: see :class:`DirectUlysses`; None to choose with the cost model.
+        direct: use symmetric memory if possible. False for collectives.
 
     Raises:
-        ValueError: the number of heads forbids this kind, or these groups.
+        ValueError: this kind, or this number of groups, does not work with the model's number of heads.
     """
     if mesh.sp_size == 1:
         return None
@@ -199,11 +203,18 @@ def sequence_shape(
     tensor_parallel: int = 1,
     lora: bool = False,
 ) -> Shape:
-    """Return the shape by which --sequence_parallel_type chooses: ``samples`` latents at once, of the configured size
-    or of ``size``, through layers that ``tensor_parallel`` ranks divide. lora: the layers have LoRA additions.
+    """Return the shape by which --sequence_parallel_type auto chooses.
+
+    Args:
+        parallel, attention, precision: flags of the run.
+        config: configuration of the model.
+        samples: number of samples in a micro-batch.
+        size: size of the latents; None for the size in ``config``.
+        tensor_parallel: number of ranks that divide the layers.
+        lora: the layers have LoRA additions.
 
     Raises:
-        ValueError: the model can't share samples that way.
+        ValueError: the model does not support this type of sequence parallelism.
     """
     if parallel.sequence_parallel_size > 1:
         config.check_sequence_parallel(parallel.sequence_parallel_type)

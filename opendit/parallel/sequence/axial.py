@@ -1,31 +1,32 @@
-"""Attention along the axes of a grid whose tokens ranks share: Dynamic Sequence Parallelism (Zhao et al. 2024, arXiv
-2403.10266), for ST-DiT.
+"""Attention along the axes of a grid whose tokens are divided among ranks: Dynamic Sequence Parallelism (Zhao et al.
+2024, arXiv 2403.10266), for ST-DiT.
 
-A clip's tokens are a grid of T frames x S places. Attention within frames needs whole frames, attention along time
-whole places:
+A clip's tokens are a grid of T frames x S places. Attention within frames needs all places of a frame; attention along
+time needs all frames of a place. P ranks can divide the grid in two layouts:
 
     by frames   T / P of the frames with all places     attention within frames needs no other rank
     by places   all frames with S / P of the places     attention along time needs no other rank
 
-An all-to-all turns one layout into the other. Tokens lie by frames throughout the model, or by places if that needs
-less padding; norms, MLPs and cross-attention do not depend on it. Around the one attention that needs the other layout,
-its input is exchanged before the product to q, k, v, and its output afterwards: a rank receives 2 (P - 1) / P^2 x N D a
-block in the forward pass, for any number of heads. Exchanging the residual stream between one attention and the next
-instead would send as much and as often, and would separate what is fused: a projection, a residual connection and the
-next norm.
+An all-to-all turns one layout into the other. The whole model keeps its tokens by frames, or by places if that needs
+less padding; norms, MLPs and cross-attention work in both layouts. For the attention that needs the other layout, ranks
+exchange its input before the projection to q, k, v, and its output afterwards. A rank receives 2 (P - 1) / P^2 x N D
+numbers a block in the forward pass, for any number of heads. Exchanging the residual stream between the two attentions
+instead would send as much and as often, and would separate a projection, a residual connection and the next norm, which
+are fused.
 
-Frames or places that P does not divide are padded at the end. Frames of padding are cut off before attention along
-time, places of padding before attention within frames. A frame or place that is all padding attends to itself and is
-cut off afterwards: its gradient is exactly zero.
+If P does not divide the number of frames or places, they are padded at the end. Padding frames are cut off before
+attention along time, and padding places before attention within frames. A frame or place that consists of padding
+attends to itself and is cut off afterwards, so its gradient is exactly zero.
 
-:class:`AllToAll` exchanges by collectives. In :class:`DirectExchange` every rank reads and writes the others' memory
-(peer_memory.py), as in Ulysses (ulysses.py), with places instead of heads, and a token's features instead of a head's:
+:class:`AllToAll` exchanges tokens with collectives. In :class:`DirectExchange` every rank reads and writes the memory
+of the other ranks (peer_memory.py), as Ulysses does (ulysses.py), with places instead of heads, and the features of a
+token instead of those of a head:
 
     x by frames in the input buffer ─barrier─▶ own places of all frames read ─▶ q k v, attention along time
       ─▶ the output written to its owners' output buffers ─barrier─▶ own frames, all places
 
-Places go in parts: a kernel carries the first part in and the last one out, copy engines all others, during the
-products and attention of those that have arrived.
+Places are sent in parts. A kernel transfers the first incoming part and the last outgoing part. Copy engines transfer
+all other parts, during the products and attention of the parts that have arrived.
 """
 
 import math
@@ -49,18 +50,19 @@ from opendit.parallel.sequence.peer_memory import Buffer, PeerMemory
 from opendit.parallel.sequence.ulysses import Collect, Depart, Layer, unread
 
 FRAMES, PLACES = 0, 1  # axes of the grid
-PARTS = 2  # that an exchange is cut into: attention to one of them goes beside the exchange of the next
+PARTS = 2  # parts of an exchange; the attention of a part overlaps with the exchange of the next part
 Tokens = Tensor | Modulated | Quantized  # (B, n, D)
 
 
 @dataclass(frozen=True)
 class GridShare:
-    """A rank's share of a grid of T x S tokens. Its tokens lie frame by frame.
+    """A rank's share of a grid of T x S tokens, in the order of frames.
 
     Attributes:
         group: ranks that share the grid.
         sizes: (T, S).
-        home: FRAMES if every rank has some of the frames with all places, PLACES if some of the places with all frames.
+        home: axis that is divided among the ranks in the model. FRAMES: every rank has some frames with all places.
+            PLACES: every rank has some places with all frames.
     """
 
     group: Group
@@ -69,7 +71,7 @@ class GridShare:
 
     @property
     def away(self) -> int:
-        """The axis that is divided for the other attention."""
+        """The axis that is divided in the other layout."""
         return 1 - self.home
 
     def share(self, axis: int) -> int:
@@ -77,43 +79,43 @@ class GridShare:
         return -(-self.sizes[axis] // self.group.size)
 
     def local(self, axis: int) -> tuple[int, int]:
-        """Return the numbers of frames and places of a rank when this axis is divided."""
+        """Return (number of frames, number of places) of a rank when ``axis`` is divided."""
         frames, places = (self.share(axis) if i == axis else size for i, size in enumerate(self.sizes))
         return frames, places
 
     def own(self, x: Tensor, axis: int) -> Tensor:
-        """Return this rank's share (B, f, s, F) of all (B, T S, F) when this axis is divided, with zeros for
+        """Return this rank's share (B, f, s, F) of all tokens (B, T S, F) when ``axis`` is divided, with zeros for
         padding."""
         x, n = x.unflatten(1, self.sizes), self.share(axis)
         start = min(self.group.rank * n, self.sizes[axis])
         return padded(x.narrow(1 + axis, start, min(n, self.sizes[axis] - start)), 1 + axis, n)
 
     def leave(self, x: Tensor, parts: int) -> list[Exchange]:
-        """Start to send this rank's tokens (B, n, D) to the other layout, in at most ``parts`` parts."""
+        """Start to exchange this rank's tokens (B, n, D) to the other layout, in at most ``parts`` exchanges."""
         dim, ranks = 1 + self.away, self.group.size
         x = padded(x.unflatten(1, self.local(self.home)), dim, ranks * self.share(self.away))
         x = x.unflatten(dim, (ranks, -1))
         return [Exchange(self.group).start(part.movedim(dim, 0)) for part in x.split(self.part(parts), dim + 1)]
 
     def part(self, parts: int) -> int:
-        """Return the number of frames or places in a part of a rank's share in the other layout; the last part may be
-        smaller."""
+        """Return the number of frames or places in each of ``parts`` parts of a rank's share in the other layout. The
+        last part may be smaller."""
         return -(-self.share(self.away) // parts)
 
     def arrive(self, exchange: Exchange) -> Tensor:
-        """Return one part of this rank's share of the other layout, (B, f, s, D), once all ranks' tokens have
-        arrived."""
+        """Wait for one exchange of :meth:`leave`. Return that part of this rank's share in the other layout,
+        (B, f, s, D)."""
         dim, received = 1 + self.home, exchange.finish()
         return received.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, self.sizes[self.home])
 
     def send_back(self, x: Tensor) -> Exchange:
-        """Start to send one part, (B, f, s, D), back: the inverse of :meth:`leave`."""
+        """Start to send one part (B, f, s, D) back to the home layout: the inverse of :meth:`leave`."""
         dim, ranks = 1 + self.home, self.group.size
         x = padded(x, dim, ranks * self.share(self.home)).unflatten(dim, (ranks, -1))
         return Exchange(self.group).start(x.movedim(dim, 0))
 
     def collect(self, returned: list[Exchange]) -> Tensor:
-        """Return this rank's tokens (B, n, D), once all parts are back."""
+        """Wait for the exchanges of :meth:`send_back` of all parts. Return this rank's tokens (B, n, D)."""
         dim = 1 + self.away
         x = torch.cat([exchange.finish().movedim(0, dim) for exchange in returned], dim + 1).flatten(dim, dim + 1)
         return x.narrow(dim, 0, self.sizes[self.away]).flatten(1, 2)
@@ -126,18 +128,19 @@ def padded(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 class GridExchange(Protocol):
-    """The exchange that brings tokens to the other layout of a grid and back."""
+    """Interface of exchanges that bring tokens to the other layout of a grid and back."""
 
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
-        """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` (B, n, D') there, and bring the
-        result back. which: the part of this rank's share in that layout."""
+        """Bring tokens (B, n, D) to the other layout, call ``attend(lines, which)`` there, and bring the result
+        (B, n, D') back. ``lines`` are tokens of this rank's share in that layout, and ``which`` is their slice along
+        the divided axis."""
         ...
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchanges around an attention by collectives, in ``parts``: while one part's q, k, v and attention are computed,
-    forward or backward, the next one's inputs and the last one's outputs are in transit."""
+    """Exchange with collectives, in ``parts`` parts. While q, k, v and the attention of one part are computed (or
+    their gradients), the inputs of the next part and the outputs of the previous part are in transit."""
 
     parts: int = PARTS
 
@@ -161,14 +164,14 @@ class AllToAll:
 
 
 def part_sizes(grid: GridShare, which: slice) -> tuple[int, int]:
-    """Return the numbers of frames and places in a part of this rank's share in the other layout."""
+    """Return (number of frames, number of places) in a part of this rank's share in the other layout."""
     frames, places = (which.stop - which.start if i == grid.away else size for i, size in enumerate(grid.sizes))
     return frames, places
 
 
 def _moved(x: Quantized, grid: GridShare) -> Quantized:
-    """Bring float8 tokens to the other layout: one byte per number is sent. All ranks must have the same scale; that of
-    LayerNorm + modulate is computed from the samples' modulation, which they have in common."""
+    """Bring float8 tokens to the other layout, which sends one byte per number. All ranks must have the same scale.
+    LayerNorm + modulate computes its scale from the modulation of the samples, which is the same on all ranks."""
     stand_in, data = _MoveQuantized.apply(x.stand_in, x.data.data.view(torch.uint8), grid)
     return Quantized(stand_in, Float8(data.view(fp8.E4M3), x.data.descale))
 
@@ -191,13 +194,14 @@ class _MoveQuantized(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SharedGrid:
-    """Tokens of a grid that the ranks of a group share, for a model with attention along its axes; see
+    """Tokens of a grid that is divided among ranks, for a model with attention along the grid's axes. Implements
     :class:`opendit.models.attention.SequenceShards`.
 
     Attributes:
         grid: this rank's share.
         exchange: brings tokens to the other layout and back.
-        full: the same tokens for attention to all of them, if the model has that; they then lie by frames.
+        full: the same tokens for attention to all tokens; None if the model has no such attention. It requires
+            tokens by frames.
     """
 
     grid: GridShare
@@ -215,7 +219,7 @@ class SharedGrid:
         return math.prod(self.grid.local(self.grid.home))
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens (B, rows, F) of all (B, T S, F), with zeros for padding."""
+        """Return this rank's tokens (B, rows, F) of all tokens (B, T S, F), with zeros for padding."""
         return self.grid.own(x, self.grid.home).flatten(1, 2)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -235,8 +239,8 @@ class SharedGrid:
         attend: Callable[..., Tensor],
         rotary: Tensor | None,
     ) -> Tensor:
-        """Return the attention output (B, rows, D) of x (B, rows, D). Each token attends to those that differ from it
-        in ``axis`` only: 0 the frame, 1 the place."""
+        """Return the attention output (B, rows, D) of x (B, rows, D). Each token attends to the tokens along ``axis``:
+        0 for all frames of its place, 1 for all places of its frame."""
         grid, divided = self.grid, 1 - axis
         if divided == grid.home:
             return attend(x, qkv, TokenGrid(grid.local(divided), self._rotary(rotary, divided)))
@@ -247,7 +251,8 @@ class SharedGrid:
         return self.exchange.attend(grid, x, attend_part)
 
     def _rotary(self, rotary: Tensor | None, axis: int, which: slice = slice(None)) -> Tensor | None:
-        """Return the rotations (n, d / 2, 2) of this rank's tokens, or of a part of them, when ``axis`` is divided."""
+        """Return the rotations (n, d / 2, 2) of this rank's tokens when ``axis`` is divided, or of the part ``which``
+        of these tokens."""
         if rotary is None:
             return None
         key = axis, which.start, which.stop
@@ -278,8 +283,8 @@ class SharedGrid:
 def shared_grid(
     group: Group, sizes: tuple[int, ...], exchange: GridExchange, full: SequenceShards | None
 ) -> SharedGrid:
-    """Return this rank's share of a grid of frames, rows and columns: by frames; or by places, if that takes less
-    padding and there is no attention to all tokens."""
+    """Return this rank's share of a grid of frames, rows and columns. The grid is divided by frames, or by places if
+    that needs less padding and the model has no attention to all tokens."""
     sizes = sizes[0], math.prod(sizes[1:])
     home, _ = divide_grid(*sizes, group.size, by_frames=full is not None)
     return SharedGrid(GridShare(group, sizes, home), exchange, full)
@@ -287,20 +292,20 @@ def shared_grid(
 
 @dataclass(frozen=True)
 class DirectExchange:
-    """Exchanges around an attention through symmetric memory. Inputs in float8, and tokens that lie by places, go by
-    the collectives of :class:`AllToAll`."""
+    """Exchange with symmetric memory. Inputs in float8, and tokens that are divided by places, use the collectives of
+    :class:`AllToAll` instead."""
 
     memory: PeerMemory
     parts: int = PARTS
 
-    @not_compiled  # what other ranks read and write is in no graph of a compiler
+    @not_compiled  # a compiler can't see that other ranks read and write the buffers
     def attend(self, grid: GridShare, x: Tokens, attend: Callable[[Tokens, slice], Tensor]) -> Tensor:
         """See :meth:`GridExchange.attend`."""
         if grid.home != FRAMES or not isinstance(x, Tensor):
             return AllToAll(self.parts).attend(grid, x, attend)
         x = cast(Tensor, in_working_dtype(x)[0])
         if torch.is_grad_enabled() and not x.requires_grad:
-            x = x.detach().requires_grad_()  # the backward pass of all ranks uses the same buffers, whatever is frozen
+            x = x.detach().requires_grad_()  # all ranks use the same buffers in the backward pass, even for frozen x
         frames, own = grid.local(FRAMES)[0], grid.share(grid.away)
         parts = next(n for n in range(self.parts, 0, -1) if own % n == 0)
         places = grid.group.size * own
@@ -319,8 +324,8 @@ class DirectExchange:
 
 
 class _Enter(torch.autograd.Function):
-    """Sends this rank's tokens (B, a, places * D) to the ranks of their places. Returns every part of this rank's
-    places of all frames, (B, places, T, D) each, which are still arriving."""
+    """Sends this rank's tokens (B, a, places * D) to the ranks that have their places. Returns this rank's places of
+    all frames as one tensor (B, places, T, D) for every part. The tensors may still be arriving."""
 
     @staticmethod
     def forward(ctx, x: Tensor, layer: Layer):
@@ -330,7 +335,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *unread: Tensor):
-        # Not copied: nothing before the norm that made x, whose backward pass reads it next, exchanges anything.
+        # A view of the buffer suffices: the backward pass of the norm that made x reads it before the next exchange.
         return ctx.layer.gradients(ctx.dtype, 1), None
 
 

@@ -1,8 +1,9 @@
-"""Choose the strategy of a sequence group: the one whose communication a layer's computation hides best.
+"""Choose the strategy of a sequence group: the strategy that costs least time in a cost model.
 
-For one layer and one micro-batch, forward and backward, the cost model counts the seconds in which a rank waits for
-others or does work that a single rank would not. Volumes received by a rank are in units of N x D: FastSeq (P-1)/P for
-the gather and (P-1)/P^2 for the heads, Ulysses 3 and 1 times (P-1)/P^2, ring attention 2 (P-1)/P forward.
+For one layer and one micro-batch, forward and backward, the cost model adds the seconds in which a rank waits for
+communication and the seconds of work that a single rank would not do. A rank receives these volumes in the forward
+pass, in units of N x D: FastSeq (P-1)/P for the gather and (P-1)/P^2 for the heads; Ulysses 3 (P-1)/P^2 for q, k, v and
+(P-1)/P^2 for the output; ring attention 2 (P-1)/P.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from opendit.config.names import AXIAL, SEQUENCE_TYPES
 from opendit.parallel.hardware import H200, HardwareModel
 
-MOST_GROUPS = 6  # of heads: each costs the host some 30 calls a layer
+MOST_GROUPS = 6  # largest number of groups of heads; each costs the host some 30 calls a layer
 
 
 @dataclass(frozen=True)
@@ -22,29 +23,29 @@ class Shape:
     hidden: int
     heads: int
     samples: int = 1
-    bytes: int = 2  # of an element of the activations
-    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # that auto chooses among: those by which the model can attend
-    axial: bool = False  # whether layers attend along the axes of the tokens' grid, too
-    plain: bool = True  # whether weight and bias are all of a layer; what --lora adds is not in them
+    bytes: int = 2  # size of an element of the activations
+    types: tuple[str, ...] = SEQUENCE_TYPES[1:]  # strategies that the model supports; auto chooses among them
+    axial: bool = False  # whether layers also attend along the axes of the tokens' grid
+    plain: bool = True  # whether q, k, v are one product of a layer's weight and bias; False with --lora
 
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """A decision and its reason.
+    """A chosen strategy and the reason for it.
 
     Attributes:
-        kind: the strategy.
-        reason: for the run's log.
-        groups: see DirectUlysses.
+        kind: name of the strategy.
+        reason: reason for the choice, for the run's log.
+        groups: number of groups of heads, see :class:`DirectUlysses`.
         heads_over: number of ranks that share the heads in usp.
-        seconds: of a layer, by the cost model.
+        seconds: cost of a layer by the cost model.
     """
 
     kind: str
     reason: str
     groups: int = 1
     heads_over: int = 1
-    seconds: float = field(default=0.0, compare=False)  # a layer, by the cost model
+    seconds: float = field(default=0.0, compare=False)
 
     def __str__(self) -> str:
         detail = f" of {self.heads_over} ranks x ring" if self.kind == "usp" else ""
@@ -54,7 +55,7 @@ class StrategyChoice:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of a layer's parts on one of P ranks."""
+    """Cost model: seconds that the strategies cost in a layer, on one of P ranks."""
 
     ranks: int
     shape: Shape
@@ -62,60 +63,68 @@ class _Costs:
 
     @property
     def whole(self) -> float:
-        """Return the seconds to receive N x D."""
+        """Return the seconds in which a rank receives N x D numbers."""
         s = self.shape
         return s.samples * s.tokens * s.hidden * s.bytes / self.hardware.link
 
     @property
     def attention_flop(self) -> float:
-        """Return the FLOPs of attention for each element of a head."""
+        """Return the FLOPs of a rank's attention, divided by the size of a head."""
         s = self.shape
         return 4 * s.samples * s.tokens**2 * s.heads / self.ranks
 
     def exposed(self, transfer: float, work: float) -> float:
-        """Return the seconds of a transfer that computation beside it doesn't hide (kernels take turns on the card)."""
+        """Return the seconds of a transfer that concurrent computation of ``work`` seconds does not hide. The kernels
+        of both share the card, so that only a part is hidden."""
         return transfer - self.hardware.overlap * min(transfer, work)
 
     def fastseq(self) -> float:
-        """Return FastSeq's seconds by a ring and an all-to-all: the part of the gathers and the gradients' sum that
-        computation does not hide, and the exchange of heads."""
+        """Return the seconds of FastSeq with collectives: the exchange of heads, and the parts of the gathers and of
+        the sum of gradients that computation does not hide."""
         s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P + m.latency
         heads = self.whole * (P - 1) / P**2 + m.latency
         again = self.whole * (P - 1) / P + m.latency
         again = self.exposed(again, 2.5 * self.attention_flop / m.attention_backward)
-        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # under the gradients of input and weight
+        reduced = self.exposed((P - 1) * hop, (2 * P - 1) * shard)  # hidden by the gradients of input and weight
         return (P - 1) * self.exposed(hop, shard) + 2 * heads + again + reduced
 
     def direct_fastseq(self) -> float:
-        """Return FastSeq's seconds by direct copies: the inputs and their gradients as far as the products beside them
-        don't hide them, heads in one piece, and passes over memory that a single rank would not make: rows of tokens
-        taken out and added up, the own heads' rows of the weight, and zeros for the others' in its gradient."""
+        """Return the seconds of FastSeq with symmetric memory.
+
+        They consist of the transfers of inputs and their gradients that concurrent products do not hide, the exchange
+        of heads, and passes over memory that a single rank would not make: copying and adding rows of tokens, copying
+        the weight's rows of this rank's heads, and writing zeros for other ranks' heads in the weight's gradient.
+        """
         s, m, P = self.shape, self.hardware, self.ranks
         shard = 6 * s.samples * s.tokens * s.hidden**2 / P**2 / m.matmul  # q, k, v of one rank's tokens
         hop = self.whole / P * m.link / m.copies
         arriving = (P - 1) * max(hop - shard, 0)
-        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # under the other gradients of input and weight
+        leaving = max((P - 1) * hop - (2 * P - 1) * shard, 0)  # hidden by other products of the pass
         exchanged = 2 * self.whole * (P - 1) / P**2 + (P + 2) * m.barrier + 2 * (P - 1) * m.part
         rows = (P + 4) * s.samples * s.tokens * s.hidden / P
         weights = (1 + 1 / P) * 3 * s.hidden**2
         return arriving + leaving + exchanged + (rows + weights) * s.bytes / m.memory
 
     def ulysses(self, ranks: int | None = None) -> float:
-        """Return the seconds of Ulysses: all-to-alls among ``ranks`` ranks, forward and backward, not hidden."""
+        """Return the seconds of Ulysses with collectives: all-to-alls among ``ranks`` ranks, forward and backward,
+        which nothing hides."""
         m, P = self.hardware, ranks or self.ranks
         return 2 * (4 * self.whole * P / self.ranks * (P - 1) / P**2 + 2 * m.latency)
 
     def waves(self, heads: int) -> int:
-        """Return the number of waves in which the multiprocessors compute attention for this number of heads."""
+        """Return the number of waves of thread blocks in which a card computes attention for this number of heads."""
         s, m = self.shape, self.hardware
         return math.ceil(s.samples * heads * math.ceil(s.tokens / m.tile) / m.multiprocessors)
 
     def direct_ulysses(self, groups: int) -> float:
-        """Return the seconds of Ulysses by direct copies. One group's q, k, v are never hidden, nor its attention
-        output, nor their gradients; attention hides those of the other groups. The attention output is copied once on
-        the way, and a group of few heads may leave multiprocessors idle."""
+        """Return the seconds of Ulysses with symmetric memory.
+
+        The transfers of one group (q, k, v, the attention output, and their gradients) are not hidden; attention hides
+        the transfers of the other groups. The attention output is copied once more, and a group of few heads may leave
+        multiprocessors idle.
+        """
         s, m, P = self.shape, self.hardware, self.ranks
         exchanged = 2 * 4 * self.whole * (P - 1) / P**2 / groups + 4 * m.barrier
         copied = 2 * 2 * self.whole * m.link / P / m.memory
@@ -125,8 +134,8 @@ class _Costs:
         return exchanged + copied + (groups - 1) * (m.group + m.tail * attention / together) + idle
 
     def ring(self, ranks: int | None = None) -> float:
-        """Return the seconds of keys and values traveling around ``ranks`` ranks, during a slower attention whose parts
-        are merged in fp32."""
+        """Return the seconds of ring attention over ``ranks`` ranks: the transfers of keys and values that attention
+        does not hide, the slower attention kernels, and merging the parts in fp32."""
         s, m, P = self.shape, self.hardware, ranks or self.ranks
         flop, hop = self.attention_flop, 2 * self.whole / self.ranks + m.latency
         forward, backward = flop / P / m.partial, 2.5 * flop / P / m.partial_backward
@@ -136,13 +145,14 @@ class _Costs:
 
 
 def _usp_split(ranks: int, heads: int) -> int:
-    """Return the largest number of ranks, neither one nor all, that can share the heads; 0 if there is none."""
+    """Return the largest divisor of ``ranks``, except 1 and ``ranks`` itself, that divides the heads; 0 if there is
+    none."""
     return max((u for u in range(2, ranks) if ranks % u == 0 and heads % u == 0), default=0)
 
 
 def _plans(ranks: int, shape: Shape, hardware: HardwareModel, groups: int | None) -> list[StrategyChoice]:
-    """List the strategies that the number of heads allows; direct Ulysses with its best number of groups, or the given
-    one."""
+    """List the strategies that the number of heads allows, with their costs. ``groups`` is the number of groups of
+    direct Ulysses; None for the cheapest number."""
     costs, plans = _Costs(ranks, shape, hardware), []
     if shape.heads % ranks == 0:
         plans.append(
@@ -169,12 +179,12 @@ def make_plan(
 
     Args:
         kind: one of SEQUENCE_TYPES.
-        groups: of Ulysses; None: by the cost model.
-        hardware: of the ranks; None: H200s.
+        groups: number of groups of heads of Ulysses; None to choose with the cost model.
+        hardware: hardware of the ranks; None for H200s.
 
     Raises:
-        ValueError: the ranks don't divide the heads, and this kind needs that; nor do the groups; or there are groups
-            but no direct way to exchange them. For auto: no type of ``shape.types`` is possible.
+        ValueError: this kind needs a number of heads that the ranks divide; the groups don't divide a rank's heads; or
+            several groups were asked for without symmetric memory. For auto: no type of ``shape.types`` is possible.
     """
     hardware = hardware or H200
     if kind not in SEQUENCE_TYPES:

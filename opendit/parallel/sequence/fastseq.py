@@ -1,20 +1,21 @@
-"""FastSeq, OpenDiT's own: gather the input of attention, project only this rank's heads, exchange once.
+"""FastSeq, OpenDiT's own method: gather the input of attention, project only this rank's heads, exchange once.
 
     x_p --ring of shards--> q, k, v of this rank's heads for all tokens --attention--> all-to-all
 
-A rank receives (P - 1)/P of the sequence N x D while it computes q, k, v of the shards that have arrived, and then (P -
-1)/P^2 of it. Together that is less than Ulysses' 4 (P - 1)/P^2 for 2 ranks, as much for 3, and more for others.
+Each rank receives (P - 1)/P of the sequence (N x D numbers) while it computes q, k, v of the shards that have arrived,
+and (P - 1)/P^2 of the sequence after attention. The sum is less than the 4 (P - 1)/P^2 that Ulysses sends for P = 2,
+the same for P = 3, and more for P > 3.
 
-:class:`FastSeq` uses collectives. In :class:`DirectFastSeq` copy engines carry inputs and their gradients during the
-products:
+:class:`FastSeq` uses collectives. :class:`DirectFastSeq` lets copy engines transfer inputs and their gradients during
+the matrix products:
 
-    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens, and the others' as they arrive ─▶ attention
+    x_p in the input buffer ─barrier─▶ q, k, v of own heads: own tokens first, other ranks' as they arrive ─▶ attention
       ─▶ the attention output goes back as in Ulysses (ulysses.py)
 
-In its backward pass, copy engines bring the input to the others once more, during attention. Then the gradients of the
-others' inputs are computed, in the gradient buffer. After the barrier copy engines bring them to their owners, during
-the product that computes the weight's gradient. The gradient of the own input comes last, and is added to what has
-arrived.
+In the backward pass of :class:`DirectFastSeq`, copy engines send this rank's input to all other ranks once more, during
+attention. Then this rank computes its part of the gradients of the other ranks' inputs, in the gradient buffer. After
+the barrier copy engines fetch these parts to the owners of the inputs, during the product that computes the weight's
+gradient. Last, the rank computes its part of the gradient of its own input and adds it to the parts that have arrived.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ from opendit.parallel.sequence.ulysses import Collect, Depart, Layer
 
 @dataclass(frozen=True)
 class FastSeq:
-    """FastSeq by collectives.
+    """FastSeq with collectives.
 
     Attributes:
         group: ranks that share sequences.
@@ -79,15 +80,15 @@ class FastSeq:
         return side_by_side(sent.finish())
 
     def _with_low_rank(self, packed: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-        """Add what LoRA adds to q, k, v of this rank's heads, packed; of x (B, n, D) the ranks gather a few numbers a
-        token."""
+        """Add the LoRA update to the packed q, k, v of this rank's heads. The ranks gather x A^T, which has few
+        numbers a token, instead of x (B, n, D)."""
         thin = join(F.linear(x, low_rank.a).unsqueeze(0), 0, self.group)
         own = low_rank._replace(b=own_rows(low_rank.b, self.group))
         return own.add_to(packed.flatten(3), thin).view(packed.shape)
 
 
 class _GatheredAgain:
-    """Passes a gather from the node of the backward pass that started it to another node."""
+    """Holder of a gather that one node of the backward pass starts and another node waits for."""
 
     def __init__(self, group: Group):
         self.group = group
@@ -98,15 +99,15 @@ class _GatheredAgain:
         self._flight = start_gather(shard, self.group)
 
     def take(self) -> Tensor:
-        """Return the gathered shards (P, B, n, D), once they have arrived."""
+        """Wait for the gather. Return the gathered shards (P, B, n, D)."""
         flight, self._flight = self._flight, None
         assert flight is not None, "the gather was started"
         return flight.wait()
 
 
 class _GatherAhead(torch.autograd.Function):
-    """Identity in the forward pass. In the backward pass it starts the gather that :func:`own_heads` will need, before
-    the backward pass of attention, which hides it."""
+    """Identity whose backward pass starts the gather that the backward pass of :func:`own_heads` needs. The gather then
+    overlaps with the backward pass of attention."""
 
     @staticmethod
     def forward(ctx, output: Tensor, shard: Tensor, gathered: _GatheredAgain):
@@ -133,12 +134,14 @@ def own_heads(
     """Return q, k, v of this rank's heads for the tokens of all ranks, packed (P, B, n, 3, h, d): see products.py.
 
     Args:
-        x: (B, n, D) of this rank.
-        weight, bias, sent, products: as in :class:`Projected`; weight (3 D, D) and bias (3 D,) or None.
-        gathered: will hold the input of all ranks in the backward pass; None if it is kept.
+        x: this rank's input (B, n, D).
+        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
+        num_heads: number of heads of all ranks.
+        ring: the ring of this group of ranks.
+        gathered: gives the input of all ranks in the backward pass; None to keep that input from the forward pass.
     """
     if has_torch_function((weight, bias)):
-        # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
+        # Gemini fetches its parameters into memory for one call only, so all of them must be arguments of the call.
         return handle_torch_function(
             own_heads, (weight, bias), x, weight, bias, sent, products, num_heads, ring, gathered
         )
@@ -179,10 +182,10 @@ class _OwnHeads(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DirectFastSeq:
-    """FastSeq through symmetric memory.
+    """FastSeq with symmetric memory.
 
     Attributes:
-        memory: of the ranks that share sequences.
+        memory: symmetric memory of the ranks that share sequences.
         keep_gathered: keep the gathered input for the backward pass (N x D a layer) instead of gathering it again.
     """
 
@@ -191,7 +194,7 @@ class DirectFastSeq:
 
     takes_projection: ClassVar[bool] = True  # computes q, k, v itself: transfers of inputs overlap with the products
 
-    @not_compiled  # what other ranks read and write is in no graph of a compiler
+    @not_compiled  # a compiler can't see that other ranks read and write the buffers
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
@@ -204,32 +207,32 @@ class DirectFastSeq:
 
 @dataclass
 class _Layer(Layer):
-    events: list[Any] = field(default_factory=list)  # at which this rank's inputs are with one of the others
+    events: list[Any] = field(default_factory=list)  # one for each other rank: this rank's input has arrived there
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, from the next one on."""
+        """All other ranks, in the order of the ring, beginning with the rank after this one."""
         rank, size = self.memory.group.rank, self.memory.group.size
         return [(rank + i) % size for i in range(1, size)]
 
     def tokens_of(self, rank: int) -> slice:
-        """Return the slice of all tokens that a rank has, without padding."""
+        """Return the slice of the whole sequence that a rank's tokens are, without padding."""
         first = rank * self.shape[1]
         return slice(first, first + self.real(rank))
 
     def inputs(self, buffer: Buffer, dtype: torch.dtype) -> list[Tensor]:
-        """Return every rank's buffer for all tokens' inputs (B, N, D)."""
+        """Return, for every rank, its buffer as a tensor (B, N, D) for the inputs of all tokens."""
         B, _, D = self.shape
         return self.memory.rows(buffer, (B, self.length, D), dtype).of
 
     def gather(self, shard: Tensor) -> None:
-        """Start to bring this rank's inputs to all others, one after the other."""
+        """Start to copy this rank's inputs to all other ranks, one rank after the other."""
         self.held.append(shard)
         self.events = self.memory.copy_beside([self._to(p, shard, Buffer.INPUT) for p in self.others])
 
     def gather_again(self, shard: Tensor) -> None:
-        """Start to bring this rank's inputs to all others in the backward pass, where all inputs lie together and have
-        arrived by the gradients' barrier."""
+        """Start to copy this rank's inputs to all ranks, itself included, in the backward pass. The inputs go to a
+        buffer that holds the inputs of all tokens, and have arrived at the barrier of the gradient buffer."""
         self.held.append(shard)
         own, *groups = (self._to(p, shard, Buffer.EVERYONE) for p in (self.memory.group.rank, *self.others))
         self.memory.copy_beside(groups, own)
@@ -240,22 +243,24 @@ class _Layer(Layer):
         return _sample_by_sample(target, shard[:, : self.real(mine)])
 
     def shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (rank, its tokens' inputs) of every rank, the own one first, the others once they have arrived."""
+        """Yield (rank, inputs of its tokens) for every rank: this rank first, each other rank once its inputs have
+        arrived."""
         rank, buffer = self.memory.group.rank, self.inputs(Buffer.INPUT, own.dtype)
         yield rank, own[:, : self.real(rank)]
-        for i, peer in enumerate(reversed(self.others)):  # the last of them sends here first
+        for i, peer in enumerate(reversed(self.others)):  # the previous rank sends to this rank first
             self.memory.wait(self.events[i])
             self.memory.ready(Buffer.INPUT, again=i > 0)
             yield peer, buffer[rank][:, self.tokens_of(peer)]
 
     def gradient_for(self, owner: int, adder: int, dtype: torch.dtype) -> Tensor:
-        """Return (B, its tokens, D) in the adder's gradient buffer: what it adds to the gradient of the owner's
-        input."""
+        """Return the slot (B, tokens of ``owner``, D) in the gradient buffer of rank ``adder`` for its part of the
+        gradient of the input of rank ``owner``."""
         slots = self.memory.rows(Buffer.GRADIENT, (self.memory.group.size, *self.shape), dtype)
         return slots.of[adder][owner][:, : self.real(owner)]
 
     def fetch_gradients(self, like: Tensor) -> Tensor:
-        """Start to fetch what the others add to the gradient of this rank's input: (P - 1, B, n, D), still arriving."""
+        """Start to fetch the other ranks' parts of the gradient of this rank's input. Return the tensor
+        (P - 1, B, n, D) that the parts are copied to."""
         (B, n, D), rank = self.shape, self.memory.group.rank
         found, groups = like.new_empty(len(self.others), B, n, D), []
         found[:, :, self.real(rank) :].zero_()
@@ -267,7 +272,7 @@ class _Layer(Layer):
 
 
 def _sample_by_sample(targets: Tensor, sources: Tensor) -> list[Pair]:
-    """Return pairs of rows to copy, of (B, n, D) each."""
+    """Return a pair (target, source) for each sample of two tensors (B, n, D)."""
     return list(zip(targets.unsqueeze(2), sources.unsqueeze(2), strict=True))
 
 
@@ -276,32 +281,36 @@ def direct_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k, v (B, h, N, d) of this rank's heads for the tokens of all ranks.
 
-    x: (B, n, D) of this rank. The other arguments are as in :class:`Projected`; weight (3 D, D) and bias (3 D,) or
-    None.
+    Args:
+        x: this rank's input (B, n, D).
+        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
+        layer: sizes and buffers of this call.
+        keep_gathered: keep the input of all ranks for the backward pass.
     """
     if has_torch_function((weight, bias)):
-        # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
+        # Gemini fetches its parameters into memory for one call only, so all of them must be arguments of the call.
         return handle_torch_function(
             direct_heads, (weight, bias), x, weight, bias, sent, products, layer, keep_gathered
         )
     group = layer.memory.group
-    # The kernel that puts the gradients of q, k, v together sums them up for the bias, too.
+    # The kernel that joins the gradients of q, k and v also sums them for the gradient of the bias.
     split = split_heads if kernels_available(x.device, x.dtype)[0] else split_heads_reference
     qkv, own_bias = _OwnProjection.apply(x, weight, bias, sent, products, layer, keep_gathered)
     return split(qkv, layer.num_heads // group.size, own_bias)
 
 
 class _OwnProjection(torch.autograd.Function):
-    """(B, N, 3 h d) of all tokens, and the bias (3 h d,) that it contains, whose gradient is computed elsewhere."""
+    """Computes q, k, v of this rank's heads for all tokens, (B, N, 3 h d) with the bias added, and the bias (3 h d,) of
+    these heads. The bias is an output because :func:`split_heads` computes its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, sent, products: Products, layer: _Layer, keep_gathered: bool):
         group = layer.memory.group
         own_bias = None if bias is None else own_rows(bias, group)
         layer.gather(sent)
-        # A copy, hidden by the transfer of inputs. Without it, the three separate blocks of rows would need three
-        # products, whose few tiles leave more multiprocessors idle at the end, or one batch of three, which takes no
-        # bias.
+        # A copy of the weight's rows, made during the transfer of inputs. Without the copy, the three separate blocks
+        # of rows (q, k, v) would need three products, whose few tiles leave more multiprocessors idle at the end, or
+        # one batched product, which can't add a bias.
         own_weight = products.factor(weight, group)
         qkv = x.new_empty(len(x), layer.length, len(own_weight[0]))
         for rank, shard in layer.shards(sent):
@@ -311,7 +320,7 @@ class _OwnProjection(torch.autograd.Function):
         if keep_gathered:
             everyone = layer.inputs(Buffer.INPUT, sent.dtype)[group.rank].clone()
             everyone[:, layer.tokens_of(group.rank)] = sent[:, : layer.real(group.rank)]
-        # The copy of the local rows, and not the weight, of which another would have to be made: 3 D D / P a layer.
+        # Saves the copied rows (3 D D / P numbers a layer); with the weight alone the backward pass would copy again.
         ctx.save_for_backward(everyone, *own_weight)
         ctx.layer, ctx.products, ctx.dtypes = layer, products, (sent.dtype, weight.dtype)
         return qkv, own_bias
@@ -325,7 +334,7 @@ class _OwnProjection(torch.autograd.Function):
             out = layer.gradient_for(peer, group.rank, dqkv.dtype)
             _input_gradient(products, made[:, layer.tokens_of(peer)], columns, out)
         there = memory.ready_beside(Buffer.GRADIENT)
-        if ctx.needs_input_grad[2]:  # small things, while a rank may have to wait for another
+        if ctx.needs_input_grad[2]:  # small kernels, which run while other ranks may be late
             dbias = whole_rows(cast(Tensor, own_dbias), group)
         if ctx.needs_input_grad[1]:
             dweight = zeros_but_own(own_weight[0], weight, group)
@@ -347,11 +356,11 @@ def _sum(parts: Tensor) -> Tensor:
 
 
 def _input_gradient(products: Products, grad: Tensor, columns: Saved, out: Tensor, add: bool = False) -> None:
-    """Write the gradient (B, n, D) of a rank's input, as far as it comes through this rank's heads, to ``out``, or add
-    it. grad: (B, n, 3 h d) of the products with its tokens.
+    """Write to ``out``, or add to it, this rank's heads' part of the gradient (B, n, D) of a rank's input. grad: the
+    gradient (B, n, 3 h d) of q, k, v of that rank's tokens.
 
-    It is computed whether it is needed or not (before the first block everything may be frozen): without the gradient
-    buffer's turn, the input buffer would be used twice in a row.
+    The caller computes the gradient even if it is not needed, as for the first block when everything before it is
+    frozen. Otherwise the gradient buffer would not be used, and the input buffer would be used twice in a row.
     """
     for target, rows in zip(out, grad, strict=True):  # sample by sample
         products.input_gradient_into(target, rows, columns, add)

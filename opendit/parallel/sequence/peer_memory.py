@@ -1,22 +1,23 @@
-"""Buffers of a group of ranks in torch's symmetric memory: every rank reads and writes those of the others over NVLink.
+"""Buffers in torch's symmetric memory: every rank of a group reads and writes all ranks' buffers over NVLink.
 
-Every rank has these buffers. Each use of a buffer, or each part that arrives in it, has one barrier:
+Every rank has four buffers. Each use of a buffer, or each part that arrives in it, has one barrier:
 
-    output    all ranks write to it, barrier, its owner reads it
-    input     as output; or a rank fills its own, barrier, all ranks read what they need of it
-    everyone  as output, but without a barrier: it is filled after input's and read after gradient's
-    gradient  a rank fills its own, barrier, all ranks read what they need of it
+    output    all ranks write to a rank's buffer, barrier, the owner reads it
+    input     like output; or a rank fills its own buffer, barrier, all ranks read what they need from it
+    everyone  like output without a barrier: it is written after the barrier of input and read after that of gradient
+    gradient  a rank fills its own buffer, barrier, all ranks read what they need from it
 
 No buffer is used twice in a row, so that one barrier and one set of buffers suffice. A buffer is reused only after the
 barrier of another buffer, and a rank reaches that barrier only after it has finished with the first buffer. A layer's
 forward pass uses input, then output. Its backward pass does the same, or uses input, then gradient (FastSeq). A
 recorded graph begins with input and ends with another buffer, so that it can be replayed any number of times.
 
-A barrier may be enqueued on the copy stream, beside the caller's kernels, until those kernels need its data.
+A barrier may also be enqueued on the copy stream, so that it overlaps with the caller's kernels until they need the
+data.
 
-Data is moved either by a kernel on the caller's stream, at the links' full rate, or by the copy engines, beside the
-caller's kernels. Copy engines are slower but occupy no multiprocessor. Measured on H200s: half of a layer's attention
-takes 107 us alone, 111 us beside copies and 129 us beside the kernel.
+Data is transferred either by a kernel on the caller's stream, at the full rate of the links, or by copy engines, which
+run concurrently with the caller's kernels. Copy engines are slower but occupy no multiprocessor. Measured on H200s:
+half of a layer's attention takes 107 us alone, 111 us during copies and 129 us during the kernel.
 """
 
 import functools
@@ -35,12 +36,12 @@ from opendit.kernels.common import kernels_available
 from opendit.kernels.exchange_heads import exchange_heads, send_rows
 from opendit.parallel.collectives import Group
 
-Part = tuple[tuple[Tensor, ...], int]  # heads, and the first of them among all H
-Pair = tuple[Tensor, Tensor]  # (target, source), (rows, h, d), both dense within a row
+Part = tuple[tuple[Tensor, ...], int]  # (q, k, v or one tensor of heads, index of the first head among all H)
+Pair = tuple[Tensor, Tensor]  # (target, source), each (rows, h, d) and dense within a row
 
 
 class Buffer(IntEnum):
-    """Buffers of a layer, by their use."""
+    """The buffers that a layer uses; see the module's docstring."""
 
     INPUT, OUTPUT, EVERYONE, GRADIENT = 0, 1, 2, 3
 
@@ -50,9 +51,9 @@ class PeerRows:
     """Views of all ranks' buffers.
 
     Attributes:
-        of: ``of[p]`` is rank p's view.
-        addresses: (P,) int64, for kernels.
-        offset: in bytes from there.
+        of: ``of[p]`` is the view of rank p's buffer.
+        addresses: (P,) int64, addresses of the buffers, for kernels.
+        offset: bytes from the beginning of a buffer to the view.
     """
 
     of: list[Tensor]
@@ -65,30 +66,32 @@ def allocate(size: int, group: Group, device: torch.device) -> tuple[Any, Tensor
     rank's memory as a tensor (size,) uint8. Freeing the tensor frees the memory."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here; switches have few of them
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # unused here, and a scarce resource
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    # torch zeroes it, the barrier's signals too, on the stream, behind what that has been given. Done later, it would
-    # wipe out what a faster rank has written there: attention to 64k tokens is 100 ms, and this is none.
+    # torch zeroes the memory and the barrier's signals on the current stream, after all work that is enqueued there.
+    # Without this wait it could erase what a faster rank has written meanwhile. (Attention to 64k tokens takes 100 ms.)
     torch.cuda.synchronize(device)
     return symmetric.rendezvous(memory, cast(dist.ProcessGroup, group.handle)), memory
 
 
 class PeerMemory:
-    """Buffers of one group, as large as the largest shape asked for. All ranks make the same calls in the same order.
+    """The buffers of one group of ranks, as large as the largest shape asked for. All ranks must make the same calls in
+    the same order.
 
-    allocate: makes the buffers; :func:`allocate`.
+    allocate: function that allocates a buffer, with the interface of :func:`allocate`.
     """
 
     def __init__(self, group: Group, device: torch.device, allocate: Callable[..., tuple[Any, Tensor]] = allocate):
         self.group, self.device, self._allocate = group, device, allocate
-        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # graphs still use old buffers
+        self._made: dict[Buffer, list[Any]] = {buffer: [] for buffer in Buffer}  # keeps old buffers for graphs
         self._views: dict[tuple[Any, ...], list[PeerRows]] = {}
         self._last, self._capturing = Buffer.OUTPUT, False
-        self._stream = torch.cuda.Stream(device, priority=-1)  # for the copy engines, and for barriers before products
-        self._copies: torch.cuda.Event | None = None  # the end of the last of them, until somebody waited for it
+        self._stream = torch.cuda.Stream(device, priority=-1)  # for copy engines, and for barriers of ready_beside
+        self._copies: torch.cuda.Event | None = None  # end of the last copy; None after a wait for it
 
     def rows(self, buffer: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> PeerRows:
-        """Return views of every rank's buffer, from its beginning; (B, n, S, H, d) for an exchange of heads."""
+        """Return views of the beginning of every rank's buffer. Their shape is (B, n, S, H, d) for an exchange of
+        heads."""
         return self.slots(buffer, 1, shape, dtype)[0]
 
     @torch.inference_mode(False)  # training could not later use a view that was made in inference mode
@@ -112,15 +115,16 @@ class PeerMemory:
         return made[-1][:2]
 
     def ready(self, buffer: Buffer, again: bool = False) -> None:
-        """Enqueue the barrier of one use of ``buffer``. ``again``: one more barrier of the same use. The device waits,
-        the host does not."""
+        """Enqueue the barrier of one use of ``buffer``. ``again``: this is a further barrier of the same use. The
+        device waits, the host does not."""
         self._barrier(buffer, again, channel=0)
 
     def ready_beside(self, buffer: Buffer) -> torch.Event:
-        """Enqueue the barrier behind the copies and everything given to the current stream so far, and beside what it
-        is given next, until it waits for the event returned.
+        """Enqueue the barrier of one use of ``buffer`` on the copy stream. Return the event at its end.
 
-        The copies must be nearly done by then: a kernel that waits for one would delay the caller's kernels.
+        The barrier runs after all copies and all work that the current stream has so far, and concurrently with later
+        work of the current stream. The copies must be nearly done when the barrier is enqueued, because a kernel that
+        waits for a copy delays the caller's kernels.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -129,7 +133,8 @@ class PeerMemory:
 
     def _barrier(self, buffer: Buffer, again: bool, channel: int) -> None:
         if self._capturing != torch.cuda.is_current_stream_capturing():
-            # Between layers: what a recording has enqueued has not run, and one that failed ended anywhere.
+            # A recording begins or ends here. Recorded work has not run, and a failed recording may have ended
+            # anywhere.
             self._capturing, self._last, self._copies = not self._capturing, Buffer.OUTPUT, None
         assert again == (buffer == self._last), "no buffer is used twice in a row"
         self._last = buffer
@@ -145,10 +150,10 @@ class PeerMemory:
         send_rows(rows, heads.addresses, self.group.rank, length)
 
     def exchange_beside(self, groups: list[Part], rows: PeerRows, push: bool) -> list[torch.cuda.Event]:
-        """Exchange heads by the copy engines, one group after another.
+        """Exchange heads with copy engines, one group after another.
 
-        The copies start after the work that the current stream has so far, and run beside its later work. Call
-        :meth:`wait` with a group's event before using the group, and keep its heads alive until then.
+        The copies start after the work that the current stream has so far, and run concurrently with its later work.
+        Call :meth:`wait` with a group's event before using the group, and keep the group's heads in memory until then.
 
         A copy within one card would occupy its multiprocessors, so kernels move this rank's own shares. They run before
         any copy, because a kernel that waits for a copy would delay the caller's kernels by the time of the copy (seen
@@ -162,8 +167,8 @@ class PeerMemory:
         return self._copy([self._other_heads(heads, rows, first, push) for heads, first in groups])
 
     def copy_beside(self, groups: list[list[Pair]], own: Sequence[Pair] = ()) -> list[torch.cuda.Event]:
-        """Copy rows between this rank's memory and others', as :meth:`exchange_beside` does with heads. ``own``:
-        pairs within this card, which are copied before the first group."""
+        """Copy rows between the memories of this rank and other ranks, as :meth:`exchange_beside` does with heads.
+        ``own``: pairs within this card, which are copied before the first group."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for target, source in own:
@@ -191,7 +196,7 @@ class PeerMemory:
         return found
 
     def wait(self, event: torch.cuda.Event | None = None) -> None:
-        """Make the current stream wait for an exchange's event, or for all exchanges."""
+        """Make the current stream wait for the event of an exchange or copy, or for all of them without an event."""
         event = event or self._copies
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
@@ -200,7 +205,8 @@ class PeerMemory:
 
 
 def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
-    """Copy (rows, h, d) by a copy engine, as Tensor.copy_ would use a kernel. Both are dense within a row."""
+    """Copy (rows, h, d) with a copy engine; Tensor.copy_ would use a kernel. Both tensors must be dense within a
+    row."""
     from cuda.bindings import runtime  # pyright: ignore[reportAttributeAccessIssue]  # compiled, without stubs
 
     rows, h, d = source.shape
@@ -219,7 +225,7 @@ def _copy_rows(target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> Non
 
 @functools.cache
 def connect(group: Group, device: torch.device) -> tuple[PeerMemory | None, str]:
-    """Return (the group's memory or None, the reason for None). The first call is collective over the group."""
+    """Return (symmetric memory of the group or None, the reason). The first call is collective over the group."""
     why_not = "no CUDA GPUs" if device.type != "cuda" else _obstacle(device)
     found: list[Any] = [None] * group.size
     dist.all_gather_object(found, (socket.gethostname(), why_not), group=group.handle)

@@ -1,11 +1,12 @@
-"""Products of a qkv projection that a strategy has taken over, x W^T and its gradients, in the dtype of the activations
-or in float8 (kernels/fp8.py); and the layouts between tokens by rank and heads by rank.
+"""Matrix products of the qkv projection in sequence parallelism, and conversions between layouts of tokens and heads.
 
-A strategy determines when inputs and gradients are sent; this file determines what is sent and how it is multiplied.
+The products are x W^T and its gradients, in the dtype of the activations or in float8 (kernels/fp8.py). A strategy
+determines when inputs and gradients are sent; this module determines what is sent and how it is multiplied.
 
 The *packed* layout of q, k, v is (P, B, n, 3, h, d): the n tokens of each of P ranks, with the h = H / P heads of one
-of them. It is what an all-to-all delivers and what FastSeq's projections write; with one sample q, k and v are views of
-it that attention takes as they are. The conversions here make no more passes over memory than the exchange needs.
+rank. An all-to-all delivers this layout, and FastSeq's projections write it. With one sample, q, k and v are views of
+the packed tensor that attention takes without a copy. The conversions here make no more passes over memory than the
+exchange needs.
 """
 
 from typing import NamedTuple, cast
@@ -21,54 +22,55 @@ from opendit.models.attention import AnyProjection
 from opendit.models.layers import in_working_dtype
 from opendit.parallel.collectives import Group
 
-Saved = tuple[Tensor, ...]  # a weight, as the backward pass wants it
+Saved = tuple[Tensor, ...]  # a weight in the form that the backward pass needs
 
 
 class Products:
-    """Products in the dtype of the activations. Use one object for each call of a layer; it holds no activations."""
+    """Products in the dtype of the activations. Use a new object for each call of a layer. It stores no activations."""
 
     def factor(self, weight: Tensor, group: Group | None = None) -> Saved:
-        """Return the weight as the other factor of all products, to be saved for the backward pass. group: only the
-        rows of the heads of this rank of the group; None for all."""
+        """Return the weight in the form in which all products use it, to be saved for the backward pass. group: take
+        only the rows of this rank's heads in this group; None for all rows."""
         return (weight if group is None else own_rows(weight, group),)
 
     def project(self, out: Tensor, sent: Tensor, factor: Saved, bias: Tensor | None) -> None:
-        """Write sent W^T + bias to ``out``, contiguous and with rows of the factor's length."""
+        """Write sent W^T + bias to ``out``, which is contiguous and has as many features as the factor has rows."""
         linear_into(out, sent, factor[0], bias)
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """Return the gradient (..., out) of the product as a factor of the other two, of the same shape."""
+        """Return the gradient (..., out) of the product in the form in which the products of the backward pass use it,
+        in the same shape."""
         return grad
 
     def columns(self, factor: Saved) -> Saved:
-        """Return the factor's rows in the form that :meth:`input_gradient` takes."""
+        """Convert a factor to the form that :meth:`input_gradient` takes."""
         return factor
 
     def input_gradient(self, grad: Tensor, columns: Saved) -> Tensor:
-        """Return grad W, (rows, D), of rows of :meth:`gradient`."""
+        """Return grad W (rows, D) for rows of the result of :meth:`gradient`."""
         return grad @ columns[0]
 
     def input_gradient_into(self, out: Tensor, grad: Tensor, columns: Saved, add: bool) -> None:
-        """Write grad W to ``out``, or add it."""
+        """Write grad W to ``out``, or add it to ``out`` if ``add``."""
         torch.addmm(out, grad, columns[0], beta=int(add), out=out)
 
     def weight_gradient(self, grad: Tensor, sent: Tensor) -> Tensor:
-        """Return grad^T x, (out, D), of all tokens' gradients (rows, out) and inputs (rows, D)."""
+        """Return grad^T sent (out, D) from the gradients (rows, out) and inputs (rows, D) of all tokens."""
         return grad.t() @ sent
 
     def own_weight_gradient(self, grad: Tensor, sent: Tensor, group: Group, whole: Tensor) -> Tensor:
-        """Return the weight's gradient for the rows of this rank's heads, at their place in ``whole``: see
-        :func:`weight_gradient`."""
+        """Compute the weight's gradient for the rows of this rank's heads, write it to these rows of ``whole``, and
+        return ``whole`` as (3 D, D): see :func:`weight_gradient`."""
         return weight_gradient(grad, sent, group, whole)
 
 
 class Float8Products(Products):
-    """Products in float8. The input is sent as bytes, half of what bf16 takes; the gradients of inputs are sent in the
-    dtype of the activations, because ranks add them up.
+    """Products in float8. Ranks send inputs in float8, half the bytes of bf16. They send the gradients of inputs in the
+    dtype of the activations, because these gradients are summed.
 
     Args:
-        dtypes: of the activations and of the weight.
-        descale: of the input.
+        dtypes: (dtype of the activations, dtype of the weight).
+        descale: factor that converts the float8 input back to its values.
     """
 
     def __init__(self, dtypes: tuple[torch.dtype, torch.dtype], descale: Tensor):
@@ -118,13 +120,13 @@ def _float8(sent: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """A projection of x (B, n, D) that a strategy has taken over.
+    """Operands of a projection of x (B, n, D) that a strategy computes.
 
     Attributes:
-        x: what autograd sees of the input.
-        weight, bias: (out, D), and (out,) or None: complete, in the canonical layout.
-        sent: the input as ranks send it to each other, (B, n, D), which only ``products`` can read.
-        products: how to multiply it.
+        x: input as a tensor of the autograd graph. In float8 it has no values.
+        weight, bias: full weight (out, D), and bias (out,) or None, in the canonical layout.
+        sent: input (B, n, D) in the form that ranks send to each other. Only ``products`` can read it.
+        products: the products to compute with ``sent``.
     """
 
     x: Tensor
@@ -135,12 +137,12 @@ class Projected(NamedTuple):
 
 
 def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, float8: bool) -> Projected:
-    """Prepare the projection ``qkv`` of x (B, n, D). float8: by products in float8, of the output of LayerNorm +
+    """Prepare the projection ``qkv`` of x (B, n, D). float8: use products in float8; x must be an output of LayerNorm +
     modulate.
 
-    Ranks multiply each other's inputs, and the weight's gradient is one product over the tokens of all of them, so in
-    float8 they must use one scale. They do: LayerNorm + modulate takes its scale from a bound computed from the
-    samples' modulation, which is the same on all ranks. The tensor's own amax would differ.
+    In float8 all ranks must use the same scale, because ranks multiply each other's inputs, and the weight's gradient
+    is one product over the tokens of all ranks. LayerNorm + modulate computes its scale from a bound that depends only
+    on the modulation of the samples, which is the same on all ranks. The amax of the tensor itself would differ.
     """
     if not float8:
         given, weight, bias = in_working_dtype(cast(Tensor, x), qkv.weight, qkv.bias)
@@ -148,12 +150,12 @@ def prepare_projection(x: Tensor | Modulated | Quantized, qkv: AnyProjection, fl
     assert isinstance(x, Modulated | Quantized), "an input whose scale the ranks have not agreed on"
     x = quantized(x)
     products = Float8Products((x.stand_in.dtype, qkv.weight.dtype), x.data.descale)
-    sent = x.data.data.view(torch.uint8)  # not every way of sending knows float8
+    sent = x.data.data.view(torch.uint8)  # not every collective supports float8
     return Projected(x.stand_in, qkv.weight, qkv.bias, sent, products)
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write ``F.linear`` of x (..., in) to ``out``, contiguous and with rows of weight's length."""
+    """Write ``F.linear(x, weight, bias)`` of x (..., in) to ``out``, which must be contiguous."""
     out, x = out.view(-1, len(weight)), x.reshape(-1, x.shape[-1])
     if bias is None:
         torch.mm(x, weight.t(), out=out)
@@ -162,44 +164,44 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Return x.sum(0) of x (rows, columns), as a product with ones: torch's sum takes twice as long."""
+    """Return x.sum(0) of x (rows, columns), computed as a product with ones. torch's sum takes twice as long."""
     return torch.mv(x.t(), x.new_ones(len(x)))
 
 
 def own_rows(parameter: Tensor, group: Group) -> Tensor:
-    """Return the rows of this rank's heads in q, k and v: (3 h d, ...) of (3 D, ...)."""
-    # Joined, not flattened: torch copies contiguous blocks three times as fast as a view with gaps between them.
+    """Return the rows (3 h d, ...) of this rank's heads from the rows (3 D, ...) of q, k and v."""
+    # cat instead of flatten: torch copies contiguous blocks three times as fast as a view with gaps between them.
     return torch.cat(parameter.unflatten(0, (3, group.size, -1))[:, group.rank].unbind())
 
 
 def whole_rows(rows: Tensor, group: Group) -> Tensor:
-    """Invert :func:`own_rows`, with zeros for the other heads."""
+    """Invert :func:`own_rows`. Rows of other ranks' heads are zeros."""
     whole = rows.new_zeros(3, group.size, len(rows) // 3, *rows.shape[1:])
     whole[:, group.rank] = rows.unflatten(0, (3, -1))
     return whole.flatten(0, 2)
 
 
 def zeros_but_own(own_weight: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
-    """Allocate (3, P, h d, D) of ``dtype`` for the gradient of the weight whose local rows are (3 h d, D): zeros for
-    the other heads, uninitialised for the own ones."""
+    """Allocate a tensor (3, P, h d, D) of ``dtype`` for the gradient of a weight whose local rows are ``own_weight``
+    (3 h d, D). The rows of other ranks' heads are zeros; the rows of this rank's heads are uninitialised."""
     whole = own_weight.new_empty(3, group.size, len(own_weight) // 3, own_weight.shape[1], dtype=dtype)
     others = [part for rows in whole for part in (rows[: group.rank], rows[group.rank + 1 :]) if part.numel()]
     if others:
-        torch._foreach_zero_(others)  # contiguous each, and one kernel for all
+        torch._foreach_zero_(others)  # one kernel for all of these contiguous parts
     return whole
 
 
 def weight_gradient(grad: Tensor, x: Tensor, group: Group, whole: Tensor) -> Tensor:
-    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight whose local rows took x (tokens, D)
-    to the columns of grad (tokens, 3 h d), in one pass: a batched product writes the rows of q, k and v where they
-    belong, in ``whole`` of :func:`zeros_but_own`."""
+    """Return ``whole_rows(grad.T @ x, group)``, the gradient (3 D, D) of a weight, from the inputs x (tokens, D) and
+    the gradients grad (tokens, 3 h d) of this rank's heads. A batched product writes the rows of q, k and v directly to
+    ``whole``, which :func:`zeros_but_own` has allocated."""
     torch.bmm(grad.unflatten(1, (3, -1)).permute(1, 2, 0), x.expand(3, *x.shape), out=whole[:, group.rank])
     return whole.flatten(0, 2)
 
 
 class _Unpack(torch.autograd.Function):
-    """Custom backward pass: torch's own would stack dq, dk, dv, pad the stack and copy it into the packed order, three
-    passes instead of one."""
+    """:func:`unpack` with a backward pass of one pass over memory. torch's own backward pass would make three: stack
+    dq, dk, dv, pad the stack, and copy it into the packed order."""
 
     @staticmethod
     def forward(ctx, packed: Tensor, length: int):
@@ -211,7 +213,7 @@ class _Unpack(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         n, length = ctx.shape[2], grads[0].shape[2]
         packed = grads[0].new_empty(ctx.shape)
-        whole, rest = divmod(length, n)  # ranks with n tokens; tokens of the rank after them
+        whole, rest = divmod(length, n)  # number of ranks with n tokens; number of tokens of the next rank
         by_head = packed.permute(3, 1, 4, 0, 2, 5)  # (3, B, h, P, n, d)
         by_head[:, :, :, whole:].zero_()
         for target, grad in zip(by_head, grads, strict=True):
@@ -222,20 +224,20 @@ class _Unpack(torch.autograd.Function):
 
 
 def unpack(packed: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v (B, h, length, d) of packed (P, B, n, 3, h, d); tokens past ``length`` are padding and are left
-    out."""
+    """Return q, k, v (B, h, length, d) from the packed tensor (P, B, n, 3, h, d). Tokens past ``length`` are padding
+    and are dropped."""
     return _Unpack.apply(packed, length)
 
 
 def pack(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> Tensor:
-    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send: row p holds the heads p h to (p +
-    1) h of rank p."""
+    """Pack q, k, v (B, H, n, d) of this rank's tokens as (P, B, n, 3, h, d) to send. Row p has the heads
+    p h to (p + 1) h - 1, which are those of rank p."""
     return torch.stack([part.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4) for part in (q, k, v)], dim=3)
 
 
 def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
-    """Return the attention output (B, h, N, d) as (P, B, n, h, d) to send: row p holds the n = ``rows`` tokens of rank
-    p, with zeros for padding."""
+    """Return the attention output (B, h, N, d) as (P, B, n, h, d) to send. Row p has the n = ``rows`` tokens of rank p,
+    with zeros for padding."""
     by_token, missing = heads.transpose(1, 2), ranks * rows - heads.shape[2]
     if missing:
         by_token = F.pad(by_token, (0, 0, 0, 0, 0, missing))
@@ -243,5 +245,5 @@ def tokens_by_rank(heads: Tensor, rows: int, ranks: int) -> Tensor:
 
 
 def side_by_side(received: Tensor) -> Tensor:
-    """Return (B, n, D) of all heads from the received (P, B, n, h, d), the heads of every rank."""
+    """Join the heads of all ranks: return (B, n, D) from the received tensor (P, B, n, h, d)."""
     return received.permute(1, 2, 0, 3, 4).flatten(2)

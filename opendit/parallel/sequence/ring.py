@@ -1,9 +1,9 @@
-"""Ring attention (Liu et al. 2023), bidirectional and exact: every rank keeps its queries, keys and values travel
-around.
+"""Ring attention (Liu et al. 2023), bidirectional and exact: every rank keeps its queries, while keys and values travel
+around the ring of ranks.
 
-Any number of heads works. Keys and values, packed together, travel to the next rank during the attention to those that
-have arrived; in the backward pass their gradients travel with them. Attention to a part of the keys returns its
-log-sum-exp, too, by which parts are merged.
+Any number of heads works. While a rank attends to the keys and values that have arrived, it sends them, packed
+together, to the next rank. In the backward pass the gradients of keys and values travel around the ring, too. Attention
+to a part of the keys also returns the log-sum-exp of its scores, with which the results of all parts are merged.
 """
 
 import math
@@ -19,16 +19,18 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring, lengths: list[in
     """Return softmax(q k^T / sqrt(d)) v over the keys of all ranks, for this rank's queries: (B, H, n, d).
 
     Args:
-        q: (B, H, n, d) of this rank's tokens without padding.
-        k, v: (B, kv_heads, n, d). If there are fewer of these, neighbouring heads share them, and they travel so.
-        ring: of the ranks.
-        lengths: n of all ranks, none more than the first one's; some may be 0.
+        q: queries (B, H, n, d) of this rank's tokens without padding.
+        k, v: keys and values (B, kv_heads, n, d). If kv_heads < H, neighbouring query heads share a key-value head, and
+            only kv_heads heads are sent.
+        ring: ring of the ranks that share the sequence.
+        lengths: n of every rank. The first rank's n is the largest; n may be 0.
     """
     return _RingAttention.apply(q, k, v, ring, lengths)
 
 
 def _pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """Return (2, B, rows, H, d) of k, v (B, H, n, d): one shape on all ranks; rows past n are never read."""
+    """Pack k, v (B, H, n, d) as (2, B, rows, H, d), which has the same shape on all ranks. Rows from n on are
+    uninitialised and never read."""
     B, H, n, d = k.shape
     packed = k.new_empty(2, B, rows, H, d)
     packed[0, :, :n].copy_(k.transpose(1, 2))
@@ -69,13 +71,14 @@ class _RingAttention(torch.autograd.Function):
         arriving = ring.arriving(kv)
 
         def next_part() -> tuple[int, Tensor]:
-            """Return a rank, and this rank's part of the gradient of its keys and values."""
+            """Return (the rank whose keys have arrived, the part of these keys' and values' gradient from this rank's
+            queries)."""
             source, block = next(arriving)
             if not lengths[source] or not q.shape[2]:
                 return source, torch.zeros_like(block)
             k, v = _unpack(block, lengths[source])
             part, dk, dv = attend_part_backward(dout, q, *for_every_head(q, k, v), out, lse)
-            torch.add(dq, part, out=dq)  # not dq.add_: on Gemini's tensors that leaves dq as it is
+            torch.add(dq, part, out=dq)  # dq.add_ would leave dq unchanged on Gemini's tensors
             return source, _pack(_of_shared(dk, k.shape[1]), _of_shared(dv, k.shape[1]), lengths[0])
 
         _, own = next_part()
@@ -95,7 +98,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def reference_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute :func:`attend_part` by the formula, in the input's dtype; builds the scores (B, H, N, M)."""
+    """Compute :func:`attend_part` by the formula in the input's dtype. Allocates the scores (B, H, N, M)."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp() @ v, lse
@@ -116,8 +119,8 @@ def _flash(q: Tensor) -> bool:
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (out (B, H, N, d), lse (B, H, N)) of q (B, H, N, d) over k, v (B, H, M, d); lse is fp32 for half
-    precision."""
+    """Return the attention output (B, H, N, d) of q (B, H, N, d) over k, v (B, H, M, d), and the log-sum-exp of the
+    scores (B, H, N), which is fp32 for inputs of half precision."""
     if _flash(q):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
         return out, lse
@@ -130,10 +133,10 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def attend_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parts of (dq, dk, dv) that come from these keys; out (B, H, N, d) and lse (B, H, N) are those over all
-    keys."""
+    """Return (dq, dk, dv) of attention to these keys; dq is only their part of the gradient of q. ``out``
+    (B, H, N, d) and ``lse`` (B, H, N) must be the results over all keys."""
     if _flash(q):
-        # The forward pass returns these two for dropout; without it they are not read.
+        # The forward pass returns seed and offset for dropout; without dropout they are not read.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -147,9 +150,10 @@ def attend_part_backward(
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention to two parts of the keys; out (B, H, N, d) and lse (B, H, N) fp32 or wider. ``out`` is reused.
+    """Merge the results of attention to two parts of the keys. ``out`` (B, H, N, d), which is changed in place, and
+    ``lse`` (B, H, N) are fp32 or wider. Return the merged out and lse.
 
-    out' = (e^lse out + e^part_lse part) / (e^lse + e^part_lse), which is an interpolation.
+    out' = (e^lse out + e^part_lse part) / (e^lse + e^part_lse), computed as an interpolation between out and part.
     """
     weight = torch.sigmoid(part_lse - lse).unsqueeze(-1)
     return out.lerp_(part.to(out.dtype), weight), torch.logaddexp(lse, part_lse)

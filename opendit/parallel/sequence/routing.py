@@ -1,14 +1,15 @@
-"""Experts that choose among tokens of several ranks, and tokens that go to the ranks of their experts (EC-DiT).
+"""Expert-choice routing over several ranks (EC-DiT): experts choose tokens, which are sent to the experts' ranks.
 
-An expert takes the k tokens of a sample with the highest affinity to it, on whichever rank they are. If ranks share a
-sequence, they gather its affinities, B x N x E numbers without a gradient, so that all of them know every choice. A
-token's weight is its own affinity, of which its rank has the gradient. Tokens are never gathered:
+An expert takes the k tokens of a sample with the highest affinity to it, on whichever rank these tokens are. Ranks that
+share a sequence gather its affinities (B x N x E numbers, without a gradient), so that every rank knows all choices.
+The weight of a chosen token is its affinity, whose gradient is computed on the token's own rank. Only chosen tokens are
+sent:
 
     own tokens ─chosen ones, by expert─▶ all-to-all ─▶ (experts, rows, D) ─▶ all-to-all ─▶ weighted sum
 
-Every expert takes the same number of tokens of a sample. So with whole samples on a rank all sizes are known in
-advance. If a sequence is shared, a rank may hold any number of an expert's k tokens, and the host reads the number
-while the device computes the shared MLP.
+Every expert takes the same number of tokens of a sample. If each rank has whole samples, all sizes are therefore known
+in advance. If ranks share a sequence, a rank may have any number of an expert's k tokens. The host then reads that
+number from the device while the device computes the shared MLP.
 """
 
 import functools
@@ -38,13 +39,13 @@ class OwnTokens(Protocol):
 
 
 class RoutingByRanks:
-    """:class:`opendit.models.experts.Routing` of this rank's tokens y (B, n, D).
+    """Implementation of :class:`opendit.models.experts.Routing` for this rank's tokens y (B, n, D).
 
     Args:
-        mlp: has all experts that it chooses for, or with ``experts`` this rank's part of them.
+        mlp: the layer with its experts: this rank's part of them if ``experts`` is not None, otherwise all.
         y: the tokens.
-        shared: how ranks share the sequence; None if y are all tokens of their samples.
-        experts: ranks each of which has an equal part of the experts, in their order; None if this one has them all.
+        shared: this rank's part of the sequence; None if y has all tokens of its samples.
+        experts: ranks among which the experts are divided evenly, in order; None if this rank has all experts.
     """
 
     @not_compiled
@@ -69,12 +70,12 @@ class RoutingByRanks:
 
     @not_compiled
     def result(self) -> Tensor:
-        """Return what is added to the tokens."""
+        """Return the experts' weighted outputs, to be added to the tokens."""
         return add_rows(self._back.finish(), self._chosen.weights, self._chosen.rows, self._y)
 
     def _send(self, chosen: "Chosen", counts: Sequence[Sequence[int]]) -> None:
-        """Send the chosen tokens to their experts. counts: of every rank, the number of its tokens that each expert
-        takes."""
+        """Start to send the chosen tokens to their experts. ``counts[r][e]`` is the number of rank r's tokens that
+        expert e takes."""
         share = len(chosen.counts) // self._group.size
         sent = tuple(sum(chosen.counts[first : first + share]) for first in range(0, len(chosen.counts), share))
         own = slice(self._group.rank * share, (self._group.rank + 1) * share)
@@ -91,9 +92,9 @@ class Chosen:
     """Tokens of this rank that experts have chosen, expert by expert.
 
     Attributes:
-        rows: (M,) indices among the flattened tokens.
-        weights: (M,).
-        counts: number of tokens of each expert.
+        rows: (M,) indices of the chosen tokens among the flattened tokens (B n).
+        weights: (M,) weights of the chosen tokens.
+        counts: number of tokens that each expert has chosen.
     """
 
     rows: Tensor
@@ -108,7 +109,8 @@ def _choose_here(mlp: ExpertMlp, y: Tensor) -> Chosen:
 
 
 class _Pending:
-    """Choices among the tokens of several ranks, whose number the host does not know yet."""
+    """Choices of experts among the tokens of several ranks. The host does not yet know how many chosen tokens are on
+    this rank."""
 
     def __init__(self, mlp: ExpertMlp, y: Tensor, shared: OwnTokens, group: Group):
         own, first = mlp.affinities(y), shared.group.rank * shared.rows
@@ -128,7 +130,8 @@ class _Pending:
             self._copied.record()
 
     def chosen(self) -> tuple[Chosen, list[list[int]]]:
-        """Return the chosen tokens of this rank, and the number of tokens of each expert on every rank of the group."""
+        """Wait for the numbers. Return this rank's chosen tokens, and for every rank of the group the number of its
+        tokens that each expert has chosen."""
         if self._copied is not None:
             self._copied.synchronize()
         counts = self._counts.tolist()
@@ -141,10 +144,10 @@ class _Pending:
 # ------------------------------------------------------------------------------------------------------ rows by expert
 
 
-@functools.lru_cache(maxsize=32)  # of whole samples they are always the same
+@functools.lru_cache(maxsize=32)  # with whole samples the arguments are always the same
 def _places(arriving: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, int]:
-    """Map rows that arrive rank by rank, and within a rank expert by expert, to places in a flattened stack
-    (experts, rows). Return the places, and the rows of an expert's part: the most that any expert has."""
+    """Map rows that arrive rank by rank, and for each rank expert by expert, to indices in a flattened stack
+    (experts, rows). Return these indices, and the number of rows of the stack: the largest number of any expert."""
     most = max(map(sum, zip(*arriving, strict=True)))
     bases, lengths, arrived, filled = [], [], 0, [0] * len(arriving[0])
     for of_rank in arriving:
@@ -171,7 +174,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The adjoint of :class:`_Spread`: ``x[places]``, whose own backward pass would add up rows."""
+    """The adjoint of :class:`_Spread`: ``x[places]`` for distinct places. The backward pass of torch's indexing would
+    accumulate rows, which is not needed here."""
 
     @staticmethod
     def forward(ctx, x: Tensor, places: Tensor):

@@ -1,8 +1,8 @@
-"""Sequences of two streams, captions and media, each of which is shared out by itself.
+"""Sequence parallelism for sequences of two streams, caption tokens and media tokens.
 
-A rank has its part of the one and its part of the other, so that both have the same share of work on every rank, and a
-layer of one stream meets the tokens of that stream alone. In attention tokens come in the order of the ranks; they are
-put in the order of the sequence there, where filled-up places drop out.
+Each stream is divided evenly among the ranks, so every rank has the same share of both streams, and the layers of a
+stream get tokens of that stream only. For attention the tokens of all ranks are put into the order of the sequence,
+which drops padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ class SharedStreams:
     """A sequence of several streams.
 
     Attributes:
-        parts: the shares of every stream.
-        lengths: numbers of tokens of the streams.
-        ranks: number of ranks that share them.
-        exchange: attention of q, k, v (B, H, rows, d) of this rank's tokens over those of all ranks, by a strategy that
-            is given ``attend`` and the number of tokens of all ranks; None where projections give the tokens of all.
+        parts: this rank's share of every stream.
+        lengths: number of tokens of every stream.
+        ranks: number of ranks that share the sequence.
+        exchange: attention method of a strategy. It takes q, k, v (B, H, rows, d) of this rank's tokens, ``attend``,
+            and the number of tokens of all ranks, padding included. None if projections return the tokens of all ranks.
     """
 
     parts: tuple[Any, ...]
@@ -38,7 +38,7 @@ class SharedStreams:
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
-        """Numbers of tokens of every stream that a rank has."""
+        """Number of tokens of every stream on a rank, padding included."""
         return tuple(part.rows for part in self.parts)
 
     @property
@@ -47,16 +47,16 @@ class SharedStreams:
         return sum(self.rows_of_streams)
 
     def take_stream(self, number: int, x: Tensor) -> Tensor:
-        """Return this rank's tokens of all tokens (B, n, F) of a stream."""
+        """Return this rank's share of all tokens (B, n, F) of a stream."""
         return self.parts[number].take(x)
 
     def gather_stream(self, number: int, x: Tensor) -> Tensor:
-        """Return all tokens of a stream, on every rank, from this rank's."""
+        """Gather a stream from this rank's tokens x. Return all tokens of the stream, on every rank."""
         return self.parts[number].gather(x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend) -> Tensor:
-        """Return the attention output of q, k, v (B, H, n, d), n tokens of this rank or, where projections gather them,
-        of all ranks."""
+        """Return the attention output of q, k, v (B, H, n, d). They have the n tokens of this rank, or of all ranks if
+        projections gather them."""
         order = self._order(q.device)
 
         def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class SharedStreams:
         return self.exchange(q, k, v, in_order, self.ranks * self.rows)
 
     def attention_of_streams(self, projected: Sequence[tuple[Tensor, ...]], attend: Attend) -> Sequence[Tensor]:
-        """Return the attention output of every stream (B, n, H d), of its q, k, v (B, n, H, d)."""
+        """Return the attention output (B, n, H d) of every stream from the q, k, v (B, n, H, d) of every stream."""
         if self.exchange is not None:
             q, k, v = (torch.cat(parts, dim=1).transpose(1, 2) for parts in zip(*projected, strict=True))
             return self.attention(q, k, v, attend).split(self.rows_of_streams, dim=1)
@@ -81,7 +81,7 @@ class SharedStreams:
         ]
 
     def _order(self, device: torch.device) -> Tensor:
-        """Return where the tokens of the sequence are among those of all ranks, rank after rank."""
+        """Return the index of every token of the sequence in the concatenation of all ranks' tokens."""
         found, start = [], 0
         for length, rows in zip(self.lengths, self.rows_of_streams, strict=True):
             at = torch.arange(length, device=device)

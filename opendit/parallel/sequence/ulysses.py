@@ -1,18 +1,18 @@
-"""Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2023), and in two dimensions with ring attention.
+"""Ulysses sequence parallelism (Jacobs et al., "DeepSpeed Ulysses", 2023), alone or combined with ring attention.
 
-An all-to-all turns this rank's tokens with all heads into all tokens with this rank's heads, attention is local, and
-another one turns the result back. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, the ranks
-of a sequence are a grid: an exchange among the ``heads.size`` neighbouring ranks leaves each with some of the heads for
-all their tokens, and ring attention covers the other dimension.
+An all-to-all turns all heads of this rank's tokens into this rank's heads of all tokens. Attention is then local, and
+another all-to-all turns the result back. :class:`UlyssesRing` sends q, k and v in one packed exchange. With a ring, the
+ranks of a sequence are a grid: ``heads.size`` neighbouring ranks exchange heads, so that each has some of the heads for
+all tokens of these ranks, and ring attention covers the other dimension of the grid.
 
-:class:`DirectUlysses` needs no collectives: every rank reads and writes the others' memory (peer_memory.py).
+:class:`DirectUlysses` needs no collectives: every rank reads and writes the memory of the other ranks (peer_memory.py).
 
     x ─▶ q k v of own tokens in the input buffer ─barrier─▶ own heads read ─▶ attention
       ─▶ the attention output written to the others' output buffers ─barrier─▶ all heads, own tokens
 
-The backward pass is the same with gradients, in the opposite direction. Heads go in groups: a kernel carries the first
-group that attention needs and the last that it leaves, and the copy engines carry all others, during the attention to
-those that have arrived.
+The backward pass sends gradients in the opposite direction in the same way. Heads are sent in groups. A kernel
+transfers the first group that attention reads and the last group that attention writes. Copy engines transfer all other
+groups, during the attention of the groups that have arrived.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,8 @@ from opendit.parallel.sequence.ring import ring_attention
 
 @dataclass(frozen=True)
 class UlyssesRing:
-    """Heads are shared over the group ``heads``, tokens over the group ``ring``; a group of one does nothing."""
+    """Ulysses over the group ``heads``, combined with ring attention over the group ``ring``. A group of one rank does
+    nothing."""
 
     heads: Group
     ring: Group
@@ -65,8 +66,8 @@ class UlyssesRing:
         return side_by_side(Exchange(self.heads).start(tokens_by_rank(output, rows, ranks)).finish())
 
     def _around(self, attend: GridAttention, first: int, lengths: list[int]) -> Attend:
-        """Return attention to the keys of all ranks of the ring, for tokens from ``first`` on; every rank prepares its
-        own."""
+        """Return a function for attention to the keys of all ranks of the ring. ``first`` is the index of this rank's
+        first token in the sequence; ``lengths`` has the number of tokens of every rank of the ring."""
 
         def attend_around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ring_attention(*attend.prepare(q, k, v, first), ring=Ring(self.ring), lengths=lengths)
@@ -76,19 +77,19 @@ class UlyssesRing:
 
 @dataclass(frozen=True)
 class DirectUlysses:
-    """Ulysses through symmetric memory.
+    """Ulysses with symmetric memory.
 
     Attributes:
-        memory: of the ranks that share sequences.
-        groups: parts in which a rank's heads are exchanged, one after the other.
+        memory: symmetric memory of the ranks that share sequences.
+        groups: number of groups of a rank's heads, which are exchanged one after the other.
     """
 
     memory: PeerMemory
     groups: int = 1
 
-    takes_projection: ClassVar[bool] = True  # its product is written where the others read it
+    takes_projection: ClassVar[bool] = True  # writes q, k, v where the other ranks read them
 
-    @not_compiled  # what other ranks read and write is in no graph of a compiler
+    @not_compiled  # a compiler can't see that other ranks read and write the buffers
     def project_and_attend(
         self, x: Tensor, qkv: AnyProjection, num_heads: int, attend: Attend, length: int, float8: bool = False
     ) -> Tensor:
@@ -104,39 +105,44 @@ class DirectUlysses:
 
 @dataclass
 class Layer:
-    """One call: its sizes, and what its nodes leave for each other until the exchange is done.
+    """Sizes of one attention call, and the state that its autograd nodes share until the exchanges are complete.
 
     Attributes:
+        memory: symmetric memory of the ranks that share sequences.
+        groups: number of groups of a rank's heads.
+        num_heads: number of heads of all ranks.
+        length: number of tokens of all ranks, without padding.
         shape: (B, n, D) of this rank's tokens.
-        held: tensors that copy engines read.
-        arriving: a group's event.
-        doutput: a group's gradient of its heads, there or still arriving.
+        held: tensors that copy engines read, which must stay in memory until they have been read.
+        arriving: maps a group to the event at which its heads have arrived.
+        doutput: maps a group to the gradient of its attention output, which may still be arriving.
     """
 
     memory: PeerMemory
     groups: int
     num_heads: int
     length: int
-    shape: tuple[int, ...]  # (B, n, D)
-    held: list[Any] = field(default_factory=list)  # what copy engines read
-    arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)  # a group's event
-    doutput: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # a group's gradient, there or still arriving, of its heads
+    shape: tuple[int, ...]
+    held: list[Any] = field(default_factory=list)
+    arriving: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    doutput: dict[int, Tensor] = field(default_factory=dict)
 
     def rows(self, buffer: Buffer, parts: int, dtype: torch.dtype) -> PeerRows:
-        """Return (B, n, parts, H, d) of every rank: its own tokens, all heads."""
+        """Return every rank's buffer as rows (B, n, parts, H, d) of its own tokens with all heads."""
         B, n, D = self.shape
         return self.memory.rows(buffer, (B, n, parts, self.num_heads, D // self.num_heads), dtype)
 
     def heads_of(self, group: int) -> tuple[int, int]:
-        """Return (index of the first, number) of a group of this rank's heads."""
+        """Return (index of the first head, number of heads) of a group of this rank's heads."""
         number = self.num_heads // (self.memory.group.size * self.groups)
         return (self.memory.group.rank * self.groups + group) * number, number
 
     def pull(self, parts: int, like: Tensor, first_to_arrive: int) -> list[tuple[Tensor, ...]]:
-        """Return every group's heads, filled from all ranks' input buffers: those of one group by a kernel, which
-        delays attention, and the others during attention, in the order of their distance from that one."""
+        """Read this rank's heads from all ranks' input buffers. Return the tensors of every group.
+
+        A kernel reads the group ``first_to_arrive`` at once, which delays attention. Copy engines read the other groups
+        during attention, in the order of their distance from that group.
+        """
         rows, (B, _, D) = self.rows(Buffer.INPUT, parts, like.dtype), self.shape
         self.memory.ready(Buffer.INPUT)
         firsts, number = zip(*map(self.heads_of, range(self.groups)), strict=True)
@@ -149,7 +155,7 @@ class Layer:
         return found
 
     def send_gradient(self, grad: Tensor) -> None:
-        """Send the gradient (B, n, D) of this rank's tokens' attention output to the ranks of the heads."""
+        """Send the gradient (B, n, D) of this rank's attention output to the ranks that have the heads."""
         if self.groups > 1:
             self.rows(Buffer.INPUT, 1, grad.dtype).of[self.memory.group.rank].view(grad.shape).copy_(grad)
             found = [heads[0] for heads in self.pull(1, grad, self.groups - 1)]
@@ -159,21 +165,22 @@ class Layer:
             heads = self.memory.rows(Buffer.INPUT, (B, self.length, number, d), grad.dtype)
             self.memory.send(grad.contiguous().view(B, n, self.num_heads, d), heads, self.length)
             self.memory.ready(Buffer.INPUT)
-            found = [heads.of[self.memory.group.rank].transpose(1, 2)]  # read by attention's backward pass only
+            found = [heads.of[self.memory.group.rank].transpose(1, 2)]  # only the backward pass of attention reads it
         self.doutput.update(enumerate(found))
 
     def real(self, rank: int) -> int:
-        """Return the number of a rank's n tokens that are not padding."""
+        """Return how many of a rank's n tokens are not padding."""
         n = self.shape[1]
         return min(max(self.length - rank * n, 0), n)
 
     def arrived(self, group: int) -> None:
-        """Make the current stream wait for a group of heads that is still in transit."""
+        """Make the current stream wait until a group of heads has arrived."""
         if group in self.arriving:
             self.memory.wait(self.arriving.pop(group))
 
     def push(self, heads: tuple[Tensor, ...], rows: PeerRows, first: int, beside: bool) -> None:
-        """Write a group's heads to all ranks' output buffers: beside what comes next, or at once by a kernel."""
+        """Write a group's heads to all ranks' output buffers: with copy engines that overlap with the following kernels
+        if ``beside``, otherwise at once with a kernel."""
         heads = tuple(part.transpose(1, 2).contiguous().transpose(1, 2) for part in heads)
         if beside:
             self.memory.exchange_beside([(heads, first)], rows, push=True)
@@ -182,27 +189,27 @@ class Layer:
             self.memory.exchange(heads, rows, first, push=True)
 
     def push_gradients(self, grads: tuple[Tensor, ...], group: int) -> None:
-        """Push gradients of q, k, v, or of any one or three tensors, to the ranks whose backward pass needs them."""
+        """Write a group's gradients of q, k, v (or of any one or three tensors) to the ranks that own the tokens."""
         rows, (first, _) = self.rows(Buffer.OUTPUT, len(grads), grads[0].dtype), self.heads_of(group)
         self.push(grads, rows, first, beside=group > 0)
 
     def gradients(self, dtype: torch.dtype, parts: int = 3) -> Tensor:
-        """Return (B, n, 3 D) of q, k, v, complete, with zeros for padding; valid until the next exchange. parts: 1 for
-        a single tensor."""
+        """Return the complete gradient (B, n, parts * D) of q, k, v, with zeros for padding. It is valid until the next
+        exchange. parts: 3 for q, k, v; 1 for a single tensor."""
         self._all_there()
         own = self.rows(Buffer.OUTPUT, parts, dtype).of[self.memory.group.rank].flatten(2)
         own[:, self.real(self.memory.group.rank) :].zero_()
         return own
 
     def push_output(self, output: Tensor, group: int) -> None:
-        """Write the attention output of a group of heads to this rank's and group's slot of every owner. Contiguous
-        rows cross the links faster than rows with gaps (4 H200s, a loop of 20: 29 us and 41), and one more pass has to
-        follow anyway."""
+        """Write the attention output of a group of heads to the slot of this rank and group in the buffers of all ranks
+        that own tokens. The slots are joined later, in a pass that is needed anyway: contiguous rows cross the links
+        faster than rows with gaps (4 H200s, a loop of 20: 29 us and 41)."""
         slot = self._slots(output.dtype)[self.memory.group.rank * self.groups + group]
         self.push((output,), slot, 0, beside=group < self.groups - 1)
 
     def output(self, dtype: torch.dtype) -> Tensor:
-        """Return (B, n, D): the attention output of all heads, with zeros for padding."""
+        """Return the attention output (B, n, D) of all heads for this rank's tokens, with zeros for padding."""
         self._all_there()
         rank = self.memory.group.rank
         joined = torch.cat([slot.of[rank].flatten(2) for slot in self._slots(dtype)], dim=2)
@@ -210,7 +217,7 @@ class Layer:
         return joined
 
     def _slots(self, dtype: torch.dtype) -> list[PeerRows]:
-        """Return (B, n, 1, h, d) in the output buffer for every group of heads, in the order of the heads."""
+        """Return a slot (B, n, 1, h, d) of the output buffer for every group of heads, in the order of the heads."""
         (B, n, D), (_, number) = self.shape, self.heads_of(0)
         shape = (B, n, 1, number, D // self.num_heads)
         return self.memory.slots(Buffer.OUTPUT, self.num_heads // number, shape, dtype)
@@ -222,22 +229,25 @@ class Layer:
 
 
 def unread(like: Tensor) -> Tensor:
-    """Return a gradient that tells the next node nothing: the memory of the others holds what it needs."""
+    """Return a placeholder of the shape of ``like`` that the next node does not read; it reads the ranks' buffers
+    instead."""
     return like.new_empty(1).expand(like.shape)
 
 
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, sent: Tensor, products: Products, layer: Layer
 ) -> tuple[Tensor, ...]:
-    """Return q, k, v (B, h, N, d) of each group of this rank's heads: the first group's, the second's, ...; they are
-    still arriving.
+    """Return q, k, v (B, h, N, d) of the first group of this rank's heads, then of the second, and so on. The tensors
+    may still be arriving.
 
-    x: (B, n, D) of this rank. The other arguments are as in :class:`Projected`; weight (3 D, D) and bias (3 D,) or
-    None.
+    Args:
+        x: this rank's input (B, n, D).
+        weight, bias, sent, products: fields of :class:`Projected`; weight is (3 D, D), bias (3 D,) or None.
+        layer: sizes and buffers of this call.
     """
     parameters = (weight, bias)
     if has_torch_function(parameters):
-        # Gemini's parameters: they are in memory for the length of this call only, and must all be named in it.
+        # Gemini fetches its parameters into memory for one call only, so all of them must be arguments of the call.
         return handle_torch_function(project, parameters, x, *parameters, sent, products, layer)
     return _Project.apply(x, weight, bias, sent, products, layer)
 
@@ -278,8 +288,8 @@ class _Arrive(torch.autograd.Function):
 
 
 class Depart(torch.autograd.Function):
-    """Sends the attention output of a group of heads to the owners of the tokens; its gradient comes from
-    :class:`Collect`."""
+    """Sends the attention output of a group of heads to the owners of the tokens. The backward pass returns the
+    gradient that the backward pass of :class:`Collect` has fetched."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, layer: Layer, group: int) -> Tensor:
@@ -294,8 +304,8 @@ class Depart(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Collects the attention output of all heads. shard: what the layer gathers again in the backward pass
-    (fastseq.py), after the gradient."""
+    """Collects the attention output of all heads. shard: tensor that the layer gathers again in the backward pass,
+    after it has sent the gradient (fastseq.py); or None."""
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, shard: Tensor | None, *sent: Tensor) -> Tensor:
