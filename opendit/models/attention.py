@@ -27,8 +27,8 @@ from opendit.models.layers import (
 )
 from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
-# Backends with correct gradients under torch.compile (2.11). cuDNN's are wrong (measured relative error 1.4) if q, k and
-# v are views of one qkv tensor, because torch.compile assumes another memory layout than cuDNN writes.
+# Backends with correct gradients under torch.compile (2.11). cuDNN's gradients are wrong (measured relative error 1.4)
+# if q, k and v are views of one qkv tensor, because torch.compile assumes another memory layout than cuDNN writes.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -339,8 +339,8 @@ class GridAttention:
 
 @dataclass(frozen=True)
 class MadeProjection:
-    """A linear layer whose weight (out, in), bias (out,) and LoRA matrices were computed from other parameters. Bias and
-    LoRA may be None."""
+    """A linear layer whose weight (out, in), bias (out,) and LoRA matrices were computed from other parameters. Bias
+    and LoRA may be None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -370,8 +370,8 @@ def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...) by copying the K heads of keys and
-    of values for each of the H query heads."""
+    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...) by copying the K heads of keys
+    and of values for each of the H query heads."""
     if has_torch_function((rows,)):
         # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so the
         # whole function is dispatched as one call.

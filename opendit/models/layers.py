@@ -681,8 +681,8 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Embedding of class labels (B,) int64 as (B, D). Row ``num_classes`` is the null class of classifier-free guidance.
-    ``null_class=False`` omits this row, for models trained without class dropout."""
+    """Embedding of class labels (B,) int64 as (B, D). Row ``num_classes`` is the null class of classifier-free
+    guidance. ``null_class=False`` omits this row, for models trained without class dropout."""
 
     def __init__(self, num_classes: int, dim: int, null_class: bool = True):
         super().__init__()
