@@ -60,8 +60,8 @@ def _frequencies(count: int, device: torch.device) -> Tensor:
 
 
 def rotary_shares(head_dim: int, axes: int) -> list[int]:
-    """Return the number of channel pairs of a head that each axis rotates. The shares are equal; the first axis (time in
-    clips) also gets the remainder.
+    """Return the number of channel pairs of a head that each axis rotates. The shares are equal; the first axis (time
+    in clips) also gets the remainder.
 
     Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
     pairs = head_dim // 2
@@ -74,8 +74,8 @@ def rotary_shares(head_dim: int, axes: int) -> list[int]:
 
 
 def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
-    """Return the cosines and sines (N, head_dim / 2, 2) float32 of rotary positions for tokens at coordinates (N, axes),
-    for :func:`rotate`.
+    """Return the cosines and sines (N, head_dim / 2, 2) float32 with which :func:`rotate` rotates tokens at coordinates
+    (N, axes).
 
     This is Su et al., "RoFormer" (2021), for several axes, with the frequencies of a sine-cosine table along each axis.
     Raises ValueError if ``head_dim`` is odd or too small.

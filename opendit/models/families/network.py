@@ -277,8 +277,8 @@ class PublicDiT(DiT):
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
 
     def _text(self, tokens: Tensor, mask: Tensor, shortest: int) -> tuple[Tensor, Tensor]:
-        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are attended
-        to, or (B, 0) if all are."""
+        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are
+        attended to, or (B, 0) if all are."""
         spec, embed = self.config.spec, self.text_embedder
         elsewhere = not hasattr(embed, "mlp")  # True if only another pipeline stage, the first, has the embedder
         if spec.text.multiple == 1 and not spec.text.masked:
