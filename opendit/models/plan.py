@@ -454,8 +454,8 @@ def _experts(config: DiTConfig, execution: Execution) -> Kept:
 
 
 # Peak of additional memory in the backward pass of a block, in units, by level of --recompute. The peak is in fc2's
-# backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units; fc2's output (1 unit) is freed.
-# Recomputation adds its results: GELU's output (4 units), or also fc1's output and input (4 + 1 units).
+# backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units; fc2's output (1 unit) is
+# freed. Recomputation adds its results: GELU's output (4 units), or also fc1's output and input (4 + 1 units).
 BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 

@@ -92,15 +92,15 @@ class Segments:
         return self.within(0, self.tokens)
 
     def within(self, first: int, stop: int) -> tuple[SegmentRun, ...]:
-        """Return the runs of the tokens [``first``, ``stop``), which are one rank's. Segments that cross an end are cut.
-        No run contains padding. The runs are contiguous."""
+        """Return the runs of one rank's tokens, [``first``, ``stop``). Segments that cross an end are cut. No run
+        contains padding. The runs are contiguous from ``first`` (or the padding before it) on."""
         ends = zip(range(len(self.grids)), self.offsets, self.offsets[1:], strict=False)
         cut = ((number, min(end, stop) - max(begin, first)) for number, begin, end in ends)
         groups = groupby((part for part in cut if part[1] > 0), key=lambda part: part[1])
         return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
 
     def place(self, device: torch.device) -> "PlacedSegments":
-        """Return the pack's description for layers, with tensors on ``device``. The copy does not wait for the device."""
+        """Return the pack's description for layers, with tensors on ``device``. The copy does not block the host."""
         table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
