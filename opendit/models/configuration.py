@@ -18,8 +18,8 @@ from opendit.models.positions import rotary_shares
 # The newest revision of models. The same fields of a configuration describe different models in different revisions:
 #   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
 #      before the first block. Files without a revision have this one.
-#   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned positions
-#      are added before every block, and all named sizes except Ti have 8 heads of keys and values.
+#   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
+#      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
 # New runs use the newest revision. A checkpoint keeps its revision, also when it is converted or resumed.
 REVISION = 2
 LATER = ("alignment", "patch_bottleneck")  # fields that are stored only if they are set

@@ -160,8 +160,8 @@ def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
 
 
 def distribution_of(model: nn.Module, name: str) -> Distribution:
-    """Return the distribution of a parameter by its canonical name. Raises ValueError unless exactly one pattern matches
-    the name."""
+    """Return the distribution of a parameter by its canonical name. Raises ValueError unless exactly one pattern
+    matches the name."""
     distributions: Callable[[], dict[str, Distribution]] = cast(Any, model).initial_distributions
     return value_of(name, distributions(), "the initial distributions")
 
