@@ -1,7 +1,7 @@
 """Token order of packs whose samples have tokens of several streams, such as a caption and media.
 
-In the pack, all tokens of a sample are consecutive. Blocks with separate weights for each stream need the tokens of each
-stream as one tensor. This module converts between the two orders."""
+In the pack, all tokens of a sample are consecutive. Blocks with separate weights for each stream need the tokens of
+each stream as one tensor. This module converts between the two orders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
