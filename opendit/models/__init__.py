@@ -1,4 +1,5 @@
-"""The networks and the zoo. A name's module is imported when it is first used: ``names`` needs no torch."""
+"""The networks, their configurations and the zoo of named models. A name's module is imported when the name is first
+used, so that names without need for torch do not import it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Fine-tuning: weights of one model as the start of another one of the same blocks.
+"""Fine-tuning: initialise a model with the weights of another model that has the same blocks.
 
-Classes, resolution, text encoder, VAE and objective may be others; what does not fit is made anew, resized or, of
-tables that follow from the size, computed again.
+Classes, resolution, text encoder, VAE and objective may differ. Weights that do not fit are resized or initialised
+anew; tables that depend on the resolution are computed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from opendit.models.dit import DiT
 from opendit.models.vdit import VDiTConfig
 from opendit.models.weights import Weights
 
-# Fields of a configuration that decide what stands before and after the blocks; all others must agree.
+# Fields of a configuration that only affect layers before and after the blocks. All other fields must be equal.
 AROUND_THE_BLOCKS = {
     "input_size", "patch_size", "in_channels", "num_classes", "null_class", "learn_sigma", "text", "positions",
     "given_frames", "published", "index", "alignment",
@@ -30,12 +30,17 @@ TABLE, HEAD, PATCHES = "y_embedder.embedding_table.weight", "final_layer.linear.
 
 @dataclass
 class Adaptation:
-    """The origin of each of a model's parameters and buffers: name -> number of elements.
+    """The origin of a model's parameters and buffers.
 
-    reused: taken from the file. resized: partly taken from it, ``why`` says how. new: initial values, nothing fitted.
-    recomputed: fixed tables. left_out: tensors of the file that have no place in the model.
-
-    stored: the names in the file of what is reused. made: the values of what is resized, in host memory.
+    Attributes:
+        reused: Name -> number of elements of parameters from the file.
+        resized: Name -> number of elements of parameters that come partly from the file.
+        new: Name -> number of elements of parameters with initial values.
+        recomputed: Name -> number of elements of fixed tables.
+        left_out: Name -> number of elements of the file's tensors that are not used.
+        why: Name -> explanation, for ``resized``.
+        stored: Name -> name in the file, for ``reused``.
+        made: Name -> value in host memory, for ``resized``.
     """
 
     reused: dict[str, int] = field(default_factory=dict)
@@ -49,11 +54,11 @@ class Adaptation:
 
     @property
     def untrained(self) -> list[str]:
-        """Parameters that hold, at least in part, what nobody has trained."""
+        """Names of parameters with at least some untrained values."""
         return [*self.resized, *self.new]
 
     def describe(self) -> list[str]:
-        """A line for each of the five kinds that there is."""
+        """Return a line of text for each kind of origin that is not empty."""
         lines = []
         for kind in ("reused", "resized", "new", "recomputed", "left_out"):
             weights = getattr(self, kind)
@@ -61,20 +66,21 @@ class Adaptation:
                 reasons = dict.fromkeys(self.why[name] for name in weights if name in self.why)
                 because = f" ({'; '.join(reasons)})" if reasons else ""
                 names = ", ".join(_groups(weights))
-                what = {"left_out": "left out of the file"}.get(kind, kind)  # whose axes are not always the model's
+                what = {"left_out": "left out of the file"}.get(kind, kind)
                 lines.append(f"{what}: {sum(weights.values()):,} weights, {names}{because}")
         return lines
 
 
 def check_same_blocks(found: DiTConfig, wanted: DiTConfig, path: str | Path) -> None:
-    """Raises ValueError unless the blocks of both are the same, naming what differs; a vDiT accepts a DiT's."""
+    """Raise ValueError, which names the differences, unless both models have the same blocks. A vDiT accepts the blocks
+    of a DiT."""
     ours, theirs = ({f.name: getattr(c, f.name) for f in dataclasses.fields(c)} for c in (wanted, found))
     differs = [
         f"{name} {theirs.get(name)} there, {ours.get(name)} here"
         for name in dict.fromkeys([*ours, *theirs])
         if name not in AROUND_THE_BLOCKS and ours.get(name) != theirs.get(name)
     ]
-    specs = [getattr(config, "spec", None) for config in (found, wanted)]  # of public models, from their config.json
+    specs = [getattr(config, "spec", None) for config in (found, wanted)]  # None except for public models
     if specs[0] != specs[1] and not differs:
         differs.append("its config.json describes them otherwise")
     kinds = (found.kind, wanted.kind)
@@ -95,23 +101,31 @@ def adapt(
     *,
     fresh: Callable[[str], Tensor],
 ) -> Adaptation:
-    """Find out which ``weights``, of a model ``found``, fit into ``model``: every parameter and buffer comes from the
-    file, is made here, or is new. The model is not changed, and may be on the meta device.
+    """Decide for every parameter and buffer of ``model`` whether it comes from ``weights``, is resized or is new. The
+    model is not changed and may be on the meta device.
 
-    Same name and shape: as it is, unless it belongs to another text encoder. Label table of other classes: the null
-    class, where the file has one, and the classes whose names (``class_names``, and the file's) are the same; the
-    others are fresh. Head: the channels of a learned variance are dropped, or added as zeros. Patches of several frames
-    from a DiT's: its filter, spread over the frames; of given frames: zeros behind the filters of the others. Learned
-    positions: interpolated linearly along each axis; between pictures and clips rows go to rows and columns to columns,
-    and the table of frames is fresh or left out. Sine-cosine tables are computed, as always: neither the file's nor
-    interpolated ones.
+    - A tensor with the same name and shape is reused, unless it belongs to another text encoder.
+    - Label table for other classes: rows of classes with the same name are kept, and the null class if the file has
+      one. The other rows are new.
+    - Head: the channels of a learned variance are dropped, or added as zeros.
+    - Patch filters: a DiT's filter is spread over the frames of a patch with several frames. Filters for channels of
+      conditioning frames are zeros.
+    - Learned positions are interpolated linearly along each axis. Between pictures and clips, rows and columns are
+      kept, and the table of frames is new or left out.
+    - Sine-cosine tables are always computed.
 
-    Nothing is read of the file but what is resized: a label table, filters of patches, a head, learned positions.
+    Only tensors that are resized are read from the file: a label table, patch filters, a head, learned positions.
 
-    fresh: the initial values of a parameter, whole, fp32 in host memory; asked for the label table alone.
+    Args:
+        model: The model to initialise.
+        weights: The weights in the file.
+        found: Configuration of the file's model.
+        class_names: Names of the model's classes.
+        fresh: Function that returns the complete initial values of a parameter, fp32 in host memory. It is only called
+            for the label table.
     """
     done, config, theirs = Adaptation(), model.config, weights.shapes
-    unused = dict.fromkeys(theirs)  # in the order of the file
+    unused = dict.fromkeys(theirs)  # names in the order of the file
     buffers = {name for name, _ in model.named_buffers()}
     other_words = _text_name(found) != _text_name(config)
     for name, own in model.state_dict().items():
@@ -140,7 +154,8 @@ def adapt(
 
 
 def _stored_as(name: str, found: DiTConfig, config: DiTConfig) -> str:
-    """Return the name of ``name`` in weights of ``found``. Axes count from the first, which is time only in clips."""
+    """Return the name that the parameter ``name`` has in weights of ``found``. Learned positions number the axes from
+    the first one, which is time in clips, but rows in pictures."""
     axis = re.fullmatch(r"learned_positions\.axes\.(\d+)\.weight", name)
     if axis is None:
         return name
@@ -165,8 +180,9 @@ def _same_table(
 def _relabelled(
     own: Tensor, value: Tensor, before: Sequence[str], after: Sequence[str], null_class: bool
 ) -> tuple[Tensor, str]:
-    """The label table, its last row the null class, and what was done to it. ``own``: initial values. ``value`` has a
-    row for a null class too, or only those of its classes."""
+    """Return a label table, whose last row is the null class, and an explanation.
+
+    own: initial values. value: the file's table. null_class: True if the file's last row is its null class."""
     if own.shape[1] != value.shape[1]:
         return own, "the null class too"
     made, rows, classes = own.clone(), {name: row for row, name in enumerate(before)}, len(own) - 1
@@ -185,12 +201,12 @@ def _relabelled(
 def _resized(
     name: str, shape: tuple[int, ...], value: Tensor, found: DiTConfig, config: DiTConfig
 ) -> tuple[Tensor | None, str]:
-    """``value`` in another shape and how; None if there is no sensible way."""
+    """Return ``value`` resized to ``shape``, and an explanation; (None, "") if the tensor can't be resized."""
     if name == PATCHES and found.in_channels == config.in_channels and shape[-2:] == value.shape[-2:]:
         return _filters(shape, value)
     if name.startswith(HEAD) and found.in_channels == config.in_channels and found.patch[-2:] == config.patch[-2:]:
         channels, rest = min(found.out_channels, config.out_channels), value.shape[1:]
-        rows = value.view(-1, found.out_channels, *rest)[:, :channels]  # of a patch's places, frames first
+        rows = value.view(-1, found.out_channels, *rest)[:, :channels]  # one row per place in a patch, frames first
         made = torch.zeros(shape, device="cpu").view(-1, config.out_channels, *rest)
         frames = config.patch[0] if config.is_video and not found.is_video else 1
         if frames * len(rows) == len(made):
@@ -203,7 +219,8 @@ def _resized(
 
 
 def _filters(shape: tuple[int, ...], value: Tensor) -> tuple[Tensor | None, str]:
-    """The filters of patches (D, channels, [frames,] rows, columns) with other channels or more frames."""
+    """Return patch filters (D, channels, [frames,] rows, columns) resized to other channels or more frames, and an
+    explanation; (None, "") if this is impossible."""
     how = []
     if value.dim() < len(shape):
         value = (value.unsqueeze(2) / shape[2]).expand(*value.shape[:2], *shape[2:])
@@ -225,7 +242,8 @@ def _variance(found: DiTConfig, config: DiTConfig) -> str:
 
 
 def _groups(names) -> list[str]:
-    """The modules of parameters, those of all blocks as one: blocks.*.attn, x_embedder and the like."""
+    """Return the names of the parameters' modules, without repetition. Modules of all blocks count as one, such as
+    blocks.*.attn."""
     groups = (re.sub(r"^blocks\.\d+\.", "blocks.*.", name).split(".") for name in names)
-    apart = ("blocks", "learned_positions")  # modules whose parts may fare differently
+    apart = ("blocks", "learned_positions")  # modules whose parts are listed separately
     return list(dict.fromkeys(".".join(parts[: 3 if parts[0] in apart else 1]) for parts in groups))

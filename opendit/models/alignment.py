@@ -1,13 +1,13 @@
-"""Representation alignment: tokens of a block in the middle, projected, should point where a frozen vision encoder's
-features of the clean picture point.
+"""Representation alignment: a loss that maximises the cosine similarity between projected tokens of an intermediate
+block and a frozen vision encoder's features of the clean picture.
 
     [R] Yu et al., "Representation Alignment for Generation: Training Diffusion Transformers Is Easier Than You Think"
         (REPA), 2024
     [I] Singh et al., "What Matters for Representation Alignment: Global Information or Spatial Structure?" (iREPA),
         2025
 
-The projector is trained with the model and saved with it, and sampling does not use it. Its gradient reaches the blocks
-before it only.
+The projector is trained and saved with the model; sampling does not use it. The loss only has gradients for the
+projector and for the blocks before it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 PROJECTED = 2048  # hidden width of [R]'s projector
-CENTRED = 0.7  # share of the mean over places that [I] takes off the encoder's features; its appendix has 0.6 to 0.8
+# Share of the mean over places that [I] subtracts from the encoder's features. The paper's appendix has 0.6 to 0.8.
+CENTRED = 0.7
 
 
 @dataclass(frozen=True)
 class AlignmentConfig:
-    """Align the tokens after ``block`` blocks with features of ``width`` numbers. projector: "mlp" ([R]) or "conv"
-    ([I])."""
+    """Settings of representation alignment.
+
+    Attributes:
+        block: Number of blocks after which the tokens are aligned.
+        width: Width of the encoder's features.
+        projector: "mlp" ([R]) or "conv" ([I]).
+    """
 
     block: int
     width: int
@@ -38,7 +44,7 @@ class AlignmentConfig:
 
 
 class Projector(nn.Module):
-    """Tokens (B, N, D) in a grid (H, W) to (B, N, width)."""
+    """Projection of tokens (B, N, D) in a grid (H, W) to the width of the encoder's features, (B, N, width)."""
 
     def __init__(self, dim: int, config: AlignmentConfig):
         super().__init__()
@@ -56,19 +62,22 @@ class Projector(nn.Module):
 
 
 class Alignment(NamedTuple):
-    """An encoder's features of a micro-batch's pictures, (B, N, width), and the weight of their term in the loss."""
+    """An encoder's features of a micro-batch's pictures, (B, N, width), and the weight of the alignment term in the
+    loss."""
 
     features: Tensor
     weight: float
 
     def losses(self, projected: Tensor) -> Tensor:
-        """Return the term of each sample, (B,) fp32: 1 - cosine, averaged over its tokens ([R] eq. 8, plus 1)."""
+        """Return the weighted alignment term of each sample, (B,) fp32: the mean over tokens of 1 - cosine similarity
+        ([R] eq. 8, plus 1)."""
         cosine = F.cosine_similarity(projected.float(), self.features.float(), dim=-1)
         return self.weight * (1 - cosine).mean(dim=1)
 
 
 def without_mean(features: Tensor) -> Tensor:
-    """Return features (B, N, width) less a part of their mean over places, by their deviation there ([I] sec. 4)."""
+    """Subtract a share of the mean over places from features (B, N, width), and divide by the standard deviation over
+    places ([I] sec. 4)."""
     centred = features - CENTRED * features.mean(dim=1, keepdim=True)
     return centred / (centred.std(dim=1, keepdim=True) + 1e-6)
 
@@ -86,8 +95,8 @@ def run_tapped(
     above: Callable[..., Tensor],
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """Run all blocks on x (B, N, D) as ``run_blocks`` does: the first ``at`` by ``below``, the others by ``above``; in
-    between, ``take`` gets the tokens."""
+    """Run all blocks on x (B, N, D), like ``run_blocks``, and call ``take`` with the tokens after the first ``at``
+    blocks. ``below`` runs the first ``at`` blocks, and ``above`` the others."""
     blocks, modulations = list(blocks), iter(modulations)
     contexts = context if isinstance(context, list) else [cast(Any, context)] * len(blocks)
     x = below(blocks[:at], x, modulations, contexts[:at], grid, checkpointed=checkpointed)

@@ -1,4 +1,6 @@
-"""Attention: to all tokens of a sample, to groups of them, to a caption. How to attend is injected."""
+"""Attention layers: self-attention to all tokens of a sample or to groups of tokens, and cross-attention to captions.
+
+The function that computes attention from q, k, v is an attribute, which kernels and parallel strategies replace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,13 +27,13 @@ from opendit.models.layers import (
 )
 from opendit.models.segments import PlacedSegments, Varlen, segment_attention, segment_cross_attention
 
-# torch.compile (2.11) plans cuDNN's gradients in another memory layout than cuDNN writes for q, k, v that are views of
-# one qkv tensor: they come out wrong (relative error 1.4, measured). The others' are right.
+# Backends with correct gradients under torch.compile (2.11). cuDNN's gradients are wrong (measured relative error 1.4)
+# if q, k and v are views of one qkv tensor, because torch.compile assumes another memory layout than cuDNN writes.
 RIGHT_WHEN_COMPILED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d), by torch's own choice of kernel."""
+    """Return softmax(q k^T / sqrt(d)) v for q, k, v (B, H, N, d), with the kernel that torch selects."""
     if torch.compiler.is_compiling():
         with sdpa_kernel(RIGHT_WHEN_COMPILED):
             return F.scaled_dot_product_attention(q, k, v)
@@ -40,14 +42,19 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenGrid:
-    """The places of a sequence's tokens, for blocks.
+    """Positions of a sequence's tokens, and the division of the sequence over ranks, segments and streams.
 
-    sizes: tokens along each axis of the grid; (tokens,) for a pack. rotary: rotations (N, d / 2, 2) fp32 of rotary
-    positions; or (N, D / 2, 2) of all heads' channels, of the tokens and heads that this rank projects. learned:
-    positions of this rank's tokens (1, n, D), if every block adds them. shards: the division of the sequence over
-    ranks. packed: this rank's part of a pack's segments. streams: tokens of each stream, which follow each other; of a
-    pack they are ``interleaved``. keys: (B, N) bool, the tokens that are attended to; None: all.
-    vectors: (B, n) int64, not falling: which of the modulation vectors each token has, where a sample has several.
+    Attributes:
+        sizes: Number of tokens along each axis of the grid; (tokens,) for a pack.
+        rotary: Rotations (N, d / 2, 2) fp32 of rotary positions, which all heads share. Or rotations (N, D / 2, 2) of
+            all channels, restricted to the tokens and heads that this rank projects.
+        learned: Positions (1, n, D) of this rank's tokens, if every block adds positions.
+        shards: Division of the sequence over ranks.
+        packed: This rank's part of a pack's segments.
+        streams: Number of tokens of each stream. The streams follow each other in the sequence.
+        keys: Mask (B, N) bool, True for tokens that are attended to; None if all are.
+        interleaved: Order of the streams' tokens in a pack, where the streams do not follow each other.
+        vectors: (B, n) int64, non-decreasing: the index of each token's modulation vector, if samples have several.
     """
 
     sizes: tuple[int, ...]
@@ -61,76 +68,79 @@ class TokenGrid:
     vectors: Tensor | None = None
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Return the tokens of every stream of x, which has all tokens in its dimension ``dim``."""
+        """Split x, which has the tokens of all streams in dimension ``dim``, into one tensor for each stream."""
         return x.split(self.streams, dim=dim) if self.interleaved is None else self.interleaved.split(x, dim)
 
     def join(self, streams: Sequence[Tensor]) -> Tensor:
-        """Return all tokens (B, N, ...) of those of every stream (B, n, ...)."""
+        """Join the tensors (B, n, ...) of the streams to one tensor (B, N, ...) with all tokens."""
         return torch.cat(list(streams), dim=1) if self.interleaved is None else self.interleaved.join(streams)
 
     def rows_of_streams(self) -> list[tuple[Tensor, ...]]:
-        """Return :func:`of_rows` of every stream."""
+        """Return the result of :func:`of_rows` for each stream."""
         samples = None if self.interleaved is None else self.interleaved.samples
         return [()] * len(self.streams) if samples is None else [(rows,) for rows in samples]
 
 
 def of_rows(grid: TokenGrid | None) -> tuple[Tensor, ...]:
-    """Return the last arguments of operations with shift, scale or gate: (sample_of_row,) for packs and for samples of
-    several modulation vectors, else none."""
+    """Return the last arguments of operations with a shift, a scale or a gate: (sample_of_row,) for packs and for
+    samples with several modulation vectors, otherwise ()."""
     if grid is not None and grid.vectors is not None:
         return (grid.vectors,)
     return () if grid is None or grid.packed is None else (grid.packed.sample_of_row,)
 
 
 class SequenceShards(Protocol):
-    """The tokens of a sequence that several ranks share, as a model sees them (opendit.parallel.sequence)."""
+    """Division of a sequence's tokens over ranks. Implemented in opendit.parallel.sequence."""
 
     @property
     def first(self) -> int:
-        """The place of this rank's first token."""
+        """Index of this rank's first token in the sequence."""
         ...
 
     @property
     def rows(self) -> int:
-        """Tokens of a rank, padding among them."""
+        """Number of tokens of a rank, including padding."""
         ...
 
     def take(self, x: Tensor) -> Tensor:
-        """This rank's tokens (B, n, F) of all (B, N, F)."""
+        """Return this rank's tokens (B, n, F) from all tokens (B, N, F)."""
         ...
 
     def of_projections(self, table: Tensor) -> Tensor:
-        """The rows (n, F / P) of a table (N, F) of tokens, whose columns belong to heads, for the tokens and heads
-        whose queries this rank projects."""
+        """Return the part (n, F / P) of a table (N, F) that belongs to this rank's queries. Rows of the table are
+        tokens, and its columns are divided between heads; the result has the tokens and heads that this rank
+        projects."""
         ...
 
     @property
     def takes_projection(self) -> bool:
-        """True to have :meth:`project_and_attend` called, so that inputs can travel beside their products."""
+        """True if callers must use :meth:`project_and_attend`, which overlaps communication and matrix products."""
         ...
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: "GridAttention") -> Tensor:
-        """The attention output (B, n, D) of this rank's tokens over those of all ranks; q (B, H, n, d) and k, v (B,
-        kv_heads, n, d) are of this rank's, before they are normalised and rotated, which ``attend`` does.
+        """Attend from this rank's tokens to the tokens of all ranks; return (B, n, D).
 
-        Where ranks divide a layer's heads as well, H are this rank's heads and D is their width, and projections give
-        and take the tokens of all of these ranks."""
+        q (B, H, n, d) and k, v (B, kv_heads, n, d) belong to this rank's tokens. ``attend`` normalises and rotates
+        them. If tensor parallelism divides the layer's heads as well, H is the number of this rank's heads, D is their
+        width, and the projections have the tokens of all tensor-parallel ranks as inputs and outputs."""
         ...
 
     def project_and_attend(
         self, x: Tensor, qkv: "AnyProjection", heads: int, attend: Attend, float8: bool = False
     ) -> Tensor:
-        """Project x (B, n, D) by ``qkv`` to q, k and v of ``heads`` heads each, and return :meth:`attention` of them.
-        float8: the products are in float8, and x may be the quantised output of another operation."""
+        """Project x (B, n, D) by ``qkv`` to q, k and v with ``heads`` heads each, and return the result of
+        :meth:`attention`. float8: True if the products are in float8; x may then be the quantised output of another
+        operation."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """All tokens (B, N, F), on every rank, from this rank's (B, n, F)."""
+        """Gather this rank's tokens (B, n, F) and those of the other ranks; return all tokens (B, N, F) on every
+        rank."""
         ...
 
     @property
     def axial(self) -> bool:
-        """True to have :meth:`attend_along` called for attention along an axis of the grid."""
+        """True if callers must use :meth:`attend_along` for attention along an axis of the grid."""
         ...
 
     def attend_along(
@@ -141,43 +151,54 @@ class SequenceShards(Protocol):
         attend: "Callable[[Tensor, AnyProjection, TokenGrid], Tensor]",
         rotary: Tensor | None,
     ) -> Tensor:
-        """Return the attention output (B, n, D) of this rank's tokens x (B, n, D), each of which attends to the tokens
-        that differ from it in one axis alone (0: the frame, 1: the place in the frame). ``attend(tokens, qkv, grid)``
-        computes it for grids that are complete along that axis. rotary: the rotations of all tokens."""
+        """Attend from each of this rank's tokens x (B, n, D) to the tokens on the same line of the grid along one axis;
+        return (B, n, D).
+
+        Args:
+            axis: 0 for tokens at the same place in all frames, 1 for tokens of the same frame.
+            x: This rank's tokens.
+            qkv: Projection to queries, keys and values.
+            attend: Function ``attend(tokens, qkv, grid)`` that computes the attention output for a grid that is
+                complete along the axis.
+            rotary: Rotations of all tokens.
+        """
         ...
 
 
 class StreamShards(SequenceShards, Protocol):
-    """The tokens of a sequence of several streams, captions and media, each of which ranks share out by itself."""
+    """Division of a sequence of several streams (captions and media) over ranks. Each stream is divided separately."""
 
     @property
     def rows_of_streams(self) -> tuple[int, ...]:
-        """Numbers of tokens of every stream that a rank has."""
+        """Number of tokens that a rank has of each stream."""
         ...
 
     def take_stream(self, number: int, x: Tensor) -> Tensor:
-        """This rank's tokens (B, n, F) of all of a stream (B, N, F)."""
+        """Return this rank's tokens (B, n, F) from all tokens (B, N, F) of stream ``number``."""
         ...
 
     def gather_stream(self, number: int, x: Tensor) -> Tensor:
-        """All tokens (B, N, F) of a stream, on every rank, from this rank's (B, n, F)."""
+        """Gather this rank's tokens (B, n, F) of stream ``number`` and those of the other ranks; return all tokens
+        (B, N, F) of the stream on every rank."""
         ...
 
     def attention_of_streams(
         self, projected: Sequence[tuple[Tensor, ...]], attend: "GridAttention"
     ) -> Sequence[Tensor]:
-        """The attention output (B, n, D) of every stream, of its q, k, v (B, n, H, d)."""
+        """Return the attention output (B, n, D) of each stream, given q, k, v (B, n, H, d) of each stream."""
         ...
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with one qkv projection (parameter names of timm: qkv, proj).
+    """Multi-head self-attention with one qkv projection. Parameter names are timm's: qkv, proj.
 
-    ``attend`` maps q, k, v (B, H, N, d) to (B, H, N, d); a parallel strategy or a kernel replaces it.
-    ``kv_heads``: number of heads of keys and values, each shared by equally many neighbouring heads of queries
-    (grouped-query attention, Ainslie et al. 2023). ``options.qk_norm``: RMSNorm of every query and key (Dehghani et al.
-    2023, who take LayerNorm; RMS as in Stable Diffusion 3). ``varlen``: a kernel for packs' short runs, see
-    segments.py.
+    Attributes:
+        kv_heads: Number of heads of keys and values. Each is shared by the same number of neighbouring query heads
+            (grouped-query attention, Ainslie et al. 2023).
+        q_norm, k_norm: RMSNorms of queries and keys if ``options.qk_norm`` (Dehghani et al. 2023 use LayerNorm; RMSNorm
+            as in Stable Diffusion 3), otherwise None.
+        attend: Function that maps q, k, v (B, H, N, d) to (B, H, N, d). A kernel may replace it.
+        varlen: Kernel for short segments of packs; see segments.py.
     """
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, kv_heads: int | None = None):
@@ -196,18 +217,19 @@ class Attention(nn.Module):
         self.varlen: Varlen | None = None
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
-        """The attention output (B, N, D) before the output projection, for which see BlockOps.
+        """Return the attention output (B, N, D) before the output projection, which :class:`BlockOps` applies.
 
-        With ``grid.shards`` x holds this rank's tokens only, and these know how to attend to those of the other ranks.
+        With ``grid.shards``, x holds only this rank's tokens, and ``grid.shards`` computes the attention to the tokens
+        of all ranks.
         """
         attend, shards = GridAttention(self, grid, ops), None if grid is None else grid.shards
         if shards is not None and shards.takes_projection:
-            # Heads that share keys are projected by torch, in one process as well.
+            # The float8 operation does not support query heads that share keys; torch projects these.
             float8 = self.kv_heads == self.num_heads and ops.in_float8("linear_heads")
             return shards.project_and_attend(x, self._qkv_of_every_head(), self.num_heads, attend, float8)
         q, k, v = self.project(x, ops)
         if shards is not None:
-            if self.across:  # now, while a rank has all heads of its tokens
+            if self.across:  # Normalise here, where a rank still has all heads of its tokens.
                 turns = grid if self._turns_all_channels(grid) else None
                 q, k, v = self.prepare(q, k, v, turns, ops)
                 attend = replace(attend, normalised=True, grid=grid if turns is None else replace(turns, rotary=None))
@@ -215,7 +237,8 @@ class Attention(nn.Module):
         return attend(q, k, v).transpose(1, 2).flatten(2)
 
     def project(self, x: Tensor, ops: BlockOps, qkv: "AnyProjection | None" = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, d), k and v (B, kv_heads, N, d), by the layer's projection or by one in its place."""
+        """Return q (B, H, N, d) and k, v (B, kv_heads, N, d) for tokens x. qkv: projection to use instead of the
+        layer's own; None for the layer's own."""
         qkv = self.qkv if qkv is None else qkv
         if self.kv_heads == self.num_heads:
             return ops.linear_heads(x, qkv, self.num_heads)
@@ -224,8 +247,8 @@ class Attention(nn.Module):
         return q, k, v
 
     def _qkv_of_every_head(self) -> "AnyProjection":
-        """The projection to q, k, v of all heads, as the ranks that share them out expect it: where heads share keys
-        and values, with copies of those rows."""
+        """Return a projection with keys and values for every query head, which strategies that divide heads need. If
+        query heads share keys and values, the rows of the weight are copied."""
         if self.kv_heads == self.num_heads:
             return self.qkv
         weight, bias, low_rank = self.qkv.weight, self.qkv.bias, self.qkv.low_rank
@@ -244,7 +267,8 @@ class Attention(nn.Module):
         ops: BlockOps = TORCH_OPS,
         normalised: bool = False,
     ) -> Tensor:
-        """(B, H, N, d) of q, k, v (B, H, N, d) of all tokens. normalised: q and k are already."""
+        """Return the attention output (B, H, N, d) for q, k, v (B, H, N, d) of all tokens. normalised: True if q and k
+        are already normalised."""
         q, k, v = self.prepare(q, k, v, grid, ops, normalised)
         k, v = for_every_head(q, k, v)
         if grid is not None and grid.packed is not None:
@@ -262,17 +286,18 @@ class Attention(nn.Module):
         ops: BlockOps = TORCH_OPS,
         normalised: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normalised and rotated."""
+        """Normalise and rotate queries and keys; return q, k and the unchanged v."""
         norms = (None, None) if normalised else (self.q_norm, self.k_norm)
         rotary = grid and grid.rotary
         if rotary is None and norms[0] is None:
             return q, k, v
-        q, k = q.transpose(1, 2), k.transpose(1, 2)  # as they lie in memory: attention's result will lie so too
+        q, k = q.transpose(1, 2), k.transpose(1, 2)  # The memory order is (B, N, H, d), and attention preserves it.
         if self.halves and rotary is not None:
-            # Operations turn neighbours. Queries and keys stay in that order of channels: their products are the same.
+            # The operation rotates neighbouring channels. Reordering the channels of both q and k does not change
+            # their products, so they keep the new order.
             q, k = ops.normalise_rotate(q, k, *norms, None, self.across)
             q, k, norms = _as_neighbours(q), _as_neighbours(k), (None, None)
-        if self._turns_all_channels(grid):  # as one head, whose norm is that across heads
+        if self._turns_all_channels(grid):  # Treat all channels as one head, so that the norm covers all of them.
             whole = (x.flatten(2).unsqueeze(2) for x in (q, k))
             turned = ops.normalise_rotate(*whole, *norms, rotary, False)
             q, k = (x.unflatten(3, (-1, self.head_dim)).squeeze(2) for x in turned)
@@ -281,7 +306,7 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v
 
     def _turns_all_channels(self, grid: TokenGrid | None) -> bool:
-        """Return True if rotations are of all heads' channels, and not the same for every head."""
+        """Return True if the rotations cover the channels of all heads, False if every head has the same rotations."""
         return grid is not None and grid.rotary is not None and 2 * grid.rotary.shape[-2] != self.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
@@ -290,10 +315,10 @@ class Attention(nn.Module):
 
 @dataclass(frozen=True)
 class GridAttention:
-    """A layer's attention between the tokens of a grid, as sequence strategies use it.
+    """A layer's attention between the tokens of a grid, in the form that sequence-parallel strategies use.
 
-    Calling it with q, k, v (B, H, N, d) of all tokens returns (B, H, N, d). A strategy that attends to some of the keys
-    at a time calls :meth:`prepare` for the tokens that it has."""
+    Calling the object with q, k, v (B, H, N, d) of all tokens returns (B, H, N, d). A strategy that processes the keys
+    in parts calls :meth:`prepare` for the tokens that it has."""
 
     layer: Attention
     grid: TokenGrid | None
@@ -304,7 +329,8 @@ class GridAttention:
         return self.layer.attention(q, k, v, self.grid, self.ops, self.normalised)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys normalised and rotated of the tokens from ``first`` on; heads may share keys and values."""
+        """Normalise and rotate queries and keys of consecutive tokens, the first of which has index ``first``. Query
+        heads may share keys and values."""
         grid = self.grid
         if grid is not None and grid.rotary is not None:
             grid = replace(grid, rotary=grid.rotary[..., first : first + q.shape[2], :, :])
@@ -313,7 +339,8 @@ class GridAttention:
 
 @dataclass(frozen=True)
 class MadeProjection:
-    """A linear layer of weights that were made of others: weight (out, in), bias (out,) or none, LoRA's or none."""
+    """A linear layer whose weight (out, in), bias (out,) and LoRA matrices were computed from other parameters. Bias
+    and LoRA may be None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -327,35 +354,36 @@ class MadeProjection:
         return product_of(x, self.weight, bias, self.low_rank, multiply)
 
 
-AnyProjection = Projection | MadeProjection  # what makes q, k, v
+AnyProjection = Projection | MadeProjection  # projection to q, k, v
 
 
 def _as_neighbours(x: Tensor) -> Tensor:
-    """Return x (..., d) with channels i and i + d / 2 next to each other."""
+    """Reorder the channels of x (..., d) so that channels i and i + d / 2 become neighbours."""
     return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
 def for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k, v for every head of queries (dimension 1): copies where heads share them, because not every kernel of torch
-    shares them by itself, and because ranks can't share out fewer heads than they are."""
+    """Return k and v with one head (dimension 1) for each query head. Shared heads are copied, because not every
+    attention kernel of torch supports shared heads, and because fewer heads than ranks can't be divided."""
     copies = q.shape[1] // k.shape[1]
     return (k, v) if copies == 1 else (k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1))
 
 
 def _of_every_head(rows: Tensor, num_heads: int, kv_heads: int) -> Tensor:
-    """A parameter of ``Attention.qkv``, ((H + 2 K) d, ...), with a copy of the K heads of keys and of values for each
-    of the H heads of queries: (3 H d, ...)."""
+    """Expand a parameter of ``Attention.qkv`` from ((H + 2 K) d, ...) to (3 H d, ...) by copying the K heads of keys
+    and of values for each of the H query heads."""
     if has_torch_function((rows,)):
-        # Gemini's parameters: they are in memory for the length of one call; a view alone would outlive that.
+        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so the
+        # whole function is dispatched as one call.
         return handle_torch_function(_of_every_head, (rows,), rows, num_heads, kv_heads)
     q, *shared = rows.unflatten(0, (num_heads + 2 * kv_heads, -1)).split((num_heads, kv_heads, kv_heads))
     return torch.cat([q, *(part.repeat_interleave(num_heads // kv_heads, dim=0) for part in shared)]).flatten(0, 1)
 
 
 class AxialAttention(Attention):
-    """Attention of every token of a grid of frames x places to those that differ from it along one axis alone."""
+    """Attention from every token of a grid (frames, places) to the tokens on the same line along one axis."""
 
-    axis: ClassVar[int]  # 0: the frame, 1: the place
+    axis: ClassVar[int]  # 0 for attention along frames, 1 for attention along places
 
     def output(self, x: Tensor, ops: BlockOps = TORCH_OPS, grid: TokenGrid | None = None) -> Tensor:
         if grid is None or grid.shards is None or not grid.shards.axial:
@@ -368,7 +396,7 @@ class AxialAttention(Attention):
 
 
 class FrameAttention(AxialAttention):
-    """Attention of every token to those of its frame: (B T, H, S, d) of tokens in a grid of T frames."""
+    """Attention from every token to the tokens of its frame: T attentions of S tokens each, (B T, H, S, d)."""
 
     axis = 1
 
@@ -382,14 +410,15 @@ class FrameAttention(AxialAttention):
         normalised: bool = False,
     ) -> Tensor:
         frames = grid.sizes[0]
-        # (A rotation by the frame's number is the same for all of a frame.)
+        # The rotations of the time axis are equal within a frame and do not change the products.
         parts = self.prepare(q, k, v, grid, ops, normalised)
         frame = (x.unflatten(2, (frames, -1)).transpose(1, 2).flatten(0, 1) for x in parts)
         return _attend_in_groups(self.attend, *frame).unflatten(0, (-1, frames)).transpose(1, 2).flatten(2, 3)
 
 
 class TemporalAttention(AxialAttention):
-    """Attention of every token to those at its own place in all frames: (B S, H, T, d)."""
+    """Attention from every token to the tokens at the same place in all frames: S attentions of T tokens each,
+    (B S, H, T, d)."""
 
     axis = 0
 
@@ -409,16 +438,23 @@ class TemporalAttention(AxialAttention):
 
 
 def _attend_in_groups(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    # A kernel that was chosen for whole samples may refuse a sequence of one token, which every picture has in time.
+    # A kernel selected for whole samples may not support sequences of one token. A picture has such sequences along
+    # time.
     return (local_attention if q.shape[2] == 1 else attend)(q, k, v)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the keys that ``mask`` keeps.
+    """Return softmax(q k^T / sqrt(d)) v over the keys that ``mask`` selects.
 
-    q: (B, H, N, d); k, v: (B, H, M, d); mask: (B, M) bool, True where there is a token, at least one in each row.
-    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU that is the memory-efficient one: flash
-    attention takes no mask, and the one in plain operations would keep the N x M scores for the backward pass.
+    The mask stays (B, 1, 1, M) and is broadcast inside the kernel. On a GPU this uses the memory-efficient kernel,
+    because flash attention does not support masks, and attention in plain operations would keep the N x M scores for
+    the backward pass.
+
+    Args:
+        q: (B, H, N, d).
+        k: (B, H, M, d).
+        v: (B, H, M, d).
+        mask: (B, M) bool, True for keys that are attended to. Each row must have at least one.
     """
     mask = mask[:, None, None, :]
     if not q.is_cuda:
@@ -428,8 +464,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from x (B, N, D) to tokens (B, M, context) under a padding mask (B, M) bool. context: width
-    of the tokens (None: D)."""
+    """Multi-head attention from x (B, N, D) to tokens (B, M, context) with a padding mask (B, M) bool. ``context``:
+    width of the tokens; None for D."""
 
     def __init__(self, dim: int, num_heads: int, options: Options = PLAIN, context: int | None = None):
         super().__init__()
@@ -442,13 +478,13 @@ class CrossAttention(nn.Module):
         width = dim if self.across else dim // num_heads
         self.q_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(width, options.qk_eps) if options.qk_norm else None
-        self.attend: Attend = local_attention  # to captions whose padding is attended to as well
+        self.attend: Attend = local_attention  # used if the caption's padding is attended to
         self.picture_kv: nn.Linear | None = nn.Linear(dim, 2 * dim, bias=options.bias) if options.pictures else None
         self.picture_norm = RMSNorm(width, options.qk_eps) if options.pictures else None
 
     def keys_values(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, M, H, d) of tokens (B, M, D), which depend on nothing else: a caption's can be made once
-        for all steps of sampling. mask: of the caption's tokens, before which a picture's may lie."""
+        """Return keys and values (B, M, H, d) of tokens (B, M, D). They depend only on the tokens, so sampling can
+        compute them once for all steps. mask: mask of the caption's tokens, which may follow a picture's tokens."""
         if self.picture_kv is None or mask is None:
             return self._keys_values(tokens, self.kv, self.k_norm)
         count = tokens.shape[1] - mask.shape[1]
@@ -464,16 +500,20 @@ class CrossAttention(nn.Module):
         return self._normalised(norm, k), v
 
     def _normalised(self, norm: RMSNorm | None, x: Tensor) -> Tensor:
-        """Normalise x (B, N, H, d) by head or across heads."""
+        """Normalise x (B, N, H, d) within each head or across all heads."""
         if norm is None:
             return x
         return norm(x.flatten(2)).unflatten(2, (x.shape[2], -1)) if self.across else norm(x)
 
     def output(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:
-        """The attention output (B, N, D) before the output projection.
+        """Return the attention output (B, N, D) before the output projection.
 
-        context: tokens and their mask; or keys and values that :meth:`keys_values` made of them, and the mask. Of a
-        pack x (1, N, D), which ``grid`` knows, they are of its S segments, (S, M, ...).
+        Args:
+            x: Tokens (B, N, D); (1, N, D) for a pack.
+            context: Tokens and their mask, or the keys and values from :meth:`keys_values` and the mask. For a pack
+                with S segments, their first dimension is S.
+            grid: Positions of x's tokens, with the segments of a pack.
+            ops: Operations for the linear layers.
         """
         *source, mask = context
         k, v = self.keys_values(source[0], mask) if len(source) == 1 else source
@@ -484,7 +524,7 @@ class CrossAttention(nn.Module):
         if self.attends_padding and (grid is None or grid.packed is None):
             count = 0 if self.picture_kv is None else k.shape[2] - mask.shape[1]
             output = self.attend(q, k[:, :, count:], v[:, :, count:])
-            if count:  # both are attended to by themselves (Wan Team 2025, sec. 5.1)
+            if count:  # Attention to the picture and to the caption is separate (Wan Team 2025, sec. 5.1).
                 output = output + self.attend(q, k[:, :, :count], v[:, :, :count])
             return output.transpose(1, 2).flatten(2)
         if grid is not None and grid.packed is not None:
@@ -495,7 +535,7 @@ class CrossAttention(nn.Module):
         return output.transpose(1, 2).flatten(2)
 
     def _attend_to_all(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attend to all keys, as :func:`masked_attention` does to those that ``mask`` keeps."""
+        """Attend to all keys. This has the arguments of :func:`masked_attention` and ignores the mask."""
         return self.attend(q, k, v)
 
     def forward(self, x: Tensor, *context: Tensor, grid: TokenGrid | None = None, ops: BlockOps = TORCH_OPS) -> Tensor:

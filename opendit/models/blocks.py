@@ -4,22 +4,25 @@ A block is a sequence of branches, each added to the residual stream x (B, N, D)
 
     x = x + gate * branch(norm(x) * (1 + scale) + shift)
 
-with shift, scale and gate made of the condition (adaLN-Zero; Peebles & Xie 2023), or ``x + branch(norm(x))`` where a
-branch is not modulated.
+The condition determines shift, scale and gate (adaLN-Zero; Peebles & Xie 2023). A branch that is not modulated is
+``x + branch(norm(x))``.
 
               branches                                                norm    MLP
     DiT       attention, [caption, not modulated], MLP                layer   GELU
-    EC-DiT    the same                                                layer   GELU, with experts beside it
-    ST-DiT    in frames, along time, [to all], [caption], MLP         layer   GELU
+    EC-DiT    as DiT                                                  layer   GELU and experts, summed
+    ST-DiT    attention in frames, along time, [to all], [caption],   layer   GELU
+              MLP
     MovieGen  attention, [caption, not modulated], MLP                rms     SwiGLU
-    FLUX.1    attention, MLP, of two streams; then both of one norm   layer   GELU
-    FLUX.2    the same                                                layer   SwiGLU
-    Z-Image   attention, MLP, with a norm after each as well          rms     SwiGLU
+    FLUX.1    attention, MLP in two streams; later blocks have one    layer   GELU
+              stream, whose attention and MLP read the same norm
+    FLUX.2    as FLUX.1                                               layer   SwiGLU
+    Z-Image   attention, MLP, and a norm after each                   rms     SwiGLU
     Wan       attention, caption (not modulated), MLP                 layer   GELU
     Cosmos    attention, caption, MLP                                 layer   GELU, exact
 
-Norm and MLP may be exchanged in the first four rows (``--norm``, ``--mlp``); the others are those of public models
-(opendit/models/families). What parallelises a block, casts it to FP8 or counts it reads the specification.
+``--norm`` and ``--mlp`` can change the norm and the MLP of the first four rows. The other rows are public models
+(opendit/models/families). The code that parallelises blocks, casts them to FP8 or counts their operations reads the
+specification.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,13 +61,13 @@ from opendit.models.layers import (
     multiply,
 )
 
-# What blocks attend to: tokens (B, L, D) and their mask (B, L) bool; or, of one block, the keys and values (B, L, H, d)
-# that it makes of them, and the mask.
+# Input of cross-attention: tokens (B, L, D) and their mask (B, L) bool; or keys and values (B, L, H, d), which one
+# block has computed from the tokens, and the mask.
 Context = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
-# A block's shifts, scales and gates side by side (B, chunks * D); or what they are made of: c (B, D), and what all
-# blocks share of them, if they do.
+# A block's shifts, scales and gates, concatenated to (B, chunks * D); or the inputs from which the block computes them:
+# the condition c (B, D) and the modulation that all blocks share (None if they share none).
 Modulation = Tensor | tuple[Tensor, Tensor | None]
-Sum = tuple[Tensor, Tensor, Tensor, Projection]  # x, gate, z, last of x + gate * last(z)
+Sum = tuple[Tensor, Tensor, Tensor, Projection]  # (x, gate, z, last), which stands for x + gate * last(z)
 
 # ------------------------------------------------------------------------------------------------------ specification
 
@@ -76,8 +79,11 @@ MLPS = {"gelu": Mlp, "gelu_exact": ExactMlp, "swiglu": SwiGlu}
 class Branch:
     """A branch of a block.
 
-    name: name of its module. sees: the tokens that each token attends to (all, those of its frame, those at its place
-    in all frames, or the caption's); None: the branch is the MLP. modulated: it has a shift, a scale and a gate.
+    Attributes:
+        name: Name of the branch's module in the block.
+        sees: The tokens that each token attends to: all tokens, the tokens of its frame, the tokens at its place in
+            all frames, or the caption's tokens. None for the MLP.
+        modulated: True if the branch has a shift, a scale and a gate.
     """
 
     name: str
@@ -91,31 +97,46 @@ class Branch:
 
 
 ATTENTION = Branch("attn", "all")
-CAPTION = Branch("cross_attn", "caption", modulated=False)  # its output projection, which begins at zero, is its gate
+# The caption's branch needs no gate, because its output projection is initialised to zero.
+CAPTION = Branch("cross_attn", "caption", modulated=False)
 MLP = Branch("mlp", None)
-READ_VALUES = ("scale", "shift")  # the modulation of a stream that is only read
+READ_VALUES = ("scale", "shift")  # modulation of a stream in ``BlockSpec.read``
 
 
 @dataclass(frozen=True)
 class BlockSpec:
     """The specification of a block.
 
-    width: D. heads, kv_heads: number of heads of queries, and of keys and values (None: the same). mlp_hidden: width of
-    the MLP's hidden layer. norm: the norm before every branch, "layer" (without weights) or "rms" (with one weight per
-    channel, unless ``norm_weight`` is false). mlp: "gelu" (tanh form), "gelu_exact" or "swiglu". experts: experts
-    beside the MLP.
-
-    eps: of the norms. norm_after: each branch's output is normalised, too, before its gate. parallel: attention and MLP
-    read one norm, and share shift, scale and gate. caption_norm: the norm before the caption's branch has weights and
-    biases (None: there is no norm before it). values: what a modulated branch has, in their order; a shift that is
-    missing is 0. tanh_gates: gates are tanh of their values. source: what makes the modulation, a linear layer of the
-    block's ("own"), a table that is added to what all blocks share ("table"), what they share alone ("shared"; of its
-    vectors those from number ``shared_first`` on), layers of low rank, one for each branch, that correct what all
-    branches share ("branches"), or nothing: then no branch is modulated. condition: width of c (None: D). context:
-    width of captions' tokens (None: D). silu: SiLU comes before the linear layer. modulation_bias: it has a bias (None:
-    as the other layers). streams: tokens that have weights of their own in this block, in their order in the sequence,
-    ("text", "media"); with () all tokens have the same. read: those of ``streams`` that take part in attention and stay
-    as they are; they have no output projection and no MLP.
+    Attributes:
+        width: Width D of the residual stream.
+        heads: Number of heads of queries.
+        mlp_hidden: Width of the MLP's hidden layer.
+        branches: The block's branches, in order.
+        norm: Norm before every branch, "layer" (without weights) or "rms" (one weight per channel if ``norm_weight``).
+        mlp: "gelu" (tanh approximation), "gelu_exact" or "swiglu".
+        kv_heads: Number of heads of keys and values; None for as many as ``heads``.
+        experts: Experts whose output is added to the MLP's; None for an MLP without experts.
+        options: Options that all architectures have.
+        eps: Epsilon of the norms.
+        norm_weight: True if RMS norms have weights.
+        norm_after: True to normalise each branch's output before its gate, in addition to the norm before the branch.
+        parallel: True if attention and MLP read the same norm and share one shift, one scale and one gate.
+        caption_norm: True if the norm before the caption's branch is a LayerNorm with weights and biases; None if there
+            is no norm before that branch.
+        values: Modulation vectors of a modulated branch, in their order. Without "shift" the shift is 0.
+        tanh_gates: True to apply tanh to the gates.
+        source: Source of the modulation. "own": a linear layer of the block. "table": the sum of a learned table and
+            the modulation that all blocks share. "shared": vectors of the shared modulation. "branches": the shared
+            modulation plus one low-rank correction for each branch. "none": no branch is modulated.
+        shared_first: For source "shared", the number of the block's first vector in the shared modulation.
+        condition: Width of the condition c; None for D.
+        context: Width of the caption's tokens; None for D.
+        silu: True to apply SiLU before the modulation's linear layer.
+        modulation_bias: True if the modulation's linear layer has a bias; None for the same as ``options.bias``.
+        streams: Names of the token streams with separate weights, in their order in the sequence: ("text", "media").
+            Empty if all tokens use the same weights.
+        read: The streams that only provide keys and values to attention. Their tokens pass through the block unchanged,
+            and they have no output projection and no MLP.
     """
 
     width: int
@@ -171,7 +192,7 @@ class BlockSpec:
             return CrossAttention(self.width, self.heads, self.options, self.context)
         if branch.sees is not None:
             attention = ATTENTIONS[branch.sees](self.width, self.heads, self.options, self.kv_heads)
-            if self.parallel:  # the MLP's bias serves both branches
+            if self.parallel:  # The two branches are summed, so the bias of the MLP's last layer is enough.
                 attention.proj = Projection(self.width, self.width, bias=False)
             return attention
         if self.experts is not None:
@@ -183,26 +204,31 @@ class BlockSpec:
 
 
 class ResidualStream:
-    """Residual stream x (B, N, D) of a block, or of a stack of blocks that nothing cuts. The last branch is kept
-    separately and is added when x is read.
+    """Residual stream x (B, N, D) of a block, or of an uncut stack of blocks (see :func:`is_cut`). The output of the
+    last branch is kept separately and is added when x is read.
 
-    A fused operation can then compute the sum and the next norm in one pass. This saves reading x between two blocks,
-    and its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). Nothing else refers to these tensors while
-    a branch runs, so their memory is freed as soon as they are added.
+    A fused operation can then compute the sum and the next norm in one pass. This saves one read of x between two
+    blocks, and one read of its gradient in the backward pass (DiT-XL/2 on an H200: 65 us each). While a branch runs,
+    only this object refers to the tensors, so their memory is freed as soon as they are added.
 
-    rows: the last arguments of operations on packs, see :func:`of_rows`. stack: True for a stack of blocks.
+    Args:
+        x: Initial value of the stream.
+        rows: Last arguments of operations on packs; see :func:`of_rows`.
+        stack: True for a stack of blocks, False for a single block.
     """
 
     def __init__(self, x: Tensor, rows: tuple[Tensor, ...] = (), stack: bool = False):
-        self._parts: tuple[Any, ...] = (x,)  # or x, gate, z, last of x + gate * last(z)
+        self._parts: tuple[Any, ...] = (x,)  # (x,), or (x, gate, z, last), which stands for x + gate * last(z)
         self._routing: tuple[Tensor, Routing] | None = None
         self._rows, self._stack, self._outside = rows, stack, True
         self._streams: list[ResidualStream] | None = None
-        self._join: Callable[..., Tensor] = torch.cat  # of the grid that has split them
+        self._join: Callable[..., Tensor] = torch.cat  # ``join`` of the grid that split the stream
 
     def split(self, grid: TokenGrid, ops: BlockOps) -> "list[ResidualStream]":
-        """Return the residual streams of the grid's streams of tokens. They are joined when x is asked for, so that a
-        stack of joint blocks does not copy them at its borders."""
+        """Split into one residual stream for each of the grid's token streams, and return the list.
+
+        The streams are joined again only when x is read. A stack of joint blocks therefore does not copy the tokens
+        between blocks."""
         if self._streams is None:
             parts = zip(grid.split(self.take(ops)), grid.rows_of_streams(), strict=True)
             self._streams = [ResidualStream(part, rows, self._stack) for part, rows in parts]
@@ -212,13 +238,15 @@ class ResidualStream:
     def norm(
         self, ops: BlockOps, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, joined: bool = True
     ) -> Tensor:
-        """Return norm(x) * (1 + scale) + shift, by LayerNorm where ``norm`` is None. joined: the sum before it may be
-        made in the same pass, whose result in FP8 only the linear layers of ``BlockOps`` can read."""
+        """Return norm(x) * (1 + scale) + shift. The norm is LayerNorm if ``norm`` is None.
+
+        joined: True if one operation may compute the pending sum and the norm. In FP8, only the linear layers of
+        ``BlockOps`` can read the result of that operation."""
         if self._streams is not None:
             self.put(self.take(ops))
         if joined and len(self._parts) > 1:
             x, y = ops.residual_then_norm(*cast(Sum, self._taken()), shift, scale, norm, self._rows)
-        elif self._outside or norm is not None:  # its backward pass adds up the two gradients of x
+        elif self._outside or norm is not None:  # The operation's backward pass adds up the two gradients of x.
             x, y = ops.residual_and_norm(self.take(ops), shift, scale, norm, self._rows)
         else:
             x = self.take(ops)
@@ -227,10 +255,10 @@ class ResidualStream:
         return y
 
     def add(self, gate: Tensor, z: Tensor, last: Projection, routing: Routing | None = None) -> None:
-        """Add gate * (last(z) + routing.result()): the output of the last layer, and of the experts if there are any.
+        """Add gate * (last(z) + routing.result()), the outputs of the branch's last layer and of its experts (if any).
 
-        At the end of a block that is cut from the next one tokens may be on their way back from other ranks' experts
-        while the last layer computes."""
+        In a single block, the experts' result is added after the last layer, so that tokens can return from other
+        ranks' experts while the last layer computes."""
         (x,) = self._taken()
         if routing is not None and routing.travels and not self._stack:
             self._routing = gate, routing
@@ -239,7 +267,7 @@ class ResidualStream:
         self._parts = x, gate, z, last
 
     def put(self, x: Tensor) -> None:
-        """Set x to a tensor that was computed from the result of :meth:`take`."""
+        """Set x to the tensor ``x``, which the caller has computed from the result of :meth:`take`."""
         self._parts = (x,)
 
     def take(self, ops: BlockOps) -> Tensor:
@@ -262,19 +290,19 @@ class ResidualStream:
 
 
 class Block(nn.Module):
-    """A block of any specification: x (B, N, D) to x.
+    """A Transformer block that maps x (B, N, D) to (B, N, D), built from any specification.
 
-    Only tensors cross a block's border: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. So a stack of
-    blocks can be cut between any two of them, by shard units, pipeline stages, checkpoints or compiled regions, and the
-    modulation can be made beforehand; or, for a shard unit, which reaches what a call of the block uses, by that call
-    itself, ``block(x, (c, shared), context, grid)``.
+    Blocks exchange only tensors: ``m = block.modulate(c)``, ``x = block(x, m, context, grid)``. A stack can therefore
+    be cut between any two blocks by FSDP2 shard units, pipeline stages, checkpoints or compiled regions. The
+    modulation can be computed before the block runs. A shard unit only has its weights during its own call; its block
+    therefore computes the modulation inside the call, ``block(x, (c, shared), context, grid)``.
     """
 
     mlp: Mlp
     attn: Attention
-    cross_attn: nn.Module  # of blocks with a caption branch
+    cross_attn: nn.Module  # only in blocks with a caption branch
     adaLN_modulation: nn.Module
-    recomputed = True  # in the backward pass, if blocks are (``run_blocks``)
+    recomputed = True  # True to recompute the block in the backward pass when ``run_blocks`` checkpoints
 
     def __init__(self, spec: BlockSpec):
         super().__init__()
@@ -294,17 +322,20 @@ class Block(nn.Module):
         self.adaLN_modulation = spec.modulation()
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return shifts, scales and gates side by side, (B, chunks * D), for the condition c (B, D). shared: the
-        modulation that all blocks of the model share, if they do."""
+        """Return shifts, scales and gates, concatenated to (B, chunks * D), for the condition c (B, D). shared: the
+        modulation that all blocks of the model share (None if they share none)."""
         return self.adaLN_modulation(c, shared)
 
     def forward(
         self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
     ) -> Tensor:
-        """x (B, N, D) to (B, N, D).
+        """Run the block on x (B, N, D) and return (B, N, D).
 
-        m: the result of :meth:`modulate`, or its two arguments. context: what cross-attention attends to. grid: where
-        the tokens are, the same for all blocks of a stack.
+        Args:
+            x: Tokens.
+            m: The result of :meth:`modulate`, or the pair of its two arguments.
+            context: The input of cross-attention.
+            grid: Positions of the tokens. All blocks of a stack get the same grid.
         """
         residual = ResidualStream(x, of_rows(grid))
         del x
@@ -312,7 +343,7 @@ class Block(nn.Module):
         return residual.take(self.ops)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
-        """x + gate * branch(norm(x) * (1 + scale) + shift) for every branch; arguments as of :meth:`forward`."""
+        """Add gate * branch(norm(x) * (1 + scale) + shift) to x for every branch. Arguments: see :meth:`forward`."""
         vectors, spec, y = self.vectors(m), self.spec, None
         if grid is not None and grid.learned is not None:
             x.put(x.take(self.ops) + grid.learned)
@@ -330,17 +361,17 @@ class Block(nn.Module):
                     shift, scale, gate = next(vectors)
                     y = x.norm(self.ops, shift, scale, norm, joined=branch.sees != "caption")
                 else:
-                    x.put(x.take(self.ops))  # add attention's output before the MLP's
+                    x.put(x.take(self.ops))  # The attention's output must be added before the MLP's.
                 x.add(gate, *self._but_last(branch, y, context, grid))
-                y = y if spec.parallel else None  # its memory is free, then
+                y = y if spec.parallel else None  # None frees the memory of y.
 
     def vectors(self, m: Tensor) -> Iterator[tuple[Tensor, Tensor, Any]]:
-        """Split the result of :meth:`modulate`: yield shift, scale and gate (B, D) of each modulated branch."""
+        """Split the result of :meth:`modulate`: yield shift, scale and gate (B, D) for each modulated branch."""
         spec = self.spec
         chunks = m.chunk(spec.chunks, dim=1) if spec.chunks else ()
         for first in range(0, len(chunks), len(spec.values)):
             found = dict(zip(spec.values, chunks[first : first + len(spec.values)], strict=True))
-            gate = found.get("gate")  # none of a stream that is only read
+            gate = found.get("gate")  # A stream in ``BlockSpec.read`` has no gate.
             gate = gate.tanh() if gate is not None and spec.tanh_gates else gate
             yield found["shift"] if "shift" in found else torch.zeros_like(found["scale"]), found["scale"], gate
 
@@ -357,13 +388,13 @@ class Block(nn.Module):
         if branch.sees is not None:
             return layer.output(y, self.ops, grid), self._last(branch, layer.proj), None
         routing = layer.start(y, grid and grid.shards) if self.spec.experts else None
-        z = layer.hidden(y, self.ops)  # while tokens travel to their experts
+        z = layer.hidden(y, self.ops)  # Meanwhile, tokens travel to their experts.
         if routing is not None:
             routing.compute()
         return z, self._last(branch, layer.fc2), routing
 
     def _last(self, branch: Branch, layer: Projection) -> Projection:
-        """Return a branch's last layer, with the norm after it, if there is one."""
+        """Return a branch's last layer, joined with the norm after that layer if the block has one."""
         if not self.spec.norm_after:
             return layer
         return cast(Projection, NormalisedProjection(layer, getattr(self, f"{branch.norm}_after")))
@@ -371,12 +402,12 @@ class Block(nn.Module):
     def _add_caption(
         self, x: Tensor, norm: Callable[[Tensor], Tensor], context: Context | None, grid: TokenGrid | None
     ) -> Tensor:
-        """x + cross_attn(norm(x)), as PixArt-alpha has it (Chen et al. 2024, sec. 2.3)."""
+        """Return x + cross_attn(norm(x)), as in PixArt-alpha (Chen et al. 2024, sec. 2.3)."""
         assert context is not None, "cross-attention is of models with a text"
         return x + self.cross_attn(norm(x), *context, grid=grid, ops=self.ops)
 
     def keys_values(self, context: Context | None) -> Context | None:
-        """Return the context with this block's keys and values instead of the tokens, to reuse them in several calls.
+        """Replace the tokens of the context by this block's keys and values, so that several calls can reuse them.
 
         A block without cross-attention returns the context unchanged."""
         attention = getattr(self, "cross_attn", None)
@@ -402,8 +433,8 @@ def _unchanged(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class NormalisedProjection:
-    """A branch's last layer and the norm after it, in the form of a :class:`Projection` without a bias: operations add
-    its output to the stream as they do a linear layer's."""
+    """A branch's last layer followed by a norm. It has the interface of a :class:`Projection` without a bias, so that
+    operations can add its output to the residual stream."""
 
     layer: Projection
     norm: RMSNorm
@@ -418,7 +449,7 @@ class NormalisedProjection:
         return self.norm(self.before_norm(z, multiply))
 
     def before_norm(self, z: Tensor, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """Return layer(z), for operations that normalise it themselves."""
+        """Return layer(z), for operations that apply the norm themselves."""
         return self.layer.product(z, self.layer.bias, multiply)
 
 
@@ -430,7 +461,8 @@ class NoModulation(nn.Module):
 
 
 class SharedModulation(nn.Module):
-    """Selects ``count`` values, starting with number ``first``, from the vectors (B, n) that all blocks share."""
+    """Modulation module that selects ``count`` values, starting at index ``first``, from the modulation (B, n) that all
+    blocks share."""
 
     def __init__(self, first: int, count: int):
         super().__init__()
@@ -442,10 +474,11 @@ class SharedModulation(nn.Module):
 
 
 class JointBlock(nn.Module):
-    """A block whose tokens of text and of media have weights of their own and one attention (MM-DiT; Esser et al. 2024,
-    fig. 2): x (B, N, D) to x, the tokens of one stream after those of the other, or, in packs, sample by sample.
+    """A block with separate weights for text tokens and media tokens, and one attention over both (MM-DiT; Esser et al.
+    2024, fig. 2). It maps x (B, N, D) to (B, N, D).
 
-    ``grid.streams`` says how many there are of each.
+    In x, the tokens of one stream follow the tokens of the other; in packs, this holds within each sample.
+    ``grid.streams`` holds the number of tokens of each stream.
     """
 
     recomputed = True
@@ -466,7 +499,7 @@ class JointBlock(nn.Module):
 
     @property
     def streams(self) -> list[Block]:
-        """The blocks of the streams, in the order of their tokens."""
+        """The block of each stream, in the order of the streams' tokens."""
         return [cast(Block, getattr(self, name)) for name in self.spec.streams]
 
     @property
@@ -480,19 +513,19 @@ class JointBlock(nn.Module):
             stream.ops = ops
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return the streams' shifts, scales and gates side by side, (B, chunks * D)."""
+        """Return the shifts, scales and gates of all streams, concatenated to (B, chunks * D)."""
         return torch.cat([stream.modulate(c, shared) for stream in self.streams], dim=1)
 
     def forward(
         self, x: Tensor, m: Modulation, context: Context | None = None, grid: TokenGrid | None = None
     ) -> Tensor:
-        """x (B, N, D) to (B, N, D); arguments as of :meth:`Block.forward`."""
+        """Run the block on x (B, N, D) and return (B, N, D). Arguments: see :meth:`Block.forward`."""
         residual = ResidualStream(x)
         self.add_branches(residual, self.modulate(*m) if isinstance(m, tuple) else m, context, grid)
         return residual.take(self._ops)
 
     def add_branches(self, x: ResidualStream, m: Tensor, context: Context | None, grid: TokenGrid | None) -> None:
-        """Run the block on a stream of several blocks; arguments as of :meth:`forward`."""
+        """Add the outputs of all branches to the residual stream x. Arguments: see :meth:`forward`."""
         assert grid is not None, "a grid says which tokens are of which stream"
         streams, residuals = self.streams, x.split(grid, self._ops)
         parts = m.split([stream.spec.chunks * stream.spec.width for stream in streams], dim=1)
@@ -519,14 +552,16 @@ class JointBlock(nn.Module):
                     residual.add(gate, *more)
 
     def keys_values(self, context: Context | None) -> Context | None:
-        """Return the context: these blocks have no cross-attention."""
+        """Return the context unchanged, because joint blocks have no cross-attention."""
         return context
 
 
 def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: BlockOps, grid: TokenGrid) -> Any:
-    """Attend from the tokens of every stream to those of all: inputs (B, n_i, D), one for each layer, to attention
-    outputs of their shapes. Queries and keys are normalised by each layer's own norm. Ranks that share the tokens
-    rotate them where they have them in the order of the sequence."""
+    """Attend from the tokens of every stream to the tokens of all streams.
+
+    inputs: one tensor (B, n_i, D) for each stream's layer. Return attention outputs of the same shapes. Each stream's
+    layer normalises its own queries and keys. If several ranks share the tokens, the rotary positions are applied
+    later, where a rank has the tokens in the order of the sequence."""
     tables, rotated = [None] * len(layers), grid
     if grid.rotary is not None and grid.shards is None:
         tables, rotated = grid.split(grid.rotary, dim=-3), replace(grid, rotary=None)
@@ -547,14 +582,14 @@ def joint_attention(layers: Sequence[Attention], inputs: Sequence[Tensor], ops: 
 
 
 def make_block(spec: BlockSpec) -> Any:
-    """Build a block of a specification."""
+    """Build the block that a specification describes."""
     return JointBlock(spec) if spec.streams else Block(spec)
 
 
 if TYPE_CHECKING:
 
     class Blocks(nn.ModuleList):
-        """A stack of blocks, which to checkers a ModuleList is not."""
+        """A ``ModuleList`` whose items type checkers know to be blocks."""
 
         def __iter__(self) -> Iterator[Block]: ...
         def __getitem__(self, index: int) -> Block: ...
@@ -569,33 +604,40 @@ def run_blocks(
     *,
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """x (B, N, D) through all blocks; where nothing cuts the stack, in one :class:`ResidualStream`.
+    """Run x (B, N, D) through all blocks. An uncut stack (see :func:`is_cut`) uses one :class:`ResidualStream`.
 
-    modulations: m of every block, in their order; each is taken when its block begins. context: one for all blocks, or
-        a list of every block's own. checkpointed: blocks are recomputed in the backward pass (``--grad_checkpoint``),
-        which keeps x and m; "but_attention" also keeps what attention returned (``--recompute but_attention``). Blocks
-        whose ``recomputed`` is False are not. A stack that nothing cuts takes modulations that are made, and no pairs.
+    Args:
+        blocks: The blocks, in order.
+        x: Tokens.
+        modulations: m of every block, in order. An iterator is advanced when the block begins. An uncut stack needs
+            computed modulations, not pairs (c, shared).
+        context: One context for all blocks, or a list with one context for each block.
+        grid: Positions of the tokens.
+        checkpointed: True to recompute blocks in the backward pass (``--grad_checkpoint``) and keep only x and m.
+            "but_attention" also keeps the outputs of self-attention (``--recompute but_attention``). Blocks whose
+            ``recomputed`` is False are never recomputed.
     """
-    modulations = iter(modulations)  # (zip would take one more than there are blocks)
+    modulations = iter(modulations)  # zip would consume one more modulation than there are blocks.
     contexts = context if isinstance(context, list) else [context] * len(blocks)
     if checkpointed or not blocks or any(map(is_cut, blocks)):
         for block, context in zip(blocks, contexts, strict=True):
             arguments = x, next(modulations), context, grid
             if checkpointed and block.recomputed:
                 how: dict[str, Any] = {"context_fn": _keeping_attention} if checkpointed == BUT_ATTENTION else {}
-                # (Nothing in a block is random; asking for the random state would break a CUDA graph's recording.)
+                # A block uses no random numbers, and reading the random state would break the recording of a CUDA
+                # graph.
                 x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False, **how)
             else:
                 x = block(*arguments)
         return x
     residual = ResidualStream(x, of_rows(grid), stack=True)
-    del x  # so that the first block can free it
+    del x  # Drop this reference so that the first block can free the memory.
     for block, context in zip(blocks, contexts, strict=True):
         block.add_branches(residual, cast(Tensor, next(modulations)), context, grid)
     return residual.take(blocks[-1].ops)
 
 
-# torch's operators behind scaled_dot_product_attention. Other packages' kernels are recomputed with the rest.
+# torch's operators behind scaled_dot_product_attention. Attention kernels of other packages are always recomputed.
 ATTENTION_OPERATORS = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default
     for kernel in ("cudnn_attention", "flash_attention", "efficient_attention", "flash_attention_for_cpu")
@@ -603,8 +645,11 @@ ATTENTION_OPERATORS = {
 
 
 def _keeping_attention() -> tuple[Any, Any]:
-    """Return the contexts of a block's forward pass and of its recomputation in which self-attention is not repeated.
-    Attention to a caption is repeated, because its few tokens cost less time than memory."""
+    """Return the checkpoint contexts of a block's forward pass and of its recomputation, which does not repeat
+    self-attention.
+
+    Attention to a caption is recomputed: a caption has few tokens, so that keeping the output would cost more memory
+    than recomputation costs time."""
 
     def policy(context: Any, operator: Any, *args: Any, **how: Any) -> CheckpointPolicy:
         if operator in ATTENTION_OPERATORS and args[1].shape[-2] >= args[0].shape[-2]:
@@ -615,18 +660,23 @@ def _keeping_attention() -> tuple[Any, Any]:
 
 
 def is_cut(block: nn.Module) -> bool:
-    """Return True if calling ``block`` does more than its ``forward``, because of hooks (such as those of FSDP2's shard
-    units) or a compiled form, so that its output must be complete at its border."""
+    """Return True if calling ``block`` does more than its ``forward``, because the block has hooks (such as FSDP2's) or
+    a compiled form. The block must then be called as a module and must return its complete output."""
     hooks = block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks
     return block._compiled_call_impl is not None or any(hooks)
 
 
 class FinalLayer(nn.Module):
-    """adaLN, then each token to its patch: (B, N, D) to (B, N, out_features).
+    """adaLN and a linear layer that maps each token to its patch: (B, N, D) to (B, N, out_features).
 
-    values: of the modulation, in their order; a shift that is missing is 0. table: the modulation is c plus a table,
-    and not a linear layer's. condition: width of c (None: D). rank: the linear layer is of this rank, and corrects what
-    is shared with the blocks.
+    Args:
+        dim: Width D of the tokens.
+        out_features: Number of values of a patch.
+        values: Names of the modulation's vectors, in their order. Without "shift" the shift is 0.
+        table: True if the modulation is c plus a learned table, False if a linear layer computes the modulation.
+        condition: Width of c; None for D.
+        rank: Rank of the modulation's linear layer, which is then added to the modulation shared with the blocks; None
+            for full rank and no shared modulation.
     """
 
     def __init__(
@@ -649,12 +699,14 @@ class FinalLayer(nn.Module):
         self.ops: BlockOps = BlockOps()
 
     def modulate(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return the values side by side, (B, 2 D), for the condition c (B, D).
-        shared: what they correct, if they do."""
+        """Return the modulation's vectors, concatenated to (B, 2 D), for the condition c (B, D).
+
+        shared: The modulation that is shared with the blocks and to which these vectors are added; None without one."""
         return self.adaLN_modulation(c, shared)
 
     def forward(self, x: Tensor, m: Tensor, of_rows: tuple[Tensor, ...] = ()) -> Tensor:
-        """x (B, N, D), m (B, 2 D) of :meth:`modulate`; of_rows: of a pack, see ``TokenGrid``."""
+        """Return the values of the patches for x (B, N, D) and the result m of :meth:`modulate`. of_rows: the result of
+        the function :func:`of_rows`, for packs."""
         found = dict(zip(self.values, m.chunk(len(self.values), dim=1), strict=True))
         shift = found["shift"] if "shift" in found else torch.zeros_like(found["scale"])
         return self.linear(self.ops.layernorm_modulate(x, shift, found["scale"], *of_rows))

@@ -1,7 +1,8 @@
 """A small text encoder that reads bytes, is trained with the model and needs no download.
 
-Captions become ids (B, L) int64: ``BEGIN``, then a UTF-8 byte b as b + 2, then ``PADDING``. The begin token is always
-there, so that the empty caption has a token to attend to; its ids are the null condition of guidance.
+A caption is encoded as ids (L,) int64: ``BEGIN``, then each UTF-8 byte b as b + 2, then ``PADDING``. Because of the
+begin token, even the empty caption has a token to attend to. The ids of the empty caption are the null condition of
+guidance.
 """
 
 import torch
@@ -18,29 +19,29 @@ LAYERS, HEAD_SIZE, MLP_RATIO = 2, 32, 2
 
 
 def encode_bytes(captions: list[str], max_tokens: int) -> Tensor:
-    """Captions to ids (B, max_tokens) int64. A caption that is too long is cut between two characters.
+    """Encode captions as ids (B, max_tokens) int64. A caption that is too long is cut between two characters.
 
-    Lone surrogates, which UTF-8 can't hold (file names may bring them), become "?".
-    Raises ValueError unless max_tokens leaves room for the begin token.
+    Lone surrogates, which file names may contain and UTF-8 can't encode, become "?".
+    Raises ValueError if max_tokens is less than 1, because the begin token needs one.
     """
     if max_tokens < 1:
         raise ValueError(f"--max_text_tokens {max_tokens}: not even the begin token fits; give 1 or more")
     ids = torch.full((len(captions), max_tokens), PADDING)
     for row, caption in zip(ids, captions, strict=True):
         cut = caption.encode("utf-8", errors="replace")[: max_tokens - 1]
-        whole = cut.decode("utf-8", errors="ignore").encode("utf-8")  # without a character's first half at the end
+        whole = cut.decode("utf-8", errors="ignore").encode("utf-8")  # drops an incomplete character at the end
         row[0] = BEGIN
         row[1 : 1 + len(whole)] = torch.tensor(list(whole), dtype=torch.int64) + FIRST_BYTE
     return ids
 
 
 def byte_tokens(captions: list[str]) -> list[int]:
-    """Return the number of tokens of each caption before it is cut: one for its begin, and one for each UTF-8 byte."""
+    """Return the number of tokens of each caption before captions are cut: the begin token and one per UTF-8 byte."""
     return [1 + len(caption.encode("utf-8", errors="replace")) for caption in captions]
 
 
 class BytesBlock(nn.Module):
-    """A pre-norm Transformer block over the tokens that the mask keeps."""
+    """A pre-norm Transformer block whose attention is limited to tokens with a mask of True."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -54,14 +55,15 @@ class BytesBlock(nn.Module):
 
 
 class BytesEncoder(nn.Module):
-    """Ids (B, L) int64 with L <= max_tokens to a :class:`TextCondition` of the configured width.
+    """Encoder of ids (B, L) int64, L <= max_tokens, as a :class:`TextCondition` of the configured width.
 
-    The pooled vector is the mean over the tokens. With 40 captions ("a seven moving left") a classifier on it named
-    digit and direction of every one after 50 steps at a learning rate of 1e-3; the begin token's output instead of
-    the mean took a little longer, and a convolution over neighbouring bytes below it made no difference.
+    The pooled vector is the mean over the tokens. In a test with 40 captions ("a seven moving left"), a classifier on
+    the pooled vector learned digit and direction of every caption within 50 steps at a learning rate of 1e-3. The
+    output of the begin token instead of the mean took slightly longer. A convolution over neighbouring bytes before the
+    encoder made no difference.
     """
 
-    positions: Tensor  # (1, max_tokens, width), one of DiTConfig.tables
+    positions: Tensor  # (1, max_tokens, width), a table in DiTConfig.tables
 
     def __init__(self, text: TextConfig):
         super().__init__()
@@ -80,19 +82,19 @@ class BytesEncoder(nn.Module):
 
 
 def heads(width: int) -> int:
-    """Number of attention heads: of size 32 where that divides the width, else one."""
+    """Return the number of attention heads: heads of size 32 if 32 divides the width, otherwise a single head."""
     return width // HEAD_SIZE if width % HEAD_SIZE == 0 else 1
 
 
 def parameters(text: TextConfig) -> int:
-    """Number of weights of the encoder."""
+    """Return the number of the encoder's weights."""
     w = text.width
     block = 4 * w * w + 4 * w + 2 * w * MLP_RATIO * w + MLP_RATIO * w + w
     return VOCABULARY * w + LAYERS * block
 
 
 def forward_flops(text: TextConfig) -> int:
-    """FLOPs of one caption's encoding in its matrix products (2 a multiply-add)."""
+    """Return the FLOPs of the matrix products for one caption (2 per multiply-add)."""
     w, n = text.width, text.max_tokens
     block = 2 * n * 4 * w * w + 4 * n * n * w + 4 * n * w * MLP_RATIO * w
     return LAYERS * block

@@ -1,8 +1,9 @@
-"""Turn captions into a pooled vector and tokens inside a model, by a frozen encoder or a trained one.
+"""Conditions of models: labels, or captions encoded as tokens and a pooled vector.
 
-A text model's condition ``y`` is a :class:`TextCondition` of a frozen encoder (CLIP, T5), or, for ``bytes``, the
-token ids (B, L) int64 of opendit.models.bytes_text, whose encoder is a part of the model. Classifier-free guidance
-replaces a dropped caption by the encoder's own embedding of the empty string: see :func:`where`.
+The condition ``y`` of a text model is a :class:`TextCondition` from a frozen encoder (CLIP, T5). For the text encoder
+"bytes", which is part of the model, it is token ids (B, L) int64 from opendit.models.bytes_text. To train
+classifier-free guidance, a dropped caption is replaced by the encoder's embedding of the empty string; see
+:func:`where`.
 """
 
 from collections.abc import Sequence
@@ -20,26 +21,30 @@ from opendit.models.layers import layer_norm
 class TextConfig:
     """The part of a model's configuration that concerns captions."""
 
-    name: str  # "bytes": an encoder inside the model; anything else: a frozen one outside of it (clip, t5)
-    width: int  # of the encoder's tokens and of its pooled vector
-    max_tokens: int  # every caption is padded or cut to it, so that all batches have one shape
-    cross_attention: bool = False  # blocks attend to the tokens; without it only the pooled vector is used
+    name: str  # "bytes" for the encoder inside the model; otherwise a frozen encoder outside of the model (clip, t5)
+    width: int  # width of the encoder's tokens and of its pooled vector
+    max_tokens: int  # number of tokens that every caption is padded or cut to, so that all batches have the same shape
+    cross_attention: bool = False  # True if blocks attend to the tokens; False if only the pooled vector is used
 
     @property
     def inside(self) -> bool:
-        """True if the encoder belongs to the model: it is trained, averaged and saved with it."""
+        """True if the encoder is part of the model, so that it is trained, averaged and saved with the model."""
         return self.name == "bytes"
 
 
 @dataclass(frozen=True, eq=False)
 class TextCondition:
-    """Encoded captions: tokens (B, L, Dt), mask (B, L) bool (True: a token, False: padding), pooled (B, Dt); and for
-    models to which the scale of guidance is an input, that scale (B,).
+    """Encoded captions.
 
-    shortest: a number of tokens that every caption has, as far as the host knows.
+    This is not a tuple, because training plugins rebuild tuples, and some of them can't rebuild named tuples. They pass
+    other objects through unchanged.
 
-    Not a tuple: the training plugins rebuild tuples, and not every one can rebuild a named one; an object goes
-    through them as it is.
+    Attributes:
+        tokens: (B, L, Dt).
+        mask: (B, L) bool, True for tokens and False for padding.
+        pooled: (B, Dt).
+        guidance: Scale of guidance (B,), for models that have it as an input.
+        shortest: Lower bound of the number of tokens of every caption, known on the host.
     """
 
     tokens: Tensor
@@ -52,7 +57,7 @@ class TextCondition:
         return len(self.pooled)
 
     def __getitem__(self, rows: Any) -> "TextCondition":
-        """Captions by a slice, a list or a tensor of indices or booleans, as a tensor's rows."""
+        """Select captions by a slice, or by a list or tensor of indices or booleans, like rows of a tensor."""
         return self._each(lambda field: field[rows])
 
     @property
@@ -60,15 +65,16 @@ class TextCondition:
         return self.tokens.shape
 
     def to(self, *args: Any, **kwargs: Any) -> "TextCondition":
-        """``Tensor.to`` on every field; a dtype is that of tokens and pooled."""
+        """Apply ``Tensor.to`` to every field. A dtype only affects ``tokens`` and ``pooled``."""
         moved = self._each(lambda field: field.to(*args, **kwargs))
-        # Times 1000 it is embedded as times are, and half precision would round that to 8 or 16.
+        # The scale keeps its dtype: 1000 times the scale is embedded like a time, and half precision would round it to
+        # a multiple of 8 or 16.
         guidance = None if self.guidance is None else self.guidance.to(moved.tokens.device)
         return replace(moved, mask=moved.mask.bool(), guidance=guidance)
 
     @property
     def full(self) -> bool:
-        """True if every caption has all tokens, as far as the host knows."""
+        """True if the host knows that no caption has padding."""
         return self.shortest >= self.tokens.shape[1]
 
     def tensors(self) -> list[Tensor]:
@@ -76,13 +82,13 @@ class TextCondition:
         return [self.tokens, self.mask, self.pooled, *([] if self.guidance is None else [self.guidance])]
 
     def expand_as(self, other: "TextCondition") -> "TextCondition":
-        """One caption for every one of ``other``, without a copy. Raises RuntimeError for another L or Dt."""
+        """Expand one caption to the batch size of ``other``, without a copy. Raises RuntimeError if L or Dt differ."""
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         expanded = TextCondition(*(own.expand_as(theirs) for own, theirs in pairs))
         return replace(expanded, shortest=self.shortest)
 
     def padded(self, length: int) -> "TextCondition":
-        """Captions with zeros after their tokens, which the mask leaves out, up to ``length``."""
+        """Return the captions padded to ``length`` tokens with zeros. The mask is False for the padding."""
         rest = length - self.tokens.shape[1]
         if rest == 0:
             return self
@@ -90,7 +96,7 @@ class TextCondition:
 
     @staticmethod
     def cat(conditions: Sequence["TextCondition"]) -> "TextCondition":
-        """Several batches of captions as one, as torch.cat does for tensors."""
+        """Concatenate batches of captions, like torch.cat."""
         joined = TextCondition(*map(torch.cat, zip(*(c.tensors() for c in conditions), strict=True)))
         return replace(joined, shortest=min(c.shortest for c in conditions))
 
@@ -102,21 +108,23 @@ Condition = Tensor | TextCondition
 
 
 def joined(conditions: Sequence[Condition]) -> Condition:
-    """Several batches of conditions of one kind as one."""
+    """Concatenate batches of conditions of the same type."""
     join: Any = getattr(conditions[0], "cat", torch.cat)
     return join(tuple(conditions))
 
 
 def of_same_pictures(null: Condition, y: Condition) -> Condition:
-    """Return the condition of guidance's other half, one row or B, with the pictures' tokens of y, if there are any:
-    they have the place of the pooled vector, (B, tokens, width)."""
+    """Return the null condition of guidance with the picture tokens of ``y``. Without picture tokens, return ``null``
+    unchanged.
+
+    null: one row, or B rows. Picture tokens are in the field ``pooled``, (B, tokens, width)."""
     if not isinstance(y, TextCondition) or not isinstance(null, TextCondition) or y.pooled.dim() != 3:
         return null
     return replace(null if len(null) == len(y) else null[[0] * len(y)], pooled=y.pooled)
 
 
 def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]:
-    """Return two conditions whose captions have the same number of tokens, padded with zeros; labels as they are."""
+    """Pad the captions of two conditions with zeros to the same number of tokens. Return labels and ids unchanged."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return one, other
     length = max(one.tokens.shape[1], other.tokens.shape[1])
@@ -124,9 +132,9 @@ def same_length(one: Condition, other: Condition) -> tuple[Condition, Condition]
 
 
 def where(dropped: Tensor, null: Condition, y: Condition) -> Condition:
-    """``y`` with the rows that ``dropped`` (B,) bool marks replaced by ``null``, which expands to y.
+    """Return ``y`` with the rows for which ``dropped`` (B,) bool is True replaced by ``null``.
 
-    For labels (B,), ids (B, L) and TextConditions alike; null is of y's kind, with one row or as many as y.
+    Conditions are labels (B,), ids (B, L) or TextConditions. ``null`` has the type of y, with one row or B rows.
     """
     if isinstance(y, TextCondition):
         assert isinstance(null, TextCondition), "null is of y's kind"
@@ -142,18 +150,19 @@ def _where(dropped: Tensor, null: Tensor, y: Tensor) -> Tensor:
 
 
 def masked_mean(tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean (B, D) over the tokens (B, L, D) that mask (B, L) bool keeps, summed in fp32, in the tokens' dtype."""
+    """Return the mean (B, D) over the tokens (B, L, D) for which mask (B, L) is True. The sum is computed in fp32; the
+    result has the dtype of the tokens."""
     kept = mask.unsqueeze(-1)
     total = tokens.masked_fill(~kept, 0).sum(dim=1, dtype=torch.promote_types(tokens.dtype, torch.float32))
     return (total / kept.sum(dim=1)).to(tokens.dtype)
 
 
 class CaptionEmbedder(nn.Module):
-    """Encoded captions to the vector (B, D) that joins the timestep's in adaLN and, with cross-attention, to the
-    tokens (B, L, D) that every block attends to (projected once, here).
+    """Embedding of encoded captions: a vector (B, D), which is added to the timestep's embedding for adaLN, and, with
+    cross-attention, the tokens (B, L, D) that all blocks attend to.
 
-    Both inputs are normalised first: the outputs of text encoders differ in size by orders of magnitude, and Imagen
-    (Saharia et al. 2022, app. D) found the norm "critical" for text embeddings in attention and in pooling.
+    Both inputs are normalised first, because the outputs of text encoders differ in scale by orders of magnitude.
+    Imagen (Saharia et al. 2022, app. D) found the norm "critical" for text embeddings in attention and in pooling.
     """
 
     def __init__(self, text: TextConfig, dim: int):
@@ -162,7 +171,8 @@ class CaptionEmbedder(nn.Module):
         self.tokens: nn.Linear | None = nn.Linear(text.width, dim) if text.cross_attention else None
 
     def forward(self, y: TextCondition) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Returns the vector (B, D) and the context: None, or tokens (B, L, D) with their mask (B, L) bool."""
+        """Return the vector (B, D) and the context: tokens (B, L, D) with their mask (B, L) bool, or None without
+        cross-attention."""
         dtype = cast(nn.Linear, self.mlp[0]).weight.dtype
         vector = self.mlp(layer_norm(y.pooled).to(dtype))
         if self.tokens is None:

@@ -1,4 +1,4 @@
-"""The configurations of models. They are stored in checkpoints, and count weights and work without building a model."""
+"""The configurations of models. Checkpoints store them. They count parameters and FLOPs without building a model."""
 
 import functools
 import math
@@ -15,31 +15,31 @@ from opendit.models.given_frames import given_channels
 from opendit.models.layers import TIME_FREQUENCIES, Options
 from opendit.models.positions import rotary_shares
 
-# The newest meaning of a configuration. Its fields don't say everything, and what they leave out has changed:
-#   1  adaln_lora: a block's modulation is that product of low rank, all of it. MovieGen's learned positions are added
-#      once, before the first block. (What files say that have no revision.)
-#   2  adaln_lora: it corrects a modulation that all blocks share. MovieGen's learned positions are added before every
-#      block, and by name all of its sizes but Ti have 8 heads of keys and values.
-# Runs are begun with the newest; a checkpoint keeps its own wherever it goes.
+# The newest revision of models. The same fields of a configuration describe different models in different revisions:
+#   1  With adaln_lora, a block's modulation is only the low-rank product. MovieGen's learned positions are added once,
+#      before the first block. Files without a revision have this one.
+#   2  With adaln_lora, the low-rank product is added to a modulation that all blocks share. MovieGen's learned
+#      positions are added before every block, and all named sizes except Ti have 8 heads of keys and values.
+# New runs use the newest revision. A checkpoint keeps its revision, also when it is converted or resumed.
 REVISION = 2
-LATER = ("alignment", "patch_bottleneck")  # fields that are stored only where they are set
-EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # parts of a block that every kind may have otherwise: field -> values
+LATER = ("alignment", "patch_bottleneck")  # fields that are stored only if they are set
+EXCHANGEABLE = {"norm": NORMS, "mlp": MLP_KINDS}  # fields that can replace a kind's default norm or MLP -> their values
 
 
 @dataclass(frozen=True)
 class DiTConfig:
-    """Everything needed to build a DiT; other architectures add to it, and count their own blocks.
+    """The configuration of a DiT, sufficient to build the model. Subclasses for other architectures add fields.
 
-    Conditioned on ``num_classes`` labels, or on captions when ``text`` is given (then num_classes is None).
+    The model is conditioned on ``num_classes`` labels, or on captions if ``text`` is set (then num_classes is None).
     """
 
     kind: ClassVar[str] = "dit"
-    axial_attention: ClassVar[bool] = False  # whether blocks attend along the axes of the tokens' grid
-    plain_projections: ClassVar[bool] = True  # q, k and v of a block are one product
-    why_no_packs: ClassVar[str] = ""  # why they can't take packs, if they can't
+    axial_attention: ClassVar[bool] = False  # True if blocks attend along the axes of the tokens' grid
+    plain_projections: ClassVar[bool] = True  # True if q, k and v of a block are one matrix product
+    why_no_packs: ClassVar[str] = ""  # the reason why models of this kind do not support packs; "" if they do
 
-    input_size: tuple[int, ...]  # height, width of the latent; of clips frames, height, width
-    patch_size: int | tuple[int, int, int]  # a side, or frames, rows, columns
+    input_size: tuple[int, ...]  # (height, width) of a picture's latents, or (frames, height, width) of a clip's
+    patch_size: int | tuple[int, int, int]  # side of a square patch, or (frames, rows, columns)
     in_channels: int
     hidden_size: int
     depth: int
@@ -49,16 +49,16 @@ class DiTConfig:
     learn_sigma: bool = True
     text: TextConfig | None = None
     qk_norm: bool = False  # RMSNorm of queries and keys
-    adaln_lora: int | None = None  # rank of a block's correction of the modulation that all share; None: full, its own
-    bias: bool = True  # of the blocks' linear layers
+    adaln_lora: int | None = None  # rank of a block's correction of the shared modulation; None: full rank, not shared
+    bias: bool = True  # True for biases in the blocks' linear layers
     positions: str = "sincos"  # sincos, learned or rope
     revision: int = REVISION
-    null_class: bool = True  # whether the label table has a row for guidance's null class; models made here do
-    given_frames: str | None = None  # first, prefix:K (of latent frames) or random: see opendit.models.given_frames
-    norm: str = "layer"  # layer or rms: before every branch of a block
+    null_class: bool = True  # True if the label table has a row for guidance's null class, as in models trained here
+    given_frames: str | None = None  # first, prefix:K (K latent frames) or random; see opendit.models.given_frames
+    norm: str = "layer"  # norm before every branch of a block, layer or rms
     mlp: str = "gelu"  # gelu or swiglu
-    alignment: AlignmentConfig | None = None  # of --repa
-    patch_bottleneck: int | None = None  # numbers that a patch is projected to before its token; None: none
+    alignment: AlignmentConfig | None = None  # representation alignment (--repa)
+    patch_bottleneck: int | None = None  # width that patches are projected to before the tokens' width; None: direct
 
     @property
     def options(self) -> Options:
@@ -66,7 +66,7 @@ class DiTConfig:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """A block's branches: between attention and MLP, cross-attention as PixArt-alpha has it (Chen et al. 2024)."""
+        """A block's branches. Cross-attention is between attention and MLP, as in PixArt-alpha (Chen et al. 2024)."""
         return (ATTENTION, CAPTION, MLP) if self.cross_attention else (ATTENTION, MLP)
 
     @property
@@ -84,34 +84,35 @@ class DiTConfig:
 
     @property
     def key_value_width(self) -> int:
-        """The width of all heads of keys, or of values."""
+        """The total width of the heads of keys, which is also that of the heads of values."""
         return (self.block.kv_heads or self.num_heads) * self.head_dim
 
     @property
     def in_operations(self) -> bool:
-        """True if every norm, projection and MLP of a block is one of the operations of LayerNorm and GELU, which FP8
-        and --recompute know (cross-attention, which both leave to torch, aside)."""
+        """True if FP8 and --recompute support every norm, projection and MLP of a block: LayerNorm, GELU, and one head
+        of keys and values for each query head. Cross-attention does not count, because both leave it to torch."""
         spec = self.block
         return spec.norm == "layer" and spec.mlp == "gelu" and spec.kv_heads in (None, spec.heads)
 
     @property
     def float8(self) -> bool:
-        """True if a block's linear layers can be in FP8, as far as its branches go (biases are needed, too)."""
+        """True if FP8 supports the branches of a block. FP8 needs biases in addition."""
         return self.in_operations and self.block.experts is None
 
     @property
     def recompute(self) -> bool:
-        """True if there is anything for --recompute."""
+        """True if --recompute supports the blocks."""
         return self.in_operations
 
     @property
     def shared_modulation(self) -> bool:
-        """True if the blocks' modulations are corrections of one that is made once."""
+        """True if each block's modulation is a correction that is added to one modulation that all blocks share."""
         return self.adaln_lora is not None and self.revision >= 2
 
     @property
     def rescaled_guidance(self) -> str:
-        """The parts of a guided prediction that get back the conditional one's norm (``Guidance.rescaled``)."""
+        """Parts of a guided prediction that are rescaled to their norm in the conditional prediction; see
+        ``Guidance.rescaled``."""
         return ""
 
     @property
@@ -121,17 +122,17 @@ class DiTConfig:
 
     @property
     def depends_on_revision(self) -> bool:
-        """True if another revision would be another model; otherwise the newest counts, whatever a file says."""
+        """True if the model differs between revisions. If False, a configuration always gets the newest revision."""
         return self.adaln_lora is not None
 
     @property
     def caption_tokens(self) -> int:
-        """The most tokens of a caption that are tokens of the sequence."""
+        """Maximum number of a caption's tokens in the blocks' sequence."""
         return 0
 
     @property
     def joint_sequence(self) -> bool:
-        """True if captions' tokens are in the sequence of the blocks."""
+        """True if the blocks' sequence contains the captions' tokens."""
         return False
 
     @property
@@ -148,9 +149,10 @@ class DiTConfig:
         return self.grid_of(self.input_size)
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Patches along each side of an input of ``size``; a single frame is one patch long, because it is repeated.
+        """Return the number of patches along each side of an input of ``size``. A single frame is one patch long,
+        because it is repeated to fill the patch.
 
-        Raises ValueError if the patch does not divide it.
+        Raises ValueError if the patch does not divide the size.
         """
         if self.is_video and size[0] == 1:
             size = (self.patch[0], *size[1:])
@@ -164,10 +166,10 @@ class DiTConfig:
 
     @property
     def tables(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """The fixed tables of positions, by buffer: their width, and the sides of the grid that they are of.
+        """Fixed position tables: name of the buffer -> width of the table and sides of its grid.
 
-        They follow from the configuration alone, and every path computes them: what a file holds under these names is
-        not used (docs/checkpoints.md). The first has the name of Meta's frozen parameter.
+        The tables depend only on the configuration and are always computed. Tensors with these names in a file are not
+        used (docs/checkpoints.md). ``pos_embed`` is the name of Meta's frozen parameter.
         """
         tables: dict[str, tuple[int, tuple[int, ...]]] = {}
         if self.positions == "sincos":
@@ -196,45 +198,49 @@ class DiTConfig:
 
     @property
     def given_channels(self) -> int:
-        """Channels of what is given beside the noisy latents: mask ++ given frames."""
+        """Number of input channels of the conditioning frames, mask ++ frames, in addition to the noisy latents."""
         return given_channels(self.in_channels) if self.given_frames else 0
 
     @property
     def given_in_place(self) -> bool:
-        """True if given frames replace the noisy ones at their places, see opendit.models.given_frames."""
+        """True if conditioning frames replace the noisy frames; see opendit.models.given_frames."""
         return False
 
     @property
     def given_beside(self) -> bool:
-        """True if the model is always given the first frame, as latents of a clip beside the noisy ones, see there."""
+        """True if the model always gets the first frame, in additional channels with the latents of a clip; see
+        opendit.models.given_frames."""
         return False
 
     @property
     def boundary(self) -> float | None:
-        """The time, in [0, 1], from which on the first of two networks is used; None for a single network."""
+        """Time in [0, 1] from which on the first of two networks is used; None for models with a single network."""
         return None
 
     @property
     def embedded_channels(self) -> int:
-        """Channels of what patches are cut out of."""
+        """Number of channels of the input that is cut into patches."""
         return self.in_channels + self.given_channels
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the kind as JSON has them; ``norm``, ``mlp`` and what LATER names only if they are
-        not the kind's own, so that earlier versions read what they know."""
+        """Return the fields and the kind as a dictionary for JSON.
+
+        ``norm`` and ``mlp`` are left out if they are the kind's defaults, and fields in LATER if they are None, so that
+        earlier versions of OpenDiT can read the dictionary."""
         values = {"kind": self.kind, **asdict(self)}
         values = {key: value for key, value in values.items() if key not in LATER or value is not None}
         return {key: value for key, value in values.items() if key not in EXCHANGEABLE or key in self.exchanged}
 
     @property
     def exchanged(self) -> dict[str, str]:
-        """The parts of a block that are not the kind's own, as flags: {"norm": "rms"}."""
+        """The fields in EXCHANGEABLE that differ from the kind's default, such as {"norm": "rms"}."""
         own = type(self)
         return {name: getattr(self, name) for name in EXCHANGEABLE if getattr(self, name) != getattr(own, name)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "DiTConfig":
-        """The inverse of to_dict, also after a trip through JSON (see opendit.models.config_from_dict)."""
+        """Return the configuration that :meth:`to_dict` wrote, also after a conversion to JSON and back. See
+        opendit.models.config_from_dict."""
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "kind"}
         if values.get("text") is not None:
             values["text"] = TextConfig(**values["text"])
@@ -245,7 +251,7 @@ class DiTConfig:
         return config if config.depends_on_revision else replace(config, revision=REVISION)
 
     def check(self) -> None:
-        """Raises ValueError for what can't be built; the message names the flag."""
+        """Raise ValueError for a configuration that can't be built. The message names the flag."""
         self.check_revision()
         if (self.num_classes is None) == (self.text is None):
             raise ValueError("a model is conditioned on num_classes or on text: give one of them")
@@ -278,7 +284,7 @@ class DiTConfig:
             rotary_shares(self.head_dim, len(self.patch))
 
     def check_revision(self) -> None:
-        """Raises ValueError for a revision that this version does not know."""
+        """Raise ValueError for a revision that this version of OpenDiT does not support."""
         if not 1 <= self.revision <= REVISION:
             raise ValueError(
                 f"a {self.kind} of revision {self.revision}: this version knows 1 to {REVISION}; use a newer OpenDiT"
@@ -286,11 +292,11 @@ class DiTConfig:
 
     @property
     def sequence_types(self) -> tuple[str, ...]:
-        """The strategies by which ranks can share this model's samples."""
+        """The sequence-parallel strategies that the model supports."""
         return ("fastseq", "ulysses", "ring", "usp")
 
     def check_sequence_parallel(self, kind: str) -> None:
-        """Raises ValueError if ranks can't share this model's samples by a strategy ``kind``; the message says why."""
+        """Raise ValueError, with the reason, if the model does not support the sequence-parallel strategy ``kind``."""
         if kind not in ("auto", *self.sequence_types):
             raise ValueError(
                 f"--sequence_parallel_type {kind}: {self.kind} models have no attention to all tokens without "
@@ -298,12 +304,12 @@ class DiTConfig:
             )
 
     def check_packs(self) -> None:
-        """Raises ValueError if these models can't take packs of samples of unequal size; the message says why."""
+        """Raise ValueError, with the reason, if these models do not support packs of samples of unequal size."""
         if self.why_no_packs:
             raise ValueError(f"--pack_tokens: not {self.kind} models: {self.why_no_packs}; take DiT, vDiT or MovieGen")
 
     def check_speed(self, fp8: bool, recompute: str) -> None:
-        """Raises ValueError if the blocks can't run in FP8, or by parts again in the backward pass."""
+        """Raise ValueError if the blocks do not support FP8 or this level of --recompute."""
         exchanged = " ".join(f"--{name} {value}" for name, value in self.exchanged.items())
         if fp8 and not (self.float8 and self.bias):
             why = "--no_bias" if self.float8 else exchanged or f"{self.kind} models"
@@ -313,15 +319,15 @@ class DiTConfig:
             raise ValueError(f"--recompute {recompute}: does not work with {why}; use --grad_checkpoint")
 
     def forward_flops(self) -> int:
-        """FLOPs of one sample's forward pass in its matrix products (2 a multiply-add); training is 3x. The sum of the
-        architecture's FLOP terms."""
-        from opendit.models.zoo import plan_of  # which knows every architecture, this one among them
+        """Return the FLOPs of the matrix products in one sample's forward pass (2 per multiply-add), the sum of the
+        architecture's FLOP terms. Training takes three times as many."""
+        from opendit.models.zoo import plan_of  # imported here, because the zoo imports this module
 
         return plan_of(self).forward_flops(self)
 
-    @functools.cache  # noqa: B019  configurations are few, and plans are priced by the thousand
+    @functools.cache  # noqa: B019  there are few configurations, and thousands of plans ask for the number
     def parameters(self) -> int:
-        """Number of trainable weights, without building the model."""
+        """Return the number of trainable parameters, without building the model."""
         d, patch = self.hidden_size, math.prod(self.patch)
         narrow = self.patch_bottleneck
         embed = (patch * self.embedded_channels + 1) * (narrow or d) + (TIME_FREQUENCIES + 1 + d + 1) * d
@@ -363,7 +369,7 @@ class DiTConfig:
         return (wide + self.mlp_hidden) * d + (wide + d) * self.bias + beside
 
     def modulation_parameters(self) -> int:
-        """Count the parameters of a block's modulation, without those that all blocks share."""
+        """Count the parameters of a block's modulation, without the modulation that all blocks share."""
         return self.modulation_weights + self.modulation_width * (self.bias and not self.shared_modulation)
 
     @property
@@ -379,5 +385,5 @@ class DiTConfig:
 
 
 def times(sizes: tuple[int, ...]) -> str:
-    """times((2, 4, 3)) -> "2 x 4 x 3"."""
+    """Format sizes: times((2, 4, 3)) returns "2 x 4 x 3"."""
     return " x ".join(map(str, sizes))

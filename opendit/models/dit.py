@@ -1,7 +1,7 @@
 """DiT: a Transformer that denoises latent patches (Peebles & Xie, "Scalable Diffusion Models with
 Transformers", ICCV 2023), with adaLN-Zero conditioning on timestep and class or caption.
 
-Parameter names are those of Meta's release, so its checkpoints load strictly.
+Parameter names are those of Meta's release, so that Meta's checkpoints load strictly.
 """
 
 import math
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class DiT(nn.Module):
-    """Diffusion Transformer on latents (B, C, H, W), or of clips (B, C, T, H, W), of the configured size or any that
-    the patch divides. Other architectures are other blocks in it (:meth:`make_block`).
+    """Diffusion Transformer on latents of pictures (B, C, H, W) or clips (B, C, T, H, W). Latents may have the
+    configured size or any size that the patch divides. Subclasses for other architectures use other blocks.
 
-    Weights may be fp32, bf16 or fp16; activations follow them, timesteps and positions stay fp32.
+    Weights and activations may be fp32, bf16 or fp16; timesteps and positions are always fp32.
     """
 
     def __init__(self, config: DiTConfig):
@@ -56,11 +56,11 @@ class DiT(nn.Module):
         )
         self.t_embedder: TimestepEmbedder = TimestepEmbedder(dim)
         self.text_encoder: BytesEncoder | None = BytesEncoder(text) if text and text.inside else None
-        classes = cast(int, config.num_classes), dim, config.null_class  # (given of a model without a text)
+        classes = cast(int, config.num_classes), dim, config.null_class  # num_classes is set if ``text`` is None
         self.y_embedder: CaptionEmbedder | LabelEmbedder = (
             CaptionEmbedder(text, dim) if text else LabelEmbedder(*classes)
         )
-        # Positions of the configured size: learned ones, fixed tables, or none where heads are rotated.
+        # Positions for the configured size: learned positions, fixed tables, or neither with rotary positions.
         self.learned_positions: LearnedPositions | None = (
             LearnedPositions(config.grid, dim) if config.positions == "learned" else None
         )
@@ -71,14 +71,15 @@ class DiT(nn.Module):
         )
         self.blocks: Blocks = cast("Blocks", nn.ModuleList(self.make_block() for _ in range(config.depth)))
         self.final_layer: FinalLayer = FinalLayer(dim, math.prod(config.patch) * config.out_channels)
-        # What tokens in the middle are aligned through, of a run with --repa.
+        # Projector of intermediate tokens for representation alignment (--repa).
         self.projector: Projector | None = None if config.alignment is None else Projector(dim, config.alignment)
         self.ops: BlockOps = BlockOps()
-        self.grad_checkpoint: bool | str = False  # as ``checkpointed`` of run_blocks
-        self.modulate_in_blocks = False  # for blocks that are shard units, whose weights only their own call reaches
-        # N tokens, in a grid of these sizes, as the ranks of a group share them.
+        self.grad_checkpoint: bool | str = False  # argument ``checkpointed`` of run_blocks
+        # True if blocks are shard units, whose weights are only available during a call of the block.
+        self.modulate_in_blocks = False
+        # Divides a sequence over the ranks of a group, given the number of tokens and the sizes of their grid.
         self.sequence: Callable[[int, tuple[int, ...]], SequenceShards] | None = None
-        self.route: TokenRoute | None = None  # of calls that give ``kept``
+        self.route: TokenRoute | None = None  # blocks that see only some tokens in calls with ``kept``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -94,11 +95,13 @@ class DiT(nn.Module):
         return Block(self.config.block)
 
     def initial_distributions(self) -> dict[str, Distribution]:
-        """Patterns of parameters' names -> what their initial values are drawn from; every parameter fits exactly one.
+        """Return the distributions of the initial values, by patterns of parameter names. Every parameter matches
+        exactly one pattern.
 
-        Meta's initialisation: Xavier everywhere, N(0, 0.02^2) embedders, zero modulation and output. Cross-attention
-        without a gate begins with an output of zero, so that a block with it begins as one without. With a gate, which
-        is zero, an output of zero would stop the gate's gradient.
+        This is Meta's initialisation: N(0, 0.02^2) for embedders, zero for modulation and output, and Xavier for the
+        rest. Cross-attention without a gate has a zero output projection, so that the initial block is equal to a block
+        without cross-attention. Cross-attention with a gate does not: its gate is zero, and if the output projection
+        were zero as well, the gate would get no gradient.
         """
         xavier, embedder, zero, one = XavierUniform(), Normal(0.02), Constant(0), Constant(1)
         full = self.config.adaln_lora is None
@@ -129,7 +132,7 @@ class DiT(nn.Module):
             "blocks.*.mlp.expert_fc2": XavierUniform(stacked=True),
             "final_layer.adaLN_modulation.1.weight": zero,
             "final_layer.linear.weight": zero,
-            "**.lora_A.default.weight": FanInUniform(),  # as peft draws what a run with --lora adds
+            "**.lora_A.default.weight": FanInUniform(),  # peft's initialisation of LoRA (--lora)
             "**.lora_B.default.weight": zero,
         }
 
@@ -143,9 +146,9 @@ class DiT(nn.Module):
     ) -> "DiT":
         """Replace torch expressions by kernels or by a parallel strategy; return self.
 
-        With ``sequence`` (opendit.parallel.sequence) several ranks share every sample: all of them call the model with
-        the same arguments, and all get the complete output. A rank's gradients are those of its own tokens, times the
-        number of ranks.
+        With ``sequence`` (opendit.parallel.sequence) several ranks divide the tokens of every sample. All these ranks
+        call the model with the same arguments and get the complete output. The gradients on a rank are the gradients of
+        its own tokens, times the number of ranks.
         """
         self.sequence = sequence
         for part in (self, *self.blocks, self.final_layer):
@@ -156,9 +159,10 @@ class DiT(nn.Module):
         return self
 
     def compile_blocks(self, **options: Any) -> None:
-        """torch.compile for blocks and final layer, in place; options as of torch.compile.
+        """Apply torch.compile to the blocks and the final layer, in place, with these options.
 
-        All blocks share one graph for each shape they meet. The rest is small, and differs in every model.
+        All blocks share one compiled graph for each input shape. The rest of the model takes little time and differs
+        between models, so it is not compiled.
         """
         for part in (*self.blocks, self.final_layer):
             part.compile(dynamic=False, **options)
@@ -181,24 +185,26 @@ class DiT(nn.Module):
         kept: Tensor | None = None,
         aligned: bool = False,
     ) -> Any:
-        """Predicts noise (and, with learned sigma, the variance fraction) of noised latents.
+        """Predict the noise (and, with learned sigma, the variance fraction) of noised latents.
 
-        A picture is a clip with T = 1. Where the patch holds more frames, the frame, with its noise, is repeated to
-        fill it and the prediction is the mean over the repeats, so it has T = 1 again: its loss counts one
-        frame, not one for each repeat, and every frame of the patch is trained.
+        A picture is a clip with T = 1. If the patch has several frames, the noised frame is repeated to fill the patch,
+        and the prediction is the mean over the repeats, so that it has T = 1 again. The loss thus counts one frame
+        instead of one for each repeat, and the weights of every frame of the patch are trained.
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
-            t: (B,) timesteps; or (B, K), of which the sum of the embeddings is taken.
-            y: (B,) int64 labels, ``num_classes`` being the null class, if there is one; of a text model a
-                TextCondition, or with the bytes encoder the ids (B, L) int64.
-            segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments.
-            kept: (B, n) int64, the tokens that the blocks of ``route`` see; None: all blocks see all tokens.
-            aligned: also return the projected tokens (B, N, width) of the configuration's ``alignment``.
+            t: (B,) timesteps, or (B, K) for K timesteps per sample whose embeddings are added.
+            y: (B,) int64 labels, where ``num_classes`` is the null class, if there is one. For a text model a
+                TextCondition, or token ids (B, L) int64 if the model contains the bytes encoder.
+            segments: The segments of a pack. x then has its patches (N, C, *patch), and t and y have one row per
+                segment.
+            kept: (B, n) int64, indices of the tokens that the blocks of ``route`` see; None if all blocks see all
+                tokens.
+            aligned: True to also return the projected tokens (B, N, width) of the configuration's ``alignment``.
 
         Returns:
-            (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; of a pack (N, out_channels,
-            *patch). If ``aligned``, a pair of this and the projected tokens.
+            (B, out_channels, H, W) or (B, out_channels, T, H, W) in the weights' dtype; (N, out_channels, *patch) for a
+            pack. If ``aligned``, a pair of the prediction and the projected tokens.
 
         Raises:
             ValueError: the patch does not divide a side.
@@ -213,8 +219,9 @@ class DiT(nn.Module):
     def _runs(
         self, kept: Tensor | None, aligned: bool, x: Tensor, take: Callable[[Tensor], None]
     ) -> Callable[..., Tensor]:
-        """Return what takes the tokens of x through the blocks; arguments as of :meth:`forward`. take: gets the
-        projected tokens."""
+        """Return the function that runs the blocks on the tokens of x, with the signature of ``run_blocks``.
+
+        take: Called with the projected tokens if ``aligned``. Other arguments: see :meth:`forward`."""
         route, routed = self.route, run_blocks
         if kept is not None:
             assert route is not None, "some tokens are kept for the blocks of a route"
@@ -230,34 +237,40 @@ class DiT(nn.Module):
         return partial(run_tapped, at=at, take=tap, below=below, above=above)
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
-        """Embed a condition, the same for every time: the vector (B, D) that is added to the time's, and the context
-        for blocks with cross-attention."""
+        """Embed a condition. Return the vector (B, D) that is added to the time's embedding, and the context for blocks
+        with cross-attention. Neither depends on the time."""
         if self.config.text is None:
             return self.y_embedder(y), None
         return self.y_embedder(y if self.text_encoder is None else self.text_encoder(y))
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
-        """The vector (B, D) of adaLN, and what blocks with cross-attention attend to."""
+        """Return the condition vector (B, D) of adaLN, and the context for blocks with cross-attention."""
         vector, context = self.embed_condition(y)
         return self.embed_time(t) + vector, context
 
     def embed_time(self, t: Tensor) -> Tensor:
-        """Embed times (B,), or several of each sample, (B, K), whose embeddings are added: (B, D)."""
+        """Embed times (B,) as (B, D). For times (B, K), the K embeddings of a sample are added."""
         return self.t_embedder(t) if t.dim() == 1 else self.t_embedder(t.flatten()).unflatten(0, t.shape).sum(1)
 
     def contexts(self, context: Context | None) -> list[Context] | None:
-        """Compute every block's keys and values of a context, for several calls of :meth:`predict`.
+        """Compute the keys and values of a context for every block, to reuse them in several calls of :meth:`predict`.
 
-        In a single call every block computes its own and keeps none of them.
+        For a single call this is not needed: every block then computes its keys and values itself.
         """
         return None if context is None else [cast(Context, block.keys_values(context)) for block in self.blocks]
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield the modulations of every block, then of the final layer, for the condition c (B, D). first: blocks
-        begin with the model's first, before which other architectures have more.
+        """Yield the modulation of every block, then of the final layer, for the condition c (B, D).
 
-        Each is computed when it is asked for; ``tuple(model.modulations(c))`` computes them all, for several steps.
-        With ``modulate_in_blocks`` blocks get the pair (c, shared), and compute their own. blocks: None for all."""
+        Each modulation is computed when the iterator reaches it. ``tuple(model.modulations(c))`` computes all of them,
+        for reuse in several steps. With ``modulate_in_blocks``, the pair (c, shared) is yielded for each block, which
+        then computes its modulation itself.
+
+        Args:
+            c: Condition.
+            blocks: The blocks; None for all blocks of the model.
+            first: True if ``blocks`` begin with the model's first block. Subclasses may have refiner blocks before it.
+        """
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         for block in self.blocks if blocks is None else blocks:
             yield (c, shared) if self.modulate_in_blocks else block.modulate(c, shared)
@@ -271,9 +284,15 @@ class DiT(nn.Module):
         positions: Tensor | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """:meth:`forward` for conditions that are at hand: ``modulations`` of :meth:`modulations`, ``context`` of
-        :meth:`condition` or :meth:`contexts`, ``positions`` of :meth:`positions` (None: made here). run: what takes the
-        tokens through the blocks, as ``run_blocks`` does."""
+        """Compute :meth:`forward` from conditions that are already embedded.
+
+        Args:
+            x: Noised latents.
+            modulations: Result of :meth:`modulations`.
+            context: Context from :meth:`condition` or :meth:`contexts`.
+            positions: Result of :meth:`positions`; None to compute it here.
+            run: Function that runs the blocks on the tokens, with the signature of ``run_blocks``.
+        """
         repeats = self.config.patch[0] if x.shape[2:-2] == (1,) else 1
         if repeats == 1:
             return self._predict(x, modulations, context, positions, run)
@@ -281,14 +300,15 @@ class DiT(nn.Module):
         return self._predict(x, modulations, context, positions, run).mean(dim=2, keepdim=True)
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
-        """Return this rank's tokens (B, n, D) of x (B, C, ...) as the first block takes them, and their places.
+        """Embed x (B, C, ...) as this rank's input tokens (B, n, D) of the first block, and return the tokens with
+        their grid.
 
-        modulations, context: of :meth:`predict`; other architectures use them up to the first block."""
+        modulations, context: see :meth:`predict`. Subclasses use them in layers before the first block."""
         return self.embed(x)
 
     def places(self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False) -> tuple[TokenGrid, ...]:
-        """Describe the places of the tokens of latents of this size, which another stage of a pipeline has embedded.
-        by_frame: frames have times of their own, in other architectures."""
+        """Return the grid of the tokens of latents of this size, for a pipeline stage that receives embedded tokens.
+        by_frame: True if each frame has its own time, in subclasses that support this."""
         sizes = self.config.grid_of(size)
         shards = None if self.sequence is None else self.sequence(math.prod(sizes), sizes)
         positions = self.positions(sizes) if self.config.positions_in_blocks else None
@@ -297,7 +317,8 @@ class DiT(nn.Module):
         return (self.token_grid(sizes, positions, shards),)
 
     def leave(self, x: Tensor, m: Tensor, grid: TokenGrid) -> Tensor:
-        """Return the prediction (B, C, ...) of the last block's tokens (B, n, D); m: the final layer's modulation."""
+        """Compute the prediction (B, C, ...) from the tokens (B, n, D) after the last block. m: modulation of the final
+        layer."""
         x = self.final_layer(x, m)
         return self.unpatchify(x if grid.shards is None else grid.shards.gather(x), grid.sizes)
 
@@ -316,17 +337,18 @@ class DiT(nn.Module):
         context: Context | list[Context] | None = None,
         run: Callable[..., Tensor] = run_blocks,
     ) -> Tensor:
-        """Run blocks and final layer: the part of :meth:`predict` between :meth:`embed` and :meth:`unpatchify`.
+        """Run the blocks and the final layer, the part of :meth:`predict` between :meth:`embed` and
+        :meth:`unpatchify`. Return (B, n, prod(patch) * out_channels).
 
-        Returns (B, n, prod(patch) * out_channels). residual: holds the tokens (B, n, D), and is emptied, so that their
-        memory is free while the blocks run."""
+        residual: Holds the tokens (B, n, D). This method empties it, so that the tokens' memory can be freed while the
+        blocks run."""
         modulations, checkpointed = iter(modulations), torch.is_grad_enabled() and self.grad_checkpoint
         x = run(self.blocks, residual.take(self.ops), modulations, context, grid, checkpointed=checkpointed)
         return self.final_layer(x, next(modulations), of_rows(grid))
 
     def embed(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, TokenGrid]:
-        """Embed x (B, C, ...): return this rank's tokens (B, n, D) and their places. positions: of x's grid, if at
-        hand."""
+        """Embed x (B, C, ...) and return this rank's tokens (B, n, D) with their grid. positions: positions of x's
+        grid; None to compute them here."""
         sizes = self.config.grid_of(tuple(x.shape[2:]))
         patches, positions = self.x_embedder.patches(x), self.positions(sizes) if positions is None else positions
         shards = None if self.sequence is None else self.sequence(patches.shape[1], sizes)
@@ -336,31 +358,39 @@ class DiT(nn.Module):
         if self.learned_positions is not None:
             tokens = tokens if self.config.positions_in_blocks else tokens + cast(Tensor, positions)
         elif positions is not None:
-            tokens = self.ops.add_table(tokens, positions)  # in fp32: bf16 positions of neighbours would coincide
+            # The sum is computed in fp32, because the bf16 positions of neighbouring tokens can be equal.
+            tokens = self.ops.add_table(tokens, positions)
         return tokens, self.token_grid(sizes, positions, shards)
 
     def token_grid(
         self, sizes: tuple[int, ...], positions: Tensor | None, shards: SequenceShards | None = None
     ) -> TokenGrid:
-        """Describe the places of tokens in a grid of these sizes, at these positions."""
+        """Return the :class:`TokenGrid` of tokens in a grid of these sizes, with these positions."""
         in_blocks = positions if self.config.positions_in_blocks else None
         return TokenGrid(sizes, self.rotations(sizes), in_blocks, shards)
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Compute the fixed tables of positions, (1, N, D) in fp32 or their present dtype, on ``device`` (None: where
-        they are). A model that was built on the meta device has none, and a state dict may hold other values."""
+        """Compute the fixed position tables (1, N, D) on ``device`` (None: the tables' current device). They get their
+        current dtype, or fp32 if they do not exist yet.
+
+        This is needed after building a model on the meta device, where tables have no values, and after loading a state
+        dict, which may contain other values."""
         for name, (dim, sizes) in self.config.tables.items():
             module, _, attribute = name.rpartition(".")
             owner = self.get_submodule(module)
             old: Tensor | None = getattr(owner, attribute, None)
             where, dtype = (device, None) if old is None else (device or old.device, old.dtype)
             made = sincos_position_table(dim, *sizes, device=where or torch.get_default_device())
-            # A buffer is saved, but never trained or sharded. It is a new tensor: a caller may hold the old one.
+            # A buffer is saved, but never trained or sharded. The old tensor is not overwritten, because a caller may
+            # hold it.
             owner.register_buffer(attribute, made.to(dtype or made.dtype).unsqueeze(0))
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
-        """(1, N, D) positions of a grid of patches: fp32 tables, a clip's the sum of a temporal and a spatial one, both
-        counted from 0 whatever the size, so that a picture has those of a clip's first patch; or the learned ones.
+        """Return the positions (1, N, D) of a grid of patches: fixed fp32 tables or learned positions; None for rotary
+        positions.
+
+        The fixed positions of a clip are the sum of a temporal and a spatial table. Both count from 0 whatever the
+        size, so that a picture has the positions of the first frame of patches of a clip.
 
         Raises ValueError if there are fewer learned positions than patches.
         """
@@ -378,13 +408,15 @@ class DiT(nn.Module):
         return torch.flatten(temporal.unsqueeze(2) + spatial.unsqueeze(1), 1, 2)
 
     def rotations(self, grid: tuple[int, ...]) -> Tensor | None:
-        """(N, d / 2, 2) fp32, see :func:`rotary_table`; None without rotary positions."""
+        """Return the rotations (N, d / 2, 2) fp32 of a grid (see :func:`rotary_table`); None without rotary
+        positions."""
         if self.config.positions != "rope":
             return None
         return self._made_once(("rope", grid), lambda: rotary_table(self._coordinates(grid), self.config.head_dim))
 
     def table(self, name: str, sizes: tuple[int, ...], configured: tuple[int, ...]) -> Tensor:
-        """Return the buffer ``name`` (1, N, D), or for other sizes than the configured ones a table made like it."""
+        """Return the buffer ``name`` (1, N, D), or, for other sizes than the configured ones, a new table computed in
+        the same way."""
         buffer = self.get_buffer(name)
         if sizes == configured:
             return buffer
@@ -398,7 +430,7 @@ class DiT(nn.Module):
     def _made_once(self, key: tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
         cache, key = self.__dict__.setdefault("_made", {}), (*key, self.device)
         if key not in cache:
-            with torch.inference_mode(False):  # it may serve training after a first call in inference mode
+            with torch.inference_mode(False):  # Training may use the cached tensor after a call in inference mode.
                 cache[key] = make()
         return cache[key]
 
@@ -407,7 +439,7 @@ class DiT(nn.Module):
         return cast(nn.Linear, self.t_embedder.mlp[0]).weight.device
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
-        """Tokens (B, N, p * p * C) to (B, C, H, W), for any number of dimensions."""
+        """Rearrange tokens (B, N, p * p * C) to (B, C, H, W). Clips have one more axis."""
         patch, axes = self.config.patch, len(grid)
         x = x.view(x.shape[0], *grid, *patch, self.config.out_channels)
         order = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]  # row, row in patch, column, ...
@@ -419,12 +451,18 @@ class DiT(nn.Module):
     def _predict_pack(
         self, x: Tensor, modulations: Iterable[Modulation], context: Context | None, segments: Segments
     ) -> Tensor:
-        """Predict every patch of a pack, (N, out_channels, *patch) in the weights' dtype.
+        """Predict every patch of a pack. Return (N, out_channels, *patch) in the weights' dtype.
 
-        x: (N, C, *patch) noised patches, also ``with_given(x, given)``. modulations, context: of the S segments. Of a
-        frame that is repeated to fill a patch the prediction is the mean over the repeats, in each of them.
+        If a frame is repeated to fill a patch, the prediction of each repeat is the mean over the repeats.
 
-        Raises ValueError for a model that can't take packs, or another number of patches than the pack's tokens.
+        Args:
+            x: Noised patches (N, C, *patch), also ``with_given(x, given)``.
+            modulations: Modulations for the conditions of the S segments.
+            context: Captions of the S segments.
+            segments: The segments of the pack.
+
+        Raises:
+            ValueError: the model does not support packs, or the number of patches is not the pack's number of tokens.
         """
         config = self.config
         if config.given_channels and x.shape[1] == config.in_channels:
@@ -446,7 +484,7 @@ class DiT(nn.Module):
         return torch.where(alone, y.mean(dim=2, keepdim=True), y)
 
     def _check_pack(self, x: Tensor, segments: Segments) -> None:
-        """Raise ValueError as :meth:`_predict_pack` does."""
+        """Raise the ValueErrors that :meth:`_predict_pack` lists."""
         config = self.config
         config.check_packs()
         if x.shape != (segments.tokens, config.embedded_channels, *config.patch):
@@ -454,21 +492,21 @@ class DiT(nn.Module):
             raise ValueError(f"a pack of {segments.tokens:,} tokens is {times(wanted)} numbers, not {times(x.shape)}")
 
     def _output_patches(self, y: Tensor) -> Tensor:
-        """Return the final layer's numbers (N, prod(patch) * C) as patches (N, C, *patch)."""
+        """Rearrange the final layer's output (N, prod(patch) * C) to patches (N, C, *patch)."""
         return y.view(len(y), *self.config.patch, self.config.out_channels).movedim(-1, 1)
 
     def _input_patches(self, x: Tensor) -> Tensor:
-        """Return patches (N, C, *patch) as the numbers (N, C * prod(patch)) that the first layer takes."""
+        """Rearrange patches (N, C, *patch) to the first layer's input (N, C * prod(patch))."""
         return x.flatten(1)
 
     def _segment_rotations(self, packed: PlacedSegments) -> Tensor | None:
-        """Return every token's rotation in the grid of its segment, see :meth:`rotations`."""
+        """Return the rotations of a pack's tokens, each within the grid of its segment; see :meth:`rotations`."""
         if self.config.positions != "rope":
             return None
         return rotary_table(self._segment_coordinates(packed), self.config.head_dim)
 
     def _embed_pack(self, x: Tensor, packed: PlacedSegments) -> tuple[Tensor, TokenGrid]:
-        """Embed a pack as :meth:`embed` does samples: return this rank's tokens (1, n, D) and their places."""
+        """Embed the patches of a pack, like :meth:`embed`. Return this rank's tokens (1, n, D) and their grid."""
         config, shards, learned = self.config, None, None
         patches = self._input_patches(x).unsqueeze(0).to(self.x_embedder.proj.weight.dtype)
         rotary = self._segment_rotations(packed)
@@ -490,11 +528,12 @@ class DiT(nn.Module):
         return tokens, TokenGrid((len(x),), rotary, learned, shards, packed)
 
     def _segment_coordinates(self, packed: PlacedSegments) -> Tensor:
-        """(n, axes) int64, of as many axes as patches have."""
+        """Return the coordinates (n, axes) int64 of a pack's tokens, along the axes of the patch."""
         return packed.coordinates()[:, -len(self.config.patch) :]
 
     def _segment_positions(self, packed: PlacedSegments) -> Tensor | None:
-        """Return every token's position in the grid of its segment, (1, n, D); see :meth:`positions`."""
+        """Return the positions (1, n, D) of a pack's tokens, each within the grid of its segment; see
+        :meth:`positions`."""
         config, grids = self.config, packed.segments.grids
         if config.positions == "rope":
             return None
@@ -515,12 +554,13 @@ class DiT(nn.Module):
 
 
 def _table_side(longest: int, configured: int) -> int:
-    """Return the length of a table for sides up to ``longest``; powers of two keep the number of tables small."""
+    """Return the length of a table for sides up to ``longest``. Lengths are rounded up to powers of two, so that few
+    different tables are cached."""
     return configured if longest <= configured else 1 << (longest - 1).bit_length()
 
 
 def _compute_tables(model: nn.Module, _: object) -> None:
-    """After ``load_state_dict``: tables are computed, whatever the state dict has."""
+    """Recompute the position tables after ``load_state_dict``, whatever values the state dict has."""
     cast(DiT, model).fill_tables()
 
 

@@ -1,8 +1,8 @@
-"""EC-DiT: a DiT whose MLPs are many small experts that choose their tokens, next to a shared one (Sun et al., "EC-DiT:
+"""EC-DiT: a DiT whose blocks have a shared MLP and many small experts, which choose their tokens (Sun et al., "EC-DiT:
 Scaling Diffusion Transformers with Adaptive Expert-Choice Routing", 2024).
 
-The routing is theirs; the sizes are our own (docs/models.md): neither the paper's, whose experts are whole MLPs, nor
-those of NVIDIA NeMo, which builds on MovieGen-1B with experts of 1024 and a capacity factor of 8.
+The routing is the paper's. The sizes are specific to OpenDiT (docs/models.md). In the paper, experts are as large as an
+MLP; NVIDIA NeMo builds on MovieGen-1B with experts of width 1024 and a capacity factor of 8.
 """
 
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ from opendit.models.experts import Experts, chosen_tokens
 
 @dataclass(frozen=True)
 class ECDiTConfig(DiTConfig):
-    """Everything needed to build an EC-DiT; ``mlp_ratio`` is the shared MLP's."""
+    """The configuration of an EC-DiT. ``mlp_ratio`` is the ratio of the shared MLP."""
 
     kind: ClassVar[str] = "ecdit"
     why_no_packs: ClassVar[str] = "experts choose among the tokens of whole samples"
 
     experts: int = 64
     expert_hidden: int = 144  # width of an expert's hidden layer
-    expert_capacity: float = 2.0  # experts of a token on average
+    expert_capacity: float = 2.0  # average number of experts per token
 
     @property
     def block(self) -> BlockSpec:
@@ -31,7 +31,7 @@ class ECDiTConfig(DiTConfig):
 
     @property
     def chosen(self) -> int:
-        """Tokens of a sample that an expert takes."""
+        """Number of a sample's tokens that an expert chooses."""
         return chosen_tokens(self.tokens, self.experts, self.expert_capacity)
 
     def check(self) -> None:
@@ -46,7 +46,7 @@ class ECDiTConfig(DiTConfig):
 
 
 class ECDiT(DiT):
-    """DiT with experts, of pictures or clips."""
+    """DiT with experts, for pictures or clips."""
 
     config: ECDiTConfig
 

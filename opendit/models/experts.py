@@ -1,5 +1,6 @@
-"""Expert-choice routing: an MLP with many small experts beside it, each of which chooses its tokens (Zhou et al.,
-"Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT", 2024)."""
+"""Expert-choice routing: many small experts in addition to an MLP. Each expert chooses the tokens that it processes
+(Zhou et al., "Mixture-of-Experts with Expert Choice Routing", 2022; in diffusion transformers: Sun et al., "EC-DiT",
+2024)."""
 
 import math
 from dataclasses import dataclass
@@ -16,8 +17,13 @@ from opendit.models.layers import Mlp
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a block's MLP: how many, the width of each one's hidden layer, and how many of them a token has on
-    average."""
+    """The experts of a block's MLP.
+
+    Attributes:
+        count: Number of experts.
+        hidden: Width of an expert's hidden layer.
+        capacity: Average number of experts per token.
+    """
 
     count: int
     hidden: int
@@ -25,16 +31,16 @@ class Experts:
 
 
 def chosen_tokens(tokens: int, experts: int, capacity: float) -> int:
-    """Return the number of a sample's tokens that each expert takes: ceil(capacity * tokens / experts), at least one
-    and at most all.
+    """Return the number of a sample's tokens that each expert chooses: ceil(capacity * tokens / experts), but at most
+    all tokens.
 
-    The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, where floats would give 12.
+    The result is exact for the decimal capacity: 1.1 * 100 / 10 gives 11, whereas float arithmetic would give 12.
     """
     return _places(tokens, experts, *_ratio(capacity))
 
 
 def _ratio(capacity: float) -> tuple[int, int]:
-    """Return numerator and denominator of the shortest decimal that reads as this number."""
+    """Return numerator and denominator of the shortest decimal number that converts to this float."""
     return Fraction(repr(float(capacity))).as_integer_ratio()
 
 
@@ -43,12 +49,15 @@ def _places(tokens: int, experts: int, numerator: int, denominator: int) -> int:
 
 
 class ExpertMlp(Mlp):
-    """Adds to a shared MLP, for each token, the outputs of the experts that chose it, weighted by its affinity to them.
+    """A shared MLP plus, for each token, the outputs of the experts that chose the token, weighted by the token's
+    affinities to these experts.
 
-    A token's affinities are a softmax over the experts; each expert takes the tokens of a sample with the highest
-    affinity to it. So every expert has the same work, and a sample's result does not depend on the others of its batch.
-    The experts' weights are stacks (E, in, out). A rank may hold a slice of them, ``held``, and ``start`` may be
-    replaced by one that sends tokens to the ranks of their experts (opendit.parallel.experts).
+    A token's affinities are a softmax over the experts. Each expert chooses the tokens of a sample with the highest
+    affinity to the expert. All experts therefore process the same number of tokens, and a sample's result does not
+    depend on other samples of the batch.
+
+    The experts' weights are stacks (E, in, out). With expert parallelism (opendit.parallel.experts), a rank holds the
+    slice ``held`` of the experts, and ``start`` is replaced by a method that sends tokens to the experts' ranks.
     """
 
     def __init__(self, dim: int, hidden: int, bias: bool, experts: Experts):
@@ -65,8 +74,8 @@ class ExpertMlp(Mlp):
         return self.router(y).softmax(dim=-1, dtype=torch.promote_types(y.dtype, torch.float32))
 
     def choose(self, affinity: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose each expert's tokens by affinities (B, N, E): return their affinities and their numbers in the sample,
-        (B, E, k) each."""
+        """Choose each expert's k tokens by affinities (B, N, E). Return the affinities of the chosen tokens and their
+        indices in the sample, (B, E, k) each."""
         k = _places(affinity.shape[1], self.router.out_features, *self.capacity)
         return affinity.transpose(1, 2).topk(k, dim=-1)
 
@@ -80,7 +89,7 @@ class ExpertMlp(Mlp):
         return torch.bmm(F.gelu(torch.bmm(taken, fc1), approximate="tanh"), fc2)
 
     def routed(self, y: Tensor) -> Tensor:
-        """Return what this rank's experts add to y's tokens, (B, N, D), without the shared MLP."""
+        """Return the sum of the weighted outputs of this rank's experts for y's tokens, (B, N, D)."""
         B, N, _ = y.shape
         weight, token = self.choose(self.affinities(y)[..., self.held])
         row = rows_by_expert(token, N)
@@ -88,7 +97,8 @@ class ExpertMlp(Mlp):
         return add_rows(out.flatten(0, 1), weight.transpose(0, 1).flatten(), row.flatten(), y)
 
     def start(self, y: Tensor, shards: SequenceShards | None = None) -> "Routing":
-        """Start the experts' work on y's tokens (B, n, D). shards: the ranks that share the sequence."""
+        """Start the experts' work on y's tokens (B, n, D). shards: division of the sequence over ranks; None for the
+        complete sequence."""
         return _RoutedHere(self, y) if shards is None else cast(SharedExperts, shards).start_experts(self, y)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,12 +106,12 @@ class ExpertMlp(Mlp):
 
 
 class Routing(Protocol):
-    """The experts' work on tokens, in three steps that let transfers overlap with other work.
+    """The experts' work on tokens, in three steps, so that transfers between ranks overlap with other work.
 
     ``ExpertMlp.start`` creates the object and sends the tokens to their experts' ranks. :meth:`compute` runs the
     experts, and :meth:`result` returns the sum.
 
-    travels: whether the result is still in transit when :meth:`compute` returns.
+    ``travels``: True if the result is still in transit between ranks when :meth:`compute` returns.
     """
 
     travels: bool
@@ -116,7 +126,7 @@ class Routing(Protocol):
 
 
 class SharedExperts(SequenceShards, Protocol):
-    """The tokens of a sequence that several ranks share, for experts that choose among all of them."""
+    """Division of a sequence over ranks, for experts that choose among the tokens of all ranks."""
 
     def start_experts(self, mlp: ExpertMlp, y: Tensor) -> Routing:
         """Start the experts of ``mlp`` on this rank's tokens y (B, n, D)."""
@@ -139,14 +149,15 @@ class _RoutedHere:
 
 
 def rows_by_expert(token: Tensor, tokens: int) -> Tensor:
-    """Turn the numbers of tokens within each sample, (B, E, k), into rows (E, B k) of the flattened batch. tokens: of
-    each sample."""
+    """Convert indices of tokens within each sample, (B, E, k), to row indices (E, B k) of the flattened batch. tokens:
+    number of tokens per sample."""
     sample = torch.arange(len(token), device=token.device).view(-1, 1, 1)
     return (token + tokens * sample).transpose(0, 1).flatten(1)
 
 
 def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
-    """Add weight * out (M, D) to rows ``row`` (M,) of zeros in the flattened shape of ``like`` (B, N, D).
+    """Sum the rows of weight * out (M, D) into a tensor of ``like``'s shape (B, N, D). Row i of ``out`` is added to row
+    ``row[i]`` of the flattened result.
 
     The sums are accumulated in fp32 or wider and returned in the dtype of ``like``."""
     B, N, _ = like.shape
@@ -154,7 +165,7 @@ def add_rows(out: Tensor, weight: Tensor, row: Tensor, like: Tensor) -> Tensor:
 
 
 class _AddRows(torch.autograd.Function):
-    """``zeros(rows, D).index_add(0, index, x)``, without keeping x for the backward pass."""
+    """``zeros(rows, D).index_add(0, index, x)``. Unlike torch's operation, it does not keep x for the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, rows: int):

@@ -1,17 +1,17 @@
-"""Initial values of parameters, keyed by name and position: any slice of any parameter can be drawn by itself.
+"""Initial values of parameters, keyed by name and position, so that any slice of a parameter can be drawn separately.
 
-The initial value of an element is a function of the seed, the parameter's canonical name (the one in checkpoints) and
-the element's index in the flattened canonical tensor, and of nothing else. So ranks that hold different slices draw
-what one process would draw, without talking and without the whole tensor anywhere, and the order in which modules are
-made plays no part. Which distribution a parameter is drawn from stands beside the architectures, as patterns of names
+The initial value of an element depends only on the seed, the parameter's canonical name (its name in checkpoints) and
+the element's index in the flattened canonical tensor. Ranks with different slices therefore draw the same values as a
+single process, without communication and without the complete tensor in memory. The order in which modules are created
+does not matter. Each architecture defines the distributions of its parameters as patterns of names
 (``DiT.initial_distributions``).
 
-The numbers are those of Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), whose
-word i under a key is found without the words before it. The key is a hash of seed and name. NumPy's raw words are taken
-(its policy freezes them, as it does not freeze its distributions), and always on the CPU, in threads: so GPUs begin
-with the same bits. With one thread 346 million uniform numbers a second were measured where ``Tensor.uniform_`` of
-PyTorch drew 288, and the Philox of opendit/diffusion/random.py, in PyTorch's integer operations, 77 (which a kernel
-would make up for on GPUs alone).
+The generator is Philox-4x64-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), which can
+compute word i of a key without the words before. The key is a hash of seed and name. The words come from NumPy, whose
+policy guarantees a stable stream of raw words (but not stable distributions). They are always drawn on the CPU, in
+threads, so that every device gets the same bits. One thread draws 346 million uniform numbers per second; for
+comparison, PyTorch's ``Tensor.uniform_`` draws 288 million, and the Philox of opendit/diffusion/random.py, which uses
+PyTorch's integer operations, 77 million. A kernel would only speed up the latter on GPUs.
 """
 
 import hashlib
@@ -35,21 +35,21 @@ class Distribution:
     """The distribution of a parameter's initial values."""
 
     def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
-        """Elements [start, start + count) of a parameter of ``shape``, (count,) float32 or float64; start and count are
-        multiples of GRID."""
+        """Return elements [start, start + count) of a flattened parameter of ``shape``, (count,) float32 or float64.
+        start and count are multiples of GRID."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Constant(Distribution):
-    """The same value everywhere."""
+    """The same value for all elements."""
 
     value: float = 0.0
 
 
 @dataclass(frozen=True)
 class Normal(Distribution):
-    """N(0, std^2)."""
+    """Normal distribution N(0, std^2)."""
 
     std: float
 
@@ -60,10 +60,10 @@ class Normal(Distribution):
 
 
 class Uniform(Distribution):
-    """U(-b, b), in the middles of 2^24 equal intervals."""
+    """Uniform distribution U(-b, b). The values are the middles of 2^24 equal intervals."""
 
     def bound(self, shape: Sequence[int]) -> float:
-        """b, of a parameter of ``shape``."""
+        """Return b for a parameter of ``shape``."""
         raise NotImplementedError
 
     def values(self, key: int, start: int, count: int, shape: Sequence[int]) -> np.ndarray:
@@ -74,8 +74,8 @@ class Uniform(Distribution):
 
 @dataclass(frozen=True)
 class XavierUniform(Uniform):
-    """b = sqrt(6 / (fan in + fan out)) (Glorot & Bengio 2010), a convolution's weight taken as the matrix (out, rest).
-    ``stacked``: of each matrix of a stack (n, in, out)."""
+    """Uniform distribution with b = sqrt(6 / (fan in + fan out)) (Glorot & Bengio 2010). A convolution's weight counts
+    as the matrix (out, rest). ``stacked``: True for a stack of matrices (n, in, out), each with its own fans."""
 
     stacked: bool = False
 
@@ -94,16 +94,18 @@ class FanInUniform(Uniform):
 
 # ------------------------------------------------------------------------------------------------------------- drawing
 
-GRID = 1 << 12  # drawing begins and ends at multiples of it: so an element always goes through the same instructions
+# Drawing begins and ends at multiples of GRID, so that an element is always computed by the same instructions.
+GRID = 1 << 12
 CHUNK = 1 << 20  # elements that a thread draws at a time: 3 ms, of which some 30 us need Python's global lock
 MAX_THREADS = 16
-BLOCK = 4  # 64-bit words of a Philox counter
+BLOCK = 4  # 64-bit words per value of the Philox counter
 
 
 def draw(distribution: Distribution, seed: int, name: str, shape: Sequence[int], start: int, out: Tensor) -> Tensor:
-    """Fills ``out`` with the initial values of elements [start, start + len(out)) of a flattened parameter.
+    """Fill ``out`` with the initial values of elements [start, start + len(out)) of a flattened parameter; return
+    ``out``.
 
-    name, shape: the canonical ones. out: (n,) fp32, contiguous, in host memory; returned.
+    name, shape: the parameter's canonical name and shape. out: (n,) fp32, contiguous, in host memory.
     """
     if isinstance(distribution, Constant):
         return out.fill_(distribution.value)
@@ -127,13 +129,13 @@ def draw(distribution: Distribution, seed: int, name: str, shape: Sequence[int],
 
 
 def random_words(key: int, start: int, count: int) -> np.ndarray:
-    """Words [start, start + count) of the generator, uint64; start is a multiple of BLOCK."""
-    # NumPy counts up before it draws, so that its first block is that of the counter after the given one.
+    """Return words [start, start + count) of the generator, uint64. start is a multiple of BLOCK."""
+    # NumPy increments the counter before it draws, so the counter must start one lower.
     return np.random.Philox(key=key, counter=(start // BLOCK - 1) % (1 << 256)).random_raw(count)
 
 
 def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
-    """Draw from U(-1, 1), float32: exact and symmetric, two numbers from a word."""
+    """Draw float32 numbers from U(-1, 1), two from each word. The values are exact and symmetric."""
     bits = random_words(key, start // 2, count // 2).astype("<u8", copy=False).view("<i4")
     np.right_shift(bits, 8, out=bits)
     values = bits.astype(np.float32)
@@ -143,7 +145,7 @@ def _symmetric_uniforms(key: int, start: int, count: int) -> np.ndarray:
 
 
 def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
-    """Draw from N(0, 1), float64, by Box and Muller: two numbers from two words."""
+    """Draw float64 numbers from N(0, 1) by the Box-Muller transform, two from two words."""
     values = (random_words(key, start, count) >> np.uint64(11)).astype(np.float64)
     values += 0.5
     values *= 2.0**-53  # U(0, 1)
@@ -158,28 +160,29 @@ def _standard_normals(key: int, start: int, count: int) -> np.ndarray:
 
 
 def distribution_of(model: nn.Module, name: str) -> Distribution:
-    """Find a parameter's distribution by its canonical name. Raises ValueError unless exactly one pattern fits it."""
+    """Return the distribution of a parameter by its canonical name. Raises ValueError unless exactly one pattern
+    matches the name."""
     distributions: Callable[[], dict[str, Distribution]] = cast(Any, model).initial_distributions
     return value_of(name, distributions(), "the initial distributions")
 
 
 def initial_attention(name: str, output: Distribution | None = None) -> dict[str, Distribution]:
     """Return the initial distributions of a self-attention (qkv) or cross-attention (q, kv) called ``name``. output:
-    distribution of the output projection's weight (None: Xavier's)."""
+    distribution of the output projection's weight; None for Xavier."""
     inputs = {f"{name}.{layer}.weight": XavierUniform() for layer in ("qkv", "q", "kv")}
     norms = {f"{name}.{norm}.weight": Constant(1) for norm in ("q_norm", "k_norm")}
     return {**inputs, **norms, f"{name}.proj.weight": output or XavierUniform()}
 
 
 def initialize(model: nn.Module, seed: int) -> None:
-    """Fill all parameters in place with the values of ``seed``.
+    """Fill all parameters in place with their initial values for ``seed``.
 
-    They are complete and in memory, of any dtype and on any device.
-    For shards see ``opendit.parallel.initial``. A model that was built on the meta device needs
-    ``model.to_empty(device=...)`` before, and ``model.fill_tables()`` for its buffers.
+    The parameters must be complete; they may have any dtype and device. For shards see ``opendit.parallel.initial``. A
+    model that was built on the meta device needs ``model.to_empty(device=...)`` first, and ``model.fill_tables()`` for
+    its buffers.
 
     Raises:
-        ValueError: a parameter that no pattern fits, or more than one.
+        ValueError: a parameter matches no pattern, or more than one.
     """
     for name, _ in model.named_parameters():
         initialize_parameter(model, seed, name)
@@ -187,8 +190,9 @@ def initialize(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_parameter(model: nn.Module, seed: int, name: str) -> None:
-    """Fills one parameter of ``model.named_parameters()`` in place; on the meta device there is nothing to fill. Raises
-    as :func:`initialize`."""
+    """Fill one parameter of ``model.named_parameters()`` in place. A parameter on the meta device is only checked.
+
+    Raises ValueError in the cases of :func:`initialize`."""
     parameter = model.get_parameter(name).detach()
     name = canonical_name(name)
     distribution = distribution_of(model, name)

@@ -1,5 +1,7 @@
-"""The order of a pack's tokens where each sample has tokens of several streams, such as its caption's and its media's:
-all of a sample's lie next to each other, and blocks with weights for each stream take them stream by stream."""
+"""Token order of packs whose samples have tokens of several streams, such as a caption and media.
+
+In the pack, all tokens of a sample are consecutive. Blocks with separate weights for each stream need the tokens of
+each stream as one tensor. This module converts between the two orders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +13,8 @@ from torch import Tensor
 
 
 class _Reordered(torch.autograd.Function):
-    """Reorders the rows of x along a dimension. Each row is read once, so the gradient is a copy, too.
-    ``index_select`` would compute it as a sum."""
+    """Permutation of the rows of x along a dimension. The gradient is the inverse permutation, a copy; the gradient of
+    ``index_select`` would be a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, dim: int) -> Tensor:
@@ -28,11 +30,13 @@ class _Reordered(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Interleaved:
-    """The tokens of several streams, sample by sample.
+    """Order of the tokens of several streams, sorted by sample.
 
-    totals: tokens of each stream. order: (N,) int64, for each place in the order of samples the place of its token in
-    the streams, which follow each other; inverse: the same the other way. samples: of each stream (n,) int32, the
-    sample that each token belongs to.
+    Attributes:
+        totals: Number of tokens of each stream.
+        order: (N,) int64. Token i of the pack is token ``order[i]`` of the concatenated streams.
+        inverse: (N,) int64, the inverse permutation of ``order``.
+        samples: For each stream (n,) int32, the sample that each of its tokens belongs to.
     """
 
     totals: tuple[int, ...]
@@ -42,10 +46,11 @@ class Interleaved:
 
     @classmethod
     def of(cls, lengths: Sequence[Sequence[int]], device: torch.device) -> "Interleaved":
-        """Describe streams with these numbers of tokens of every sample, without waiting for the device."""
+        """Return the order for streams with these numbers of tokens. ``lengths[i][j]`` is the number of tokens of
+        stream i in sample j. The host does not wait for the device."""
         counts = np.array(lengths, dtype=np.int64)  # (streams, samples)
         sample = np.concatenate([np.repeat(np.arange(counts.shape[1]), own) for own in counts])
-        order = np.argsort(sample, kind="stable")  # the streams of a sample stay in their order
+        order = np.argsort(sample, kind="stable")  # stable, so that the streams of a sample keep their order
         inverse = np.empty_like(order)
         inverse[order] = np.arange(len(order))
         table = torch.from_numpy(np.stack([order, inverse, sample]))
@@ -55,9 +60,9 @@ class Interleaved:
         return cls(totals, table[0], table[1], table[2].int().split(totals))
 
     def join(self, streams: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Return the streams' tokens in the order of samples: tensors (..., n, ...) as one (..., N, ...)."""
+        """Join the streams' tensors (..., n, ...) to one tensor (..., N, ...), sorted by sample."""
         return _Reordered.apply(torch.cat(list(streams), dim=dim), self.order, self.inverse, dim)
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, ...]:
-        """Return the tokens of every stream: the inverse of :meth:`join`."""
+        """Split a tensor sorted by sample into one tensor for each stream; the inverse of :meth:`join`."""
         return _Reordered.apply(x, self.inverse, self.order, dim).split(self.totals, dim=dim)

@@ -1,4 +1,6 @@
-"""Layers that the architectures share. Plain single-device PyTorch; strategies and kernels are injected."""
+"""Layers that all architectures share.
+
+The layers are plain single-device PyTorch. Parallel strategies and kernels are set on them from outside."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,37 +21,41 @@ TIME_FREQUENCIES = 256  # width of the sinusoidal timestep embedding
 
 
 def over_rows(vector: Tensor, sample_of_row: Tensor | None) -> Tensor:
-    """Vectors (B, D) so that they broadcast against x (B, N, D): (B, 1, D); or, of a pack x (1, N, D) whose token n
-    belongs to the segment ``sample_of_row[n]``, (N, D). Where samples have several vectors each, ``sample_of_row`` (B,
-    N) are those of the tokens."""
+    """Reshape or look up vectors (B, D) so that the result broadcasts against tokens x.
+
+    Without ``sample_of_row``, x is (B, N, D) and the result is (B, 1, D). For a pack, x is (1, N, D), token n belongs
+    to segment ``sample_of_row[n]``, and the result is (N, D). If samples have several vectors each, ``sample_of_row``
+    (B, N) holds the index of each token's vector."""
     return vector.unsqueeze(1) if sample_of_row is None else F.embedding(sample_of_row, vector)
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """x * (1 + scale) + shift for x (B, N, D) and shift, scale (B, D): adaLN's affine part. sample_of_row: of a pack,
-    see :func:`over_rows`."""
+    """Return x * (1 + scale) + shift, the affine part of adaLN, for x (B, N, D) and shift, scale (B, D).
+    sample_of_row: see :func:`over_rows`."""
     return x * (1 + over_rows(scale, sample_of_row)) + over_rows(shift, sample_of_row)
 
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """LayerNorm over the last dimension without weights."""
+    """Apply LayerNorm without weights over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], eps=eps)
 
 
 def layernorm_modulate(x: Tensor, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None) -> Tensor:
-    """:func:`layer_norm`, then :func:`modulate` (adaLN; Peebles & Xie 2023, sec. 3.2)."""
+    """Apply :func:`layer_norm`, then :func:`modulate` (adaLN; Peebles & Xie 2023, sec. 3.2)."""
     return modulate(layer_norm(x), shift, scale, sample_of_row)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019), in fp32 inside, in x's dtype outside.
-    weight: there is one."""
+    """RMS norm x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    The norm is computed in fp32, and the result has x's dtype. ``weight``: False for a norm without a weight."""
 
     def __init__(self, dim: int, eps: float = 1e-6, weight: bool = True):
         super().__init__()
         self.weight: Any = nn.Parameter(torch.ones(dim)) if weight else None
         self.eps: float = eps
-        # Of ranks that each have some of the features: their number, and what adds up the ranks' sums (..., 1).
+        # If several ranks divide the features: the total number of features, and the function that adds up the ranks'
+        # sums (..., 1).
         self.features = dim
         self.sum_of_ranks: Callable[[Tensor], Tensor] | None = None
 
@@ -64,13 +70,14 @@ class RMSNorm(nn.Module):
 def residual_rmsnorm_modulate(
     x: Tensor, norm: RMSNorm, shift: Tensor, scale: Tensor, sample_of_row: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x as it is, and :func:`modulate` of norm(x)."""
+    """Return x unchanged, and :func:`modulate` of norm(x)."""
     return x, modulate(norm(x), shift, scale, sample_of_row)
 
 
 def in_working_dtype(first: Tensor, *others: "Tensor | StoredWeight | None") -> tuple[Any, ...]:
-    """Cast tensors as autocast would for a linear layer, for products of our own, and before tensors are sent. None
-    stays None."""
+    """Cast tensors as autocast casts the inputs of a linear layer. None stays None.
+
+    Callers use this before their own matrix products and before they send tensors to other ranks."""
     tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -91,11 +98,12 @@ class LowRank(NamedTuple):
 
 
 class StoredWeight(ABC):
-    """A frozen weight (out, in) that is there in another form than its numbers, which products make for themselves.
+    """A frozen weight (out, in) that is stored in another form, such as quantised. Products compute the dense weight
+    when they need it.
 
     Attributes:
-        shape: (out, in).
-        dtype: of the dense weight.
+        shape: Shape (out, in) of the dense weight.
+        dtype: Data type of the dense weight.
     """
 
     requires_grad: ClassVar[bool] = False
@@ -106,20 +114,20 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "StoredWeight":
-        """Return the weight, to be made dense in ``dtype``."""
+        """Return a stored weight whose dense form has data type ``dtype``."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Return (out, in) in new memory, detached."""
+        """Return the dense weight (out, in) as a new, detached tensor."""
 
 
 def dense(weight: Tensor | StoredWeight) -> Tensor:
-    """Return a weight's numbers."""
+    """Return a weight as a dense tensor."""
     return weight.dense() if isinstance(weight, StoredWeight) else weight
 
 
 class _LinearOfStored(torch.autograd.Function):
-    """x W^T + bias of a stored W, which is made dense again in the backward pass, and x is not kept."""
+    """x W^T + bias for a stored weight W. The backward pass computes the dense weight again; x is not kept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: StoredWeight, bias: Tensor | None):
@@ -133,8 +141,10 @@ class _LinearOfStored(torch.autograd.Function):
 
 
 class _LinearWithLowRank(torch.autograd.Function):
-    """x W^T + bias + scale * (x a^T) b^T. Forward and backward, the wide product adds to what the thin one has written:
-    it reads that while it computes, where adding the thin one afterwards would be a pass over y and dx."""
+    """x W^T + bias + scale * (x a^T) b^T.
+
+    In the forward and the backward pass, the low-rank product is written first, and the product with W is then added
+    to that result by ``addmm``. A separate addition would cost one more pass over y and over dx."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None, a: Tensor, b: Tensor, scale: float):
@@ -154,14 +164,14 @@ class _LinearWithLowRank(torch.autograd.Function):
         dthin = (dy @ b).mul_(ctx.scale)
         weight = weight if ctx.stored is None else ctx.stored
         dx = (dthin @ a).addmm_(dy, dense(weight)).view(x.shape) if of_x else None
-        dweight = dy.t() @ rows if of_weight else None  # not of a frozen layer
+        dweight = dy.t() @ rows if of_weight else None  # None for a frozen layer
         return dx, dweight, dy.sum(0) if of_bias else None, dthin.t() @ rows, ctx.scale * (dy.t() @ thin), None
 
 
 def multiply(
     x: Tensor, weight: Tensor | StoredWeight, bias: Tensor | None = None, low_rank: LowRank | None = None
 ) -> Tensor:
-    """Return x W^T + bias (..., out) for x (..., in), with what LoRA adds to the weight."""
+    """Return x W^T + bias (..., out) for x (..., in), where W includes LoRA's addition to the weight."""
     if low_rank is None and isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if low_rank is None:
@@ -170,7 +180,7 @@ def multiply(
 
 
 class Factor(nn.Module):
-    """One of the two matrices of LoRA, under the parameter's name that peft gives it."""
+    """One of LoRA's two matrices. Its parameter has the name that peft uses, ``default.weight``."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -179,12 +189,12 @@ class Factor(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A linear layer next to a fused operation, which may take its product and its bias apart.
+    """A linear layer whose product and bias a fused operation can use separately.
 
-    Kernels get tensors, ``product(x)`` and ``bias``, and never look at the weight: so a layer whose product takes more
-    than one multiplication (its ranks' parts to be summed, LoRA's to be added) says so in ``product``, and works with
-    all of them. What has to have the weight itself (FP8) is registered as taking the projection over
-    (opendit/kernels/operations.py), and looks at ``low_rank`` as well.
+    Kernels get the tensors ``product(x)`` and ``bias`` and do not read the weight. A layer whose product needs more
+    than one multiplication (a sum over ranks, or LoRA's addition) implements this in ``product`` and works with every
+    kernel. A kernel that needs the weight itself (FP8) is registered with ``takes_projection``
+    (opendit/kernels/operations.py) and must also apply ``low_rank``.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, **where: Any):
@@ -194,14 +204,14 @@ class Projection(nn.Linear):
         self.lora_scale: float = 1.0
 
     def add_low_rank(self, rank: int, scale: float) -> None:
-        """Allocate LoRA's matrices, without values, beside the weight."""
+        """Allocate LoRA's two matrices without initialising them."""
         self.lora_A = Factor(self.weight.new_empty(rank, self.in_features))
         self.lora_B = Factor(self.weight.new_empty(self.out_features, rank))
         self.lora_scale = scale
 
     @property
     def matrix(self) -> Tensor | StoredWeight:
-        """The weight (out, in), as products take it."""
+        """The weight (out, in) in the form that products use."""
         return self.weight
 
     @property
@@ -215,10 +225,13 @@ class Projection(nn.Linear):
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None, multiply: Callable[..., Tensor] = multiply) -> Tensor:
-        """x W^T (..., out) for x (..., in), without the layer's bias.
+        """Return x W^T (..., out) for x (..., in), without the layer's own bias.
 
-        bias: (out,), added to it, by the product where it can: ``product(x, self.bias)`` is ``self(x)``.
-        multiply: makes x W^T + bias of (x, weight), (x, weight, bias), or (x, weight, bias, low_rank).
+        Args:
+            x: Input.
+            bias: Bias (out,) to add to the product; ``product(x, self.bias)`` equals ``self(x)``.
+            multiply: Function that computes x W^T + bias. It is called with (x, weight), (x, weight, bias), or
+                (x, weight, bias, low_rank).
         """
         return product_of(x, self.matrix, bias, self.low_rank, multiply)
 
@@ -230,19 +243,19 @@ def product_of(
     low_rank: LowRank | None,
     multiply: Callable[..., Tensor],
 ) -> Tensor:
-    """Call ``multiply`` with what there is."""
+    """Call ``multiply`` with x, the weight, and the bias and low-rank addition that are not None."""
     if low_rank is not None:
         return multiply(x, weight, bias, low_rank)
     return multiply(x, weight) if bias is None else multiply(x, weight, bias)
 
 
 def linear(x: Tensor, layer: Projection) -> Tensor:
-    """layer(x), where no other operation has it: SwiGLU's first layer, cross-attention's."""
+    """Return layer(x), for linear layers that no fused operation contains, such as SwiGLU's first layer."""
     return layer(x)
 
 
 def linear_heads(x: Tensor, linear: Projection, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (B, H, N, d) of x (B, N, D): views of one projection to 3 H d features."""
+    """Return q, k, v (B, H, N, d) for x (B, N, D), as views of one projection to 3 H d features."""
     return linear(x).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
@@ -254,9 +267,16 @@ def normalise_rotate(
     table: Tensor | None,
     across: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, N, H, d) and k (B, N, K, d), normalised and then rotated by the table (N, d / 2, 2) or (B, N, d / 2, 2),
-    see :func:`rotate`. Either may be missing. across: the norms are over all channels of a token (H d,), as in Wan and
-    LTX-Video."""
+    """Normalise q (B, N, H, d) and k (B, N, K, d), then rotate both by the table (see :func:`rotate`).
+
+    Args:
+        q: Queries.
+        k: Keys.
+        q_norm: Norm of the queries; None for no norms.
+        k_norm: Norm of the keys; None for no norms.
+        table: Rotations (N, d / 2, 2) or (B, N, d / 2, 2); None for no rotation.
+        across: True if the norms are over all channels of a token (H d,), as in Wan and LTX-Video.
+    """
     if q_norm is not None and k_norm is not None:
         q, k = _normalise_heads(q_norm, q, across), _normalise_heads(k_norm, k, across)
     return (q, k) if table is None else (rotate(q, table), rotate(k, table))
@@ -267,12 +287,12 @@ def _normalise_heads(norm: RMSNorm, x: Tensor, across: bool) -> Tensor:
 
 
 def linear_gelu(x: Tensor, linear: Projection) -> Tensor:
-    """GELU(linear(x)), tanh form."""
+    """Return GELU(linear(x)), with GELU in the tanh approximation."""
     return F.gelu(linear(x), approximate="tanh")
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU(a) * b (..., H) of x = [a | b] (..., 2 H) (Shazeer 2020)."""
+    """Return SiLU(a) * b (..., H) for x = [a | b] (..., 2 H) (Shazeer 2020)."""
     a, b = x.chunk(2, dim=-1)
     return F.silu(a) * b
 
@@ -280,19 +300,24 @@ def swiglu(x: Tensor) -> Tensor:
 def linear_gate_residual(
     x: Tensor, gate: Tensor, z: Tensor, linear: Projection, sample_of_row: Tensor | None = None
 ) -> Tensor:
-    """x + gate * linear(z) for x (B, N, D) and gate (B, D): adaLN-Zero's residual connection. sample_of_row: of a
-    pack, see :func:`over_rows`."""
+    """Return x + gate * linear(z), the residual connection of adaLN-Zero, for x (B, N, D) and gate (B, D).
+    sample_of_row: see :func:`over_rows`."""
     return x + over_rows(gate, sample_of_row) * linear(z)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A replacement for an operation's torch reference, and what callers have to know about it.
+    """A replacement for an operation's torch reference, with its properties.
 
-    operation: the field of :class:`BlockOps`. switches: what must be on for it. keeps: the activations that it keeps
-    for the backward pass, by their names in its operation. takes_projection: it reads the projection's weight itself
-    instead of calling ``product``. after_product: for an operation that follows a product, that part alone, as a
-    function of product and bias.
+    Attributes:
+        operation: Name of the replaced operation, a field of :class:`BlockOps`.
+        function: The kernel, with the same arguments as the reference.
+        switches: Settings that must be on for the kernel to be used.
+        keeps: Names, within the operation, of the activations that the kernel keeps for the backward pass.
+        float8: True if the kernel's matrix product is in float8.
+        takes_projection: True if the kernel reads the projection's weight itself instead of calling ``product``.
+        after_product: If the operation follows a matrix product, the part after the product, as a function of the
+            product and the bias.
     """
 
     operation: str
@@ -304,29 +329,33 @@ class Kernel:
     after_product: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-def _of_projection(reference: Callable[..., Any] | None) -> Any:  # to checkers a field's default
-    """An operation that is given a :class:`Projection`."""
+def _of_projection(reference: Callable[..., Any] | None) -> Any:  # Any, because type checkers expect a field's default
+    """Define a field of ``BlockOps`` for an operation that has a :class:`Projection` among its arguments."""
     return field(default=reference, metadata={"projection": True})
 
 
 @dataclass(frozen=True)
 class BlockOps:
-    """The memory-bound operations of a block, and of the positions before the first; kernels take the place of these
-    torch expressions.
+    """The memory-bound operations of a block, and the addition of positions before the first block. Kernels replace
+    these torch expressions.
 
-    They are given the linear layer next to them (:class:`Projection`), not its output, because kernels take its bias
-    over: adding a bias and summing its gradient cost a pass over the activations each, and nothing where a kernel
-    passes anyway.
+    Operations next to a linear layer get the layer (:class:`Projection`) instead of its output, so that a kernel can
+    add the layer's bias. As separate steps, adding a bias and summing its gradient each cost one pass over the
+    activations; in a kernel that reads the activations anyway, both are free.
 
-    ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)``, when given, is the two others in one
-    pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
-    ``residual_layernorm_modulate(x, shift, scale)``, when given, returns (x, layernorm_modulate(x, shift, scale)).
-    The same two with ``rmsnorm`` in their names take an RMSNorm before shift and scale, and normalise by it.
-    ``join_heads(streams)``, when given, takes (q, k, v, q_norm, k_norm, table) of every stream of a joint sequence, as
-    ``normalise_rotate`` does without the values, and returns q, k and v (B, N, H, d) of all its tokens.
-    ``swiglu`` is given the linear layer's output: the blocks that have it have no biases, unless asked for.
-    All that take a shift, a scale or a gate (B, D) take one more tensor for packs, last: ``sample_of_row`` (N,), see
-    :func:`over_rows`. Blocks of packs give it, as ``*of_rows``; the others nothing.
+    Fields that may be None, and others whose meaning is not obvious:
+
+    - ``linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale)`` computes the residual connection and
+      the norm in one pass: it returns (h, y) with h = x + gate * linear(z) and y = LN(h) * (1 + scale) + shift.
+    - ``residual_layernorm_modulate(x, shift, scale)`` returns (x, layernorm_modulate(x, shift, scale)).
+    - The two operations with ``rmsnorm`` in their names do the same with an RMSNorm, the argument before ``shift``.
+    - ``join_heads(streams)`` gets (q, k, v, q_norm, k_norm, table) for every stream of a joint sequence, normalises and
+      rotates q and k like ``normalise_rotate``, and returns q, k and v (B, N, H, d) of all tokens.
+    - ``swiglu`` gets the linear layer's output, because blocks with SwiGLU have no biases by default.
+
+    Every operation with a shift, a scale or a gate (B, D) accepts one more tensor as its last argument,
+    ``sample_of_row`` (see :func:`over_rows`). Blocks pass ``*of_rows``, which is empty unless the tokens are a pack or
+    samples have several modulation vectors.
     """
 
     layernorm_modulate: Callable[..., Tensor] = layernorm_modulate
@@ -346,17 +375,18 @@ class BlockOps:
 
     @classmethod
     def names(cls, projection: bool = False) -> list[str]:
-        """Return the names of all operations; projection: only of those that get one."""
+        """Return the names of all operations. projection: True for only the operations with a :class:`Projection` among
+        their arguments."""
         operations = [item for item in fields(cls) if item.name != "kernels"]
         return [item.name for item in operations if item.metadata or not projection]
 
     def kernel(self, operation: str) -> Kernel | None:
-        """Return the kernel that replaces this operation's reference; None: no kernel does."""
+        """Return the kernel that replaces this operation's reference, or None if no kernel replaces it."""
         return next((kernel for kernel in self.kernels if kernel.operation == operation), None)
 
     @property
     def replaced(self) -> list[str]:
-        """The operations that are kernels."""
+        """Names of the operations that kernels replace."""
         return [name for name in self.names() if self.kernel(name) is not None]
 
     @property
@@ -370,7 +400,7 @@ class BlockOps:
         return kernel is not None and kernel.float8
 
     def by_reference(self, operations: Collection[str]) -> "BlockOps":
-        """The same with the torch references of these operations."""
+        """Return a copy in which these operations are the torch references."""
         references = {item.name: item.default for item in fields(self) if item.name in operations}
         kept = tuple(kernel for kernel in self.kernels if kernel.operation not in references)
         return replace(self, **references, kernels=kept)
@@ -378,7 +408,7 @@ class BlockOps:
     def residual_and_norm(
         self, x: Tensor, shift: Tensor, scale: Tensor, norm: RMSNorm | None = None, of_rows: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """x, and LN(x), or norm(x), * (1 + scale) + shift."""
+        """Return x and norm(x) * (1 + scale) + shift, where a ``norm`` of None means LayerNorm."""
         if norm is not None:
             return self.residual_rmsnorm_modulate(x, norm, shift, scale, *of_rows)
         if self.residual_layernorm_modulate is not None:
@@ -396,7 +426,8 @@ class BlockOps:
         norm: RMSNorm | None = None,
         of_rows: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """h = x + gate * linear(z), and LN(h), or norm(h), * (1 + scale) + shift: joined where there is a kernel."""
+        """Return h = x + gate * linear(z) and norm(h) * (1 + scale) + shift, where a ``norm`` of None means LayerNorm.
+        One kernel computes both if there is such a kernel."""
         if norm is None and self.linear_gate_residual_layernorm_modulate is not None:
             return self.linear_gate_residual_layernorm_modulate(x, gate, z, linear, shift, scale, *of_rows)
         if norm is not None and self.linear_gate_residual_rmsnorm_modulate is not None:
@@ -412,14 +443,22 @@ TORCH_OPS = BlockOps()
 
 @dataclass(frozen=True)
 class Options:
-    """The options that the blocks of every architecture have.
+    """Options that the blocks of every architecture have.
 
-    bias: biases in linear layers. qk_norm: normalised queries and keys. adaln_lora: the rank of the modulation's
-    weights; None: full. shared_modulation: these weights only correct a modulation that all blocks share.
-    operations_across: the layers of cross-attention that see all tokens are given to ``BlockOps``, so that FP8 has
-    them; otherwise they are torch's. pictures: cross-attention has keys and values of its own for a picture's tokens,
-    which come before the caption's. halves: rotary positions turn the channels i and i + d / 2, and
-    not neighbours.
+    Attributes:
+        bias: True for biases in linear layers.
+        qk_norm: True to normalise queries and keys.
+        adaln_lora: Rank of the modulation's weights; None for full rank.
+        shared_modulation: True if a block's modulation is a correction that is added to a modulation that all blocks
+            share.
+        qk_across: True if the norms of queries and keys are over all channels of a token instead of one head.
+        qk_eps: Epsilon of the norms of queries and keys.
+        attends_padding: True if cross-attention also attends to the caption's padding.
+        operations_across: True to run cross-attention's layers on media tokens through ``BlockOps``, so that FP8
+            applies to them; False for plain torch layers.
+        pictures: True if cross-attention has a separate key and value projection for a picture's tokens, which precede
+            the caption's tokens.
+        halves: True if rotary positions rotate the channel pairs (i, i + d / 2) instead of (2 i, 2 i + 1).
     """
 
     bias: bool = True
@@ -438,8 +477,10 @@ PLAIN = Options()
 
 
 class _Modulation(nn.Sequential):
-    """With one sample, the gradient of the last weight is a column times a row, for which cuBLAS takes twice as long as
-    with seven rows of zeros under it (H200, width 3072, forward and backward: 171 us, with them 125)."""
+    """Layers of a modulation, which pad a single sample with seven rows of zeros in training.
+
+    With one sample, the gradient of the last weight is an outer product, which is slow in cuBLAS. Padding to eight rows
+    reduces the forward and backward pass from 171 to 125 us (H200, width 3072)."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         if len(c) != 1 or not torch.is_grad_enabled():
@@ -450,23 +491,24 @@ class _Modulation(nn.Sequential):
 
 
 class BranchModulations(nn.ModuleList):
-    """A block's modulation of a low-rank correction for each of its branches: shared + B_i A_i SiLU(c), side by side
-    (Cosmos). shared: (B, n) of one branch, which all branches of all blocks share."""
+    """A block's modulation with one low-rank correction for each branch i: shared + B_i A_i SiLU(c), concatenated over
+    the branches (Cosmos). shared: (B, n), the modulation of one branch, which all branches of all blocks share."""
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
         return torch.cat([branch(c, shared) for branch in self], dim=1)
 
 
 class TableModulation(nn.Module):
-    """A block's modulation as a correction of the one that all blocks share: shared + table (PixArt-alpha's
-    adaLN-single, Chen et al. 2024, sec. 2.3)."""
+    """A block's modulation as the sum of the modulation that all blocks share and a learned table: shared + table
+    (PixArt-alpha's adaLN-single, Chen et al. 2024, sec. 2.3)."""
 
     def __init__(self, dim: int, chunks: int):
         super().__init__()
         self.table: nn.Parameter = nn.Parameter(torch.zeros(1, chunks, dim))
 
     def forward(self, c: Tensor, shared: Tensor | None = None) -> Tensor:
-        """Return (B, chunks * D) of what the blocks share (B, chunks * D), or of c (B, D) for each chunk."""
+        """Return the sum (B, chunks * D) of the table and ``shared`` (B, chunks * D). If ``shared`` is None, c (B, D)
+        is added to every chunk of the table."""
         if shared is None:
             shared = c.unsqueeze(1).expand(-1, self.table.shape[1], -1).flatten(1)
         return shared + self.table.flatten(1)
@@ -475,31 +517,38 @@ class TableModulation(nn.Module):
 def modulation(
     dim: int, chunks: int, options: Options = PLAIN, width: int | None = None, silu: bool = True
 ) -> nn.Sequential:
-    """Condition (B, D) to ``chunks`` vectors side by side (B, chunks * D); its last layer is to be initialised to zero.
+    """Build the module that maps a condition c (B, D) to ``chunks`` vectors, concatenated to (B, chunks * D). The
+    caller must initialise the last layer to zero.
 
-    With a rank it is a product of two matrices, which has rank * (1 + chunks) * D weights in place of chunks * D * D,
-    and with ``options.shared_modulation`` the modulation is that much more than the one that all blocks ``share``:
+    With ``options.adaln_lora`` the weight is a product of two matrices B_i A_i with rank * (1 + chunks) * D values
+    instead of chunks * D * D. With ``options.shared_modulation`` block i adds this product to a modulation that all
+    blocks share:
 
         m_i = M(SiLU(c)) + B_i A_i SiLU(c)
 
-    adaLN-LoRA as of W.A.L.T (Gupta et al. 2023, "AdaLN-LoRA": A^i = A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t))
-    and as in Cosmos (NVIDIA 2025), whose blocks all have a correction, of SiLU's output. c is the timestep's embedding
-    plus the label's or the caption's.
+    This is the adaLN-LoRA of W.A.L.T (Gupta et al. 2023: A^i = A^1 + W_b^i W_a^i (c + t) with A^1 = MLP(c + t)) in the
+    form of Cosmos (NVIDIA 2025), where every block has a correction and SiLU comes before it. c is the sum of the
+    embeddings of the timestep and of the label or caption.
 
-    width: of the condition, if it is not ``dim``. silu: whether SiLU comes first, as in the formula.
+    Args:
+        dim: Width D of each vector.
+        chunks: Number of vectors.
+        options: Biases, rank, and shared modulation.
+        width: Width of the condition; None for ``dim``.
+        silu: True to apply SiLU first, as in the formula.
     """
     width = dim if width is None else width
     first: list[nn.Module] = [nn.SiLU()] if silu else []
     if options.adaln_lora is not None:
         first.append(nn.Linear(width, options.adaln_lora, bias=False))
-    bias = options.bias and not options.shared_modulation  # M has one, where it is wanted
+    bias = options.bias and not options.shared_modulation  # The shared M already has a bias.
     return _Modulation(*first, nn.Linear(options.adaln_lora or width, chunks * dim, bias=bias))
 
 
 class Mlp(nn.Module):
-    """Linear, GELU (tanh form), Linear (parameter names of timm: fc1, fc2)."""
+    """MLP of a linear layer, GELU (tanh approximation) and a linear layer. Parameter names are timm's: fc1, fc2."""
 
-    branches: ClassVar[int] = 1  # of fc1
+    branches: ClassVar[int] = 1  # number of matrices that are concatenated in fc1
 
     def __init__(self, dim: int, hidden: int, bias: bool = True):
         super().__init__()
@@ -507,7 +556,7 @@ class Mlp(nn.Module):
         self.fc2: Projection = Projection(hidden, dim, bias=bias)
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
-        """The hidden layer (B, N, hidden): all but fc2, for which see BlockOps."""
+        """Return the input (B, N, hidden) of fc2. The operations of :class:`BlockOps` apply fc2."""
         return ops.linear_gelu(x, self.fc1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -515,14 +564,14 @@ class Mlp(nn.Module):
 
 
 class ExactMlp(Mlp):
-    """Linear, GELU without approximation, Linear."""
+    """MLP of a linear layer, exact GELU and a linear layer."""
 
     def hidden(self, x: Tensor, ops: BlockOps = TORCH_OPS) -> Tensor:
         return F.gelu(ops.linear(x, self.fc1))
 
 
 class SwiGlu(Mlp):
-    """fc2(SiLU(a) * b) with a, b the halves of fc1 (Shazeer 2020; Llama's MLP)."""
+    """MLP fc2(SiLU(a) * b), where a and b are the halves of fc1's output (Shazeer 2020; used in Llama)."""
 
     branches: ClassVar[int] = 2
 
@@ -531,11 +580,16 @@ class SwiGlu(Mlp):
 
 
 class PatchEmbed(nn.Module):
-    """Turns pictures (B, C, H, W) into tokens (B, H/p * W/p, D), row by row; with patches (t, h, w), clips (B, C, T, H,
-    W), frame by frame.
+    """Embedding of patches: maps pictures (B, C, H, W) to tokens (B, H/p * W/p, D), row by row. With patches (t, h, w)
+    it maps clips (B, C, T, H, W) to tokens, frame by frame.
 
-    The input may have ``given`` more channels after the ``in_channels``; zeros stand in for them if they are left out.
-    bottleneck: patches are projected to this many channels first, then to D (JiT; Li & He 2025, sec. 4); None: at once.
+    Args:
+        patch: Patch size, (h, w) or (t, h, w).
+        in_channels: Number of channels of the noised latents.
+        dim: Width D of the tokens.
+        given: Number of further channels after ``in_channels``. If the input lacks them, zeros are used.
+        bottleneck: Width to which patches are projected before the projection to D (JiT; Li & He 2025, sec. 4); None
+            for a single projection.
     """
 
     def __init__(
@@ -549,7 +603,7 @@ class PatchEmbed(nn.Module):
         self.expand: nn.Linear | None = None if bottleneck is None else nn.Linear(bottleneck, dim)
 
     def patches(self, x: Tensor) -> Tensor:
-        """The patches' values (B, N, C * prod(patch)), in the order of the convolution's weight."""
+        """Return the values of the patches (B, N, C * prod(patch)), in the order of the convolution's weight."""
         if self.given and x.shape[1] == self.in_channels:
             x = without_any(x, self.given)
         patch = self.proj.kernel_size
@@ -559,7 +613,7 @@ class PatchEmbed(nn.Module):
         return x.permute(0, *grid, 1, *inside).flatten(1 + len(patch)).flatten(1, len(patch))
 
     def project(self, patches: Tensor) -> Tensor:
-        """(B, N, C * prod(patch)) to (B, N, D)."""
+        """Project patches (B, N, C * prod(patch)) to tokens (B, N, D)."""
         tokens = _convolve_patches(patches, self.proj.weight, cast(Tensor, self.proj.bias))
         return tokens if self.expand is None else self.expand(tokens)
 
@@ -568,15 +622,18 @@ class PatchEmbed(nn.Module):
 
 
 def _convolve_patches(patches: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The convolution of patches that don't overlap is a matrix product: some of them can go through it alone."""
+    """Apply a convolution to patches that do not overlap, as a matrix product. It also works for a subset of a
+    picture's patches."""
     if has_torch_function((weight, bias)):
-        # Gemini's parameters: they are in memory for the length of one call; a view alone would outlive that.
+        # Gemini's parameters are in memory only during a call. A view of the weight must not outlive that call, so the
+        # whole function is dispatched as one call.
         return handle_torch_function(_convolve_patches, (weight, bias), patches, weight, bias)
     return F.linear(patches, weight.flatten(1), bias)
 
 
 def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
-    """Sinusoids of t (B,), integer or float, as (B, dim) float32: cosines, then sines (Vaswani et al. 2017)."""
+    """Return the sinusoids (B, dim) float32 of times t (B,), integer or float: first the cosines, then the sines
+    (Vaswani et al. 2017)."""
     half = dim // 2
     freqs = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
     angles = t.float()[:, None] * freqs
@@ -584,10 +641,16 @@ def timestep_embedding(t: Tensor, dim: int, max_period: float = 10000.0) -> Tens
 
 
 class TimestepEmbedder(nn.Module):
-    """Timestep (B,) to (B, D): sinusoids in fp32, whatever the weights' precision, then a two-layer MLP.
+    """Embedding of timesteps (B,) as (B, D): sinusoids, then a two-layer MLP. The sinusoids are fp32 whatever the
+    precision of the weights.
 
-    hidden: width between the two layers (None: D). reversed_from: the network is told this number minus t. unit: it is
-    divided by this before. normed: the sinusoids' RMSNorm, (B, frequencies), stands beside the result.
+    Args:
+        dim: Width D of the embedding.
+        frequencies: Width of the sinusoids.
+        hidden: Width between the two layers; None for D.
+        reversed_from: If not None, t is replaced by ``reversed_from - t`` first.
+        unit: Divisor of the time before the sinusoids.
+        normed: True to append the RMSNorm of the sinusoids, (B, frequencies), to the embedding.
     """
 
     def __init__(
@@ -618,8 +681,8 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class label (B,) int64 to (B, D). Row ``num_classes`` is the null class of classifier-free guidance; without
-    ``null_class``, of a model that was trained without class dropout, there is no such row."""
+    """Embedding of class labels (B,) int64 as (B, D). Row ``num_classes`` is the null class of classifier-free
+    guidance. ``null_class=False`` omits this row, for models trained without class dropout."""
 
     def __init__(self, num_classes: int, dim: int, null_class: bool = True):
         super().__init__()

@@ -1,7 +1,8 @@
 """LoRA: y = W x + (alpha / rank) B A x with W frozen, for the linear layers of a model's attention and MLPs (Hu et al.,
-"LoRA: Low-Rank Adaptation of Large Language Models", 2021). It is a term of a layer's own product
-(:class:`opendit.models.layers.Projection`); parameters have the names that peft gives them. opendit/checkpoint/lora.py
-merges it.
+"LoRA: Low-Rank Adaptation of Large Language Models", 2021).
+
+:class:`opendit.models.layers.Projection` adds the LoRA term in its product. Parameters have the names that peft uses.
+opendit/checkpoint/lora.py merges LoRA into the weights.
 """
 
 import functools
@@ -22,14 +23,18 @@ from opendit.models.weights import Weights
 from opendit.models.zoo import build_model, model_shapes
 
 TARGETS = ("qkv", "q", "kv", "proj", "fc1", "fc2")  # all linear layers of attention and MLP
-A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # in peft's names of parameters
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"  # ends of peft's parameter names
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The LoRA of a run, which is stored in its checkpoints.
+    """The LoRA settings of a training run, which its checkpoints store.
 
-    base: the weights file that it is added to. targets: as --lora_targets; empty: all layers of attention and MLP.
+    Attributes:
+        rank: Default rank of A and B.
+        alpha: Scale of the LoRA term, before the division by ``rank``.
+        base: Weights file that LoRA is added to.
+        targets: Patterns of layer names in the format of --lora_targets. Empty for all layers of attention and MLP.
     """
 
     rank: int
@@ -39,7 +44,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """The factor of B A, the same for all layers, whatever their rank."""
+        """The factor of B A. It is the same for all layers, also for layers with another rank."""
         return self.alpha / self.rank
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,7 +57,7 @@ class Lora:
 
 
 class LoraLayer(NamedTuple):
-    """A linear layer with LoRA: its rank and sizes."""
+    """Rank and numbers of features of a linear layer with LoRA."""
 
     rank: int
     inputs: int
@@ -60,8 +65,8 @@ class LoraLayer(NamedTuple):
 
 
 def targets(model: DiT, lora: Lora) -> dict[str, LoraLayer]:
-    """Find the linear layers of the blocks that ``lora`` is added to, by name. The last pattern that fits the end of a
-    layer's name gives its rank. Routers and experts are never trained."""
+    """Return the linear layers of the blocks that get LoRA, by name. The last pattern that matches the end of a layer's
+    name determines the rank. Routers and experts never get LoRA."""
     layers, found = _linear_layers(model), {}
     for text in lora.targets or TARGETS:
         pattern, rank = parse_target(text)
@@ -78,13 +83,13 @@ def _linear_layers(model: DiT) -> dict[str, nn.Linear]:
 
 @functools.cache
 def lora_layers(config: DiTConfig, lora: Lora) -> dict[str, LoraLayer]:
-    """Return :func:`targets` of a model without making its weights."""
+    """Return :func:`targets` of a model without allocating its weights."""
     with on_meta():
         return targets(build_model(config), lora)
 
 
 def check_targets(config: DiTConfig, lora: Lora) -> None:
-    """Raise ValueError if a pattern fits no layer, or a rank is no less than a layer's width."""
+    """Raise ValueError if a pattern matches no layer, or if a rank is not less than a layer's width."""
     for text in lora.targets:
         if not lora_layers(config, replace(lora, targets=(text,))):
             with on_meta():
@@ -100,8 +105,10 @@ def check_targets(config: DiTConfig, lora: Lora) -> None:
 
 
 def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> None:
-    """Add LoRA's matrices to the targets, with the initial weights of ``seed``, and leave only them and ``train_too``
-    to be trained. Layers that are trained as a whole get none."""
+    """Add LoRA's matrices to the target layers, with initial values from ``seed``.
+
+    Afterwards only these matrices and the parameters named in ``train_too`` require gradients. Target layers whose
+    weight is in ``train_too`` get no LoRA."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(canonical_name(name) in train_too)
     for name, target in targets(model, lora).items():
@@ -114,7 +121,8 @@ def add_lora(model: DiT, lora: Lora, train_too: Collection[str], seed: int) -> N
 
 
 def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
-    """Return the layer of this name as a Projection, which takes its place and has its parameters."""
+    """Replace the layer of this name by a Projection with the same parameters, unless it is a Projection already.
+    Return the Projection."""
     if isinstance(layer, Projection):
         return layer
     with on_meta():
@@ -126,7 +134,8 @@ def _projection(model: DiT, name: str, layer: nn.Linear) -> Projection:
 
 
 def check_lora(weights: "Weights") -> None:
-    """Raises ValueError that names the file if what a run of --lora left does not fit its own configuration."""
+    """Raise ValueError, which names the file, if the LoRA weights of a --lora run do not match the configuration stored
+    with them."""
     lora, state = Lora(**weights.info["lora"]), weights.state
     assert weights.config is not None, "what a run of --lora left is a file of ours"
     parameters, buffers = model_shapes(weights.config)

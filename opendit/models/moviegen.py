@@ -1,9 +1,10 @@
 """MovieGen's Transformer (Polyak et al., "Movie Gen: A Cast of Media Foundation Models", 2024, sec. 3.1.3): Llama's
-blocks with attention in both directions, modulated by the time, with cross-attention to the caption in the middle.
+blocks with bidirectional attention, modulation by the time, and cross-attention to the caption between attention and
+MLP.
 
-As NVIDIA NeMo has it (24.12 and 25.02, collections/diffusion, DiTLlama*): learned positions, one table an axis for all
-blocks, are added before every block, and 8 heads of keys and values serve all heads of queries at every size. Unlike
-there, cross-attention's output is added to the residual stream before the MLP, as in the paper.
+The details follow NVIDIA NeMo (24.12 and 25.02, collections/diffusion, DiTLlama*): learned positions (one table per
+axis, shared by all blocks) are added before every block, and all query heads share 8 heads of keys and values at every
+size. Unlike in NeMo, cross-attention's output is added to the residual stream before the MLP, as in the paper.
 """
 
 from dataclasses import dataclass, replace
@@ -17,14 +18,14 @@ from opendit.models.dit import DiT
 
 @dataclass(frozen=True)
 class MovieGenConfig(DiTConfig):
-    """Everything needed to build a MovieGen, of clips or pictures."""
+    """The configuration of a MovieGen for clips or pictures."""
 
     kind: ClassVar[str] = "moviegen"
     bias: bool = False
     positions: str = "learned"
     norm: str = "rms"
     mlp: str = "swiglu"
-    kv_heads: int | None = None  # heads of keys and values; None: as many as of queries
+    kv_heads: int | None = None  # number of heads of keys and values; None for one per query head
 
     @property
     def block(self) -> BlockSpec:
@@ -36,7 +37,7 @@ class MovieGenConfig(DiTConfig):
 
     @property
     def depends_on_revision(self) -> bool:
-        return True  # whatever its positions: by name, another number of heads of keys and values goes with it
+        return True  # For named sizes, the number of heads of keys and values differs between revisions.
 
     def check(self) -> None:
         super().check()
@@ -45,10 +46,11 @@ class MovieGenConfig(DiTConfig):
 
 
 class MovieGen(DiT):
-    """MovieGen on latents (B, C, T, H, W), or of pictures (B, C, H, W)."""
+    """MovieGen on latents of clips (B, C, T, H, W) or pictures (B, C, H, W)."""
 
     config: MovieGenConfig
 
 
-PLAN = replace(plan.PLAN, stages=plan.stages("learned_positions"))  # which are added before every block
+# Every pipeline stage needs the learned positions, because they are added before every block.
+PLAN = replace(plan.PLAN, stages=plan.stages("learned_positions"))
 ARCHITECTURE = MovieGenConfig, MovieGen, PLAN

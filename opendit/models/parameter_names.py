@@ -1,4 +1,4 @@
-"""Names of parameters: the canonical ones that checkpoints hold, and the patterns by which plans speak of them."""
+"""Names of parameters: canonical names, which checkpoints use, and patterns of names, which plans use."""
 
 import functools
 import re
@@ -10,12 +10,12 @@ Value = TypeVar("Value")
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without the parts that LoRA, torch.compile and others put into it."""
+    """Return a parameter's name without the parts that wrappers such as LoRA and torch.compile insert."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return True if a dotted name fits a pattern: ``*`` is one part between dots, ``**`` one or more."""
+    """Return True if a dotted name matches a pattern: ``*`` matches one part between dots, and ``**`` one or more."""
     return _expression(pattern).fullmatch(name) is not None
 
 
@@ -26,13 +26,15 @@ def _expression(pattern: str) -> re.Pattern:
 
 
 def value_of(name: str, by_pattern: Mapping[str, Value], of: str) -> Value:
-    """Return the value of the one pattern that fits a parameter's name.
+    """Return the value of the pattern that matches a parameter's name.
 
     Args:
-        of: what the patterns are called in the error.
+        name: Name of the parameter.
+        by_pattern: Pattern -> value.
+        of: Description of the patterns for the message of an exception.
 
     Raises:
-        ValueError: no pattern fits, or more than one.
+        ValueError: no pattern matches, or more than one.
     """
     found = [pattern for pattern in by_pattern if fits(pattern, name)]
     if len(found) != 1:

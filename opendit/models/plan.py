@@ -1,8 +1,8 @@
-"""The plan of a model: what may be parallelised in it, and what it costs, as data that follows from its configuration
-and from the specification of its blocks (opendit/models/blocks.py).
+"""The plan of a model: a description of how it can be parallelised and what it costs. The plan is computed from the
+model's configuration and the specification of its blocks (opendit/models/blocks.py).
 
-The first half of this file is the vocabulary: rules of parameters, stage cuts, terms of memory and work. Slices and
-checks are made of it by opendit.parallel.rules, the estimate of the memory by opendit.training.memory.
+The first half of this file defines the data classes: parameter rules, stage cuts, and terms of memory and FLOPs.
+opendit.parallel.rules slices and checks parameters by these rules; opendit.training.memory estimates the memory.
 """
 
 import math
@@ -17,17 +17,17 @@ from opendit.models.experts import chosen_tokens
 from opendit.models.layers import TIME_FREQUENCIES
 
 OwnConfig = Any  # the configuration of the plan's own architecture
-Count = Callable[[OwnConfig], int]  # how many of something a block has
+Count = Callable[[OwnConfig], int]  # a number of tokens that depends on the configuration
 
 # --------------------------------------------------------------------------------------------- rules of parameters
 
 
 @dataclass(frozen=True)
 class Replicated:
-    """Every rank holds the whole parameter.
+    """Every rank holds the complete parameter.
 
-    ``partial_gradient``: each rank applies it to different features (its heads or its experts), so the gradient is the
-    sum over the ranks. Without it every rank computes the same gradient, over all features.
+    ``partial_gradient``: True if each rank applies the parameter to different features (its heads or its experts), so
+    that the gradient is the sum over the ranks. If False, every rank computes the same gradient over all features.
     """
 
     partial_gradient: bool = False
@@ -35,10 +35,12 @@ class Replicated:
 
 @dataclass(frozen=True)
 class Column:
-    """Ranks have different output features of a linear layer: dimension 0 of its weight and of its bias.
+    """Ranks have different output features of a linear layer: slices of dimension 0 of the weight and of the bias.
 
-    ``sections``: number of parts of equal width that lie side by side, such as SwiGLU's two halves; a rank has its
-    share of each. ``gathered``: the ranks' outputs are gathered, so that the next layer sees all features.
+    Attributes:
+        sections: Number of concatenated parts of equal width, such as SwiGLU's two halves. Each rank has a share of
+            every part.
+        gathered: True if the ranks' outputs are gathered, so that the next layer gets all features.
     """
 
     sections: int = 1
@@ -47,10 +49,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Ranks have different input features of a linear layer, dimension 1 of its weight; the output is the sum of their
-    products. Its bias, which is added to that sum once, is :class:`Replicated`.
+    """Ranks have different input features of a linear layer: slices of dimension 1 of the weight. The output is the sum
+    of the ranks' products. The bias is added to the sum once and is :class:`Replicated`.
 
-    ``heads``: number of attention heads that make the input; a head is not divided.
+    ``heads``: number of attention heads in the input, which are not divided; None if the input has no heads.
     """
 
     heads: int | None = None
@@ -58,14 +60,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Heads:
-    """A :class:`Column` that divides between heads. ``heads`` is their number in each section: (H, K, K) for a fused
-    qkv projection [q; k; v] whose H heads of queries share K heads of keys and values; (H,) and (H, H) for
-    cross-attention's q and [k; v].
+    """A :class:`Column` rule that does not divide attention heads. A query head is on the same rank as the key and
+    value heads that it uses.
 
-    Heads of queries are on the same rank as the heads of keys and values that they use.
-
-    of_context: the input is a caption's tokens, which every rank has, instead of the residual stream, whose tokens may
-    be divided between ranks.
+    Attributes:
+        heads: Number of heads in each concatenated part: (H, K, K) for a fused qkv projection with H query heads and K
+            heads of keys and of values; (H,) and (H, H) for cross-attention's q and [k; v].
+        of_context: True if the input is a caption's tokens, which every rank has; False if it is the residual stream,
+            whose tokens may be divided between ranks.
     """
 
     heads: tuple[int, ...]
@@ -74,20 +76,20 @@ class Heads:
 
 @dataclass(frozen=True)
 class Expert:
-    """Ranks have different experts: dimension 0 of a stack (E, ...)."""
+    """Ranks have different experts: slices of dimension 0 of a stacked parameter (E, ...)."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ranks hold different rows of an embedding table. A lookup is summed over the ranks, and is zero on those that do
-    not hold the row. Shares may be unequal, because a table has as many rows as there are classes."""
+    """Ranks hold different rows of an embedding table. A rank without the requested row looks up zero, and the lookups
+    are summed over the ranks. Shares may be unequal, because the number of rows is the number of classes."""
 
 
 Rule = Replicated | Column | Row | Heads | Expert | Vocabulary
 
 
 def linear(name: str, rule: Rule) -> dict[str, Rule]:
-    """The rules of a linear layer's weight and of its bias, if it has one."""
+    """Return the rules of a linear layer's weight and bias."""
     return {f"{name}.weight": rule, f"{name}.bias": Replicated() if isinstance(rule, Row) else rule}
 
 
@@ -96,11 +98,17 @@ def linear(name: str, rule: Rule) -> dict[str, Rule]:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """The places where a pipeline may cut a model: between any two modules of ``stack``.
+    """The places where pipeline parallelism may cut a model, and the modules of each stage.
 
-    Names are those of the model's modules and buffers. ``first`` and ``last`` belong to those stages alone; ``every``
-    is on every stage, which makes the condition itself from t and y, and its gradients are summed over the stages.
-    ``crosses``: the arguments of a block that are sent from one stage to the next: x (B, N, D).
+    Names are names of the model's modules and buffers.
+
+    Attributes:
+        stack: The ``ModuleList`` that may be cut between any two of its modules.
+        first: Modules and buffers of the first stage only.
+        last: Modules and buffers of the last stage only.
+        every: Modules and buffers of every stage. Each stage computes the condition from t and y itself; the gradients
+            of these modules are summed over the stages.
+        crosses: Arguments of a block that one stage sends to the next: x (B, N, D).
     """
 
     stack: str
@@ -115,10 +123,14 @@ class StageCuts:
 
 @dataclass(frozen=True)
 class Execution:
-    """The settings of a run that change what blocks keep for the backward pass.
+    """Settings of a run that determine what blocks keep for the backward pass.
 
-    fused: norm + modulate in one kernel. autocast: weights are fp32, and cast to half precision in the forward pass.
-    recompute: a level of --recompute. sequence_parallel: ranks that share a sample's tokens.
+    Attributes:
+        fused: True if norm and modulation are one kernel.
+        autocast: True if weights are fp32 and are cast to half precision in the forward pass.
+        fp8: True if the blocks' linear layers compute in FP8.
+        recompute: Level of --recompute.
+        sequence_parallel: Number of ranks that divide a sample's tokens.
     """
 
     fused: bool = True
@@ -130,13 +142,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Kept:
-    """Memory kept for the backward pass, by how it scales; instances add up.
+    """Memory kept for the backward pass, separated by the quantity that each part is proportional to. Instances can be
+    added.
 
     Attributes:
-        units: tensors of tokens x hidden size, in the precision of the activations.
-        statistics: fp32 numbers a token.
-        numbers: numbers a sample, in the precision of the activations.
-        weights: bytes that do not grow with the batch.
+        units: Number of tensors of tokens x hidden size, in the precision of the activations.
+        statistics: Number of fp32 values per token.
+        numbers: Number of values per sample, in the precision of the activations.
+        weights: Bytes that are independent of the batch size.
     """
 
     units: float = 0
@@ -158,11 +171,14 @@ class MemoryTerm:
 
 @dataclass(frozen=True)
 class FlopTerm:
-    """FLOPs of a part's matrix products in one sample's forward pass (2 a multiply-add). ``place``: in each block, or
-    once on the first, the last or every stage of a pipeline.
+    """FLOPs of the matrix products of one part of the model in a sample's forward pass (2 per multiply-add).
 
-    keys: of an attention kernel, how many tokens each query attends to, on which its rate depends; None: the part is
-    made of linear layers.
+    Attributes:
+        part: Name of the part.
+        flops: Function that computes the FLOPs from the configuration.
+        place: "block" if every block has the part, or the pipeline stages that compute the part once.
+        keys: For attention, function that returns the number of tokens that each query attends to. The speed of
+            attention kernels depends on it. None for linear layers.
     """
 
     part: str
@@ -181,19 +197,23 @@ class FlopTerm:
 
 @dataclass(frozen=True)
 class Plan:
-    """The parallelism that the models of an architecture allow, and their costs.
+    """The parallelism that an architecture supports, and the costs of its models.
 
-    rules: of a configuration, patterns of parameters' names -> rule; ``*`` stands for one part of a name between dots,
-        ``**`` for one or more. Every parameter fits exactly one pattern; patterns may fit none (biases of a model
-        without them).
-    divisible: of a configuration, the numbers that a group's size has to divide: group ("tp", "ep") -> what is counted
-        -> number. A model without the key can't use the group.
-    memory: what a block keeps; backward: the units that its backward pass takes at its worst beyond that.
-    projections: of a configuration, patterns of modules -> the operations (fields of BlockOps) that a block gives them
-        to as their projection; nothing else reads their weights.
-    units: patterns of modules that are shard units, each gathered and freed at once; the rest of the model is one more
-        unit. A block's unit includes its modulation: as a separate unit it would be reduced right after the block, and
-        the backward pass would wait for the block's reduction, which nothing hides.
+    Attributes:
+        rules: Function from a configuration to patterns of parameter names -> rule. ``*`` matches one part of a name
+            between dots, and ``**`` one or more. Every parameter matches exactly one pattern. A pattern may match no
+            parameter, for example biases in a model without biases.
+        divisible: Function from a configuration to the numbers that the size of a parallel group must divide: group
+            ("tp", "ep") -> description -> number. A model whose result lacks a group does not support it.
+        memory: Terms of the memory that a block keeps for the backward pass.
+        backward: Function that returns the peak of additional memory in a block's backward pass, in units.
+        flops: Terms of the FLOPs.
+        stages: Places where a pipeline may cut the model.
+        projections: Function from a configuration to patterns of modules -> operations (fields of BlockOps) that get
+            the module as their projection. Nothing else reads the weights of these modules.
+        units: Patterns of modules that are shard units. All parameters of a unit are gathered and freed together. The
+            rest of the model is one more unit. A block's modulation belongs to the block's unit, because a separate
+            unit would be reduced right after the block, and the backward pass would wait for the block's reduction.
     """
 
     rules: Callable[[OwnConfig], dict[str, Rule]]
@@ -206,7 +226,7 @@ class Plan:
     units: tuple[str, ...] = ("blocks.*",)
 
     def with_terms(self, *terms: "MemoryTerm | FlopTerm") -> "Plan":
-        """Return the plan with these terms instead of those of the same parts."""
+        """Return a plan in which these terms replace the terms with the same ``part``."""
         memory = {term.part: term for term in terms if isinstance(term, MemoryTerm)}
         flops = {term.part: term for term in terms if isinstance(term, FlopTerm)}
         return replace(
@@ -220,12 +240,13 @@ class Plan:
         return sum((term.kept(config, execution) for term in self.memory), Kept())
 
     def forward_flops(self, config: DiTConfig) -> int:
-        """FLOPs of one sample's forward pass: the sum of the FLOP terms."""
+        """Return the FLOPs of one sample's forward pass: the sum of the FLOP terms."""
         outside = sum(self.flops_at(config, place) for place in ("first", "last", "every"))
         return config.depth * self.flops_at(config, "block") + outside
 
     def flops_at(self, config: DiTConfig, place: str) -> int:
-        """The sum of the FLOP terms of a place: of one block, or of what is on the first, the last or every stage."""
+        """Return the sum of the FLOP terms of one place: "block" for one block, or "first", "last" or "every" for the
+        modules outside of the blocks on those pipeline stages."""
         return sum(term.flops(config) for term in self.flops if term.place == place)
 
 
@@ -233,8 +254,10 @@ class Plan:
 
 
 def rules(config: DiTConfig) -> dict[str, Rule]:
-    """Return the rules of all parameters. Products of single vectors, outside of the blocks, are not worth a
-    collective, except for the modulations, which have many weights."""
+    """Return the rules of all parameters.
+
+    Layers outside of the blocks that process one vector per sample are replicated, because dividing them is not worth a
+    collective. The modulations are an exception, because they have many weights."""
     found: dict[str, Rule] = {
         "x_embedder.*.*": Replicated(),
         **({} if config.alignment is None else {"projector.layers.*.*": Replicated()}),
@@ -255,7 +278,7 @@ def rules(config: DiTConfig) -> dict[str, Rule]:
 
 
 def _block_modulation(config: DiTConfig) -> dict[str, Rule]:
-    """A block's modulation, whose output every rank needs: of full rank, or a product of two matrices."""
+    """Return the rules of a block's modulation. Every rank needs the modulation's output, so the output is gathered."""
     name = "blocks.*.adaLN_modulation"
     if config.adaln_lora is None:
         return linear(f"{name}.1", Column(gathered=True))
@@ -278,12 +301,12 @@ def _branch_rules(config: DiTConfig, branch: Branch) -> dict[str, Rule]:
 
 
 def mlp_rules(branches: int = 1) -> dict[str, Rule]:
-    """Return the rules of a block's MLP. branches: matrices that lie side by side in fc1."""
+    """Return the rules of a block's MLP. branches: number of matrices that are concatenated in fc1."""
     return linear("blocks.*.mlp.fc1", Column(branches)) | linear("blocks.*.mlp.fc2", Row())
 
 
 EXPERT_RULES: dict[str, Rule] = {
-    # Every rank needs all affinities, for the softmax over the experts, and weights its experts' outputs by them.
+    # Every rank needs all affinities for the softmax over the experts, and then weights the outputs of its own experts.
     "blocks.*.mlp.router.weight": Replicated(partial_gradient=True),
     "blocks.*.mlp.expert_fc1": Expert(),
     "blocks.*.mlp.expert_fc2": Expert(),
@@ -299,14 +322,16 @@ def divisible(config: DiTConfig) -> dict[str, dict[str, int]]:
 
 
 def stages(*every: str) -> StageCuts:
-    """The cuts of a model that has, on every stage, ``every`` beside what makes the condition."""
+    """Return the stage cuts of a DiT. Modules named in ``every`` are on every stage, like the modules that compute the
+    condition."""
     first = ("x_embedder", "pos_embed", "temporal_embed", "learned_positions")
     condition = ("t_embedder", "y_embedder", "text_encoder", "shared_modulation")
     return StageCuts("blocks", tuple(name for name in first if name not in every), ("final_layer",), condition + every)
 
 
 def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
-    """Heads that share keys and values are torch's."""
+    """Return the operations that get each linear layer of a block. A qkv projection with shared key and value heads is
+    missing, because torch computes it directly."""
     spec, found = config.block, {}
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     residual = "linear_gate_residual", f"linear_gate_residual_{norm}_modulate"
@@ -323,22 +348,24 @@ def projections(config: DiTConfig) -> dict[str, tuple[str, ...]]:
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
-# What a DiT's block keeps is listed in opendit/kernels/recompute.py.
+# opendit/kernels/recompute.py lists the tensors that a DiT block keeps.
 
 
 def _sees(config: DiTConfig, *what: str) -> int:
-    """Count the branches that attend to one of these."""
+    """Count the branches whose ``sees`` is one of ``what``."""
     return sum(branch.sees in what for branch in config.branches)
 
 
 def _input(config: DiTConfig, execution: Execution) -> Kept:
-    """x; of a sample its modulation and what that is made of."""
+    """Return the memory of a block's inputs: x, and for each sample the modulation and the condition."""
     return Kept(units=1, numbers=config.modulation_width + config.hidden_size)
 
 
 def _norms(config: DiTConfig, execution: Execution) -> Kept:
-    """Outputs of norm + modulation; not fused, also what lies between the two, and an RMSNorm has two products. Mean
-    and 1 / deviation are counted for two of them, whatever the number."""
+    """Return the memory of the outputs of norm and modulation.
+
+    Without fusion, the norm's output is kept as well, and an RMSNorm keeps two products. Mean and 1 / deviation are
+    counted for two norms, whatever their number."""
     count = sum(branch.modulated for branch in config.branches)
     if execution.recompute != "none":
         return Kept(statistics=4)
@@ -346,28 +373,28 @@ def _norms(config: DiTConfig, execution: Execution) -> Kept:
         return Kept(units=count * (1 if execution.fused else 3), statistics=4)
     if execution.fp8:
         return Kept(units=count / 2, statistics=4)
-    between = 0 if execution.fused else 3 if execution.autocast else 1  # autocast's LayerNorm works on fp32 copies
+    between = 0 if execution.fused else 3 if execution.autocast else 1  # Autocast's LayerNorm makes fp32 copies.
     return Kept(units=count * (1 + between), statistics=4)
 
 
 def _float8_weights(execution: Execution, count: int) -> int:
-    """Bytes of ``count`` weights that operations in float8 read, which keep them in e4m3."""
+    """Return the bytes of ``count`` weights that float8 operations keep in e4m3; 0 without FP8."""
     return count if execution.fp8 else 0
 
 
 def _attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return what self-attention keeps: q, k, v, its output, the projected output, and the sum with x.
+    """Return the memory of self-attention: q, k, v, its output, the projected output, and the sum with x.
 
-    Keys and values that heads share are kept for every head, since ranks that share a sample make copies before they
-    exchange them. In FP8 the output is kept in both forms. All of torch's kernels but ``math`` keep a log-sum-exp a row
-    and head, counted for one attention, whatever the number.
+    With sequence parallelism, shared keys and values are kept for every head, because the ranks copy them before the
+    exchange. In FP8 the attention output is kept in both precisions. All of torch's kernels except ``math`` keep one
+    log-sum-exp per row and head; it is counted for one attention, whatever their number.
     """
     keys = config.key_value_width / config.hidden_size
     copied = keys == 1 or execution.sequence_parallel > 1
     units = 3 + (3 if copied else 1 + 2 * keys + 2) + (execution.fp8 and execution.recompute == "none") / 2
-    if config.qk_norm and execution.fused:  # queries and keys, normalised; of shared keys a copy is there anyway
+    if config.qk_norm and execution.fused:  # Normalised queries and keys; a copy of shared keys is counted above.
         units += 1 + (keys == 1)
-    elif config.qk_norm:  # both products of an RMSNorm
+    elif config.qk_norm:  # Both products of each RMSNorm.
         units += 2 + (2 if keys == 1 else keys)
     elif config.positions == "rope":
         units += 2 if keys == 1 else -2 * keys
@@ -376,23 +403,25 @@ def _attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _attention_along_time(config: DiTConfig, execution: Execution) -> Kept:
-    """Return what self-attention keeps, plus its result in the order that the projection reads, which differs from the
-    order of writing. Rotated queries and keys are copies in that order; normalised ones are kept beside them, unless
-    one kernel does both, which keeps its input alone."""
+    """Return the memory of self-attention along time.
+
+    It is the memory of :func:`_attention` plus the attention output in the token order that the projection reads.
+    Rotated queries and keys are copies in that order. Normalised queries and keys are kept in addition, unless one
+    kernel normalises and rotates, which only keeps its input."""
     if not _sees(config, "time"):
         return Kept()
     weights = _float8_weights(execution, 4 * config.hidden_size**2)
     units = 7 + (execution.fp8 and execution.recompute == "none") / 2 + (3 if execution.fused else 5) * config.qk_norm
     if execution.sequence_parallel > 1 and execution.recompute != "none":
-        units += 1  # its input has come from other ranks, and is not recomputed
+        units += 1  # The input came from other ranks and is not recomputed.
     return Kept(units=units, weights=weights)
 
 
 def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
-    """Return what cross-attention keeps: q, its output, and k and v of the text.
+    """Return the memory of cross-attention: q, its output, and k and v of the text, plus tensors outside of the heads.
 
-    Outside of its heads, with a gate: the input h and the projection, an operation whose weight is kept in float8.
-    Without a gate: h and the norm before it, which autocast copies, or both products of an RMSNorm.
+    With a gate, these are the input h and the projected output; the projection's weight is kept in float8. Without a
+    gate, they are h and the output of the norm before (and its copy under autocast), or both products of an RMSNorm.
     """
     if not config.cross_attention:
         return Kept()
@@ -404,29 +433,29 @@ def _cross_attention(config: DiTConfig, execution: Execution) -> Kept:
 
 
 def _mlp(config: DiTConfig, execution: Execution) -> Kept:
-    """fc1's output, GELU's, fc2's; of SwiGLU fc1's two halves, SiLU's output unless fused, their product, fc2's
-    output."""
+    """Return the memory of the MLP: the outputs of fc1, GELU and fc2. SwiGLU keeps the two halves of fc1's output,
+    SiLU's output (unless fused), the product, and fc2's output."""
     wide, level = config.mlp_ratio, execution.recompute
     if config.mlp == "swiglu":
         return Kept(units=(3 if execution.fused else 4) * wide + 1)
     units = 1 + {"half": wide / 2, "mlp": 0}.get(level, wide)
-    if level in ("none", "norms"):  # one byte a number in FP8
+    if level in ("none", "norms"):  # One byte per value in FP8.
         units += wide / 2 if execution.fp8 and level == "none" else wide
     return Kept(units=units, weights=_float8_weights(execution, 2 * config.hidden_size * config.mlp_hidden))
 
 
 def _experts(config: DiTConfig, execution: Execution) -> Kept:
-    """Return what the experts keep: for every expert of a token its input, its output, and its hidden layer before and
-    after GELU; then the sum over experts."""
+    """Return the memory of the experts: for every expert of a token, its input, its output, and the hidden layer before
+    and after GELU; and the sum over experts."""
     experts = config.block.experts
     if experts is None:
         return Kept()
     return Kept(units=experts.capacity * (2 + 2 * experts.hidden / config.hidden_size) + 1)
 
 
-# Units that the backward pass of a block takes at its worst beyond what was kept: in fc2's, dout, gate * dout and the
-# gradient of GELU's output, 1 + 1 + 4, less fc2's output, which is not needed any more. Recomputing adds what it has
-# made: GELU's output 4; fc1's output and its input, 4 + 1.
+# Peak of additional memory in the backward pass of a block, in units, by level of --recompute. The peak is in fc2's
+# backward pass: dout, gate * dout and the gradient of GELU's output are 1 + 1 + 4 units; fc2's output (1 unit) is
+# freed. Recomputation adds its results: GELU's output (4 units), or also fc1's output and input (4 + 1 units).
 BACKWARD = {"none": 5, "norms": 5, "cheap": 9, "half": 14, "mlp": 14}
 
 
@@ -438,19 +467,20 @@ def backward(config: DiTConfig, execution: Execution) -> float:
 
 
 def _projections(config: DiTConfig) -> int:
-    """The linear layers of all self-attentions."""
+    """Return the FLOPs of the linear layers of all self-attentions."""
     n, d = config.tokens, config.hidden_size
     return _sees(config, *ATTENTIONS) * (2 * n * d * (d + 2 * config.key_value_width) + 2 * n * d * d)
 
 
 def attention_term(part: str, keys: Count) -> FlopTerm:
-    """The two products of an attention in which every token attends to ``keys`` tokens."""
+    """Return the FLOP term of the two matrix products of an attention in which every token attends to ``keys``
+    tokens."""
     return FlopTerm(part, lambda config: 4 * config.tokens * keys(config) * config.hidden_size, keys=keys)
 
 
 def mlp_flops(config: DiTConfig, matrices: int | None = None) -> int:
-    """Count the FLOPs of an MLP. matrices: number of matrices of hidden size x MLP width; None for those of the block's
-    MLP."""
+    """Return the FLOPs of an MLP. matrices: number of matrices of hidden size x MLP width; None for the number in the
+    block's MLP."""
     matrices = 1 + MLPS[config.mlp].branches if matrices is None else matrices
     return 2 * matrices * config.tokens * config.hidden_size * config.mlp_hidden
 

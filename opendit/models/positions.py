@@ -1,6 +1,6 @@
-"""Encode positions: sine-cosine tables, learned tables and rotations, of a token's coordinates (t, h, w) or (h, w).
+"""Position encodings from a token's coordinates (t, h, w) or (h, w): sine-cosine tables, learned tables and rotations.
 
-All are functions of coordinates (N, axes), so that they serve any grid, and packed sequences of several.
+All encodings are functions of coordinates (N, axes), so that they work for any grid and for packs of several grids.
 """
 
 import math
@@ -11,21 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BASE = 10000.0  # of the geometric series of wavelengths
+BASE = 10000.0  # base of the geometric series of wavelengths
 
 
 def grid_coordinates(*sizes: int, device: torch.device | None = None) -> Tensor:
-    """The tokens of a grid, (prod(sizes), axes) int64, the last axis fastest."""
+    """Return the coordinates of a grid's tokens, (prod(sizes), axes) int64, with the last axis fastest."""
     axes = torch.meshgrid(*(torch.arange(size, device=device) for size in sizes), indexing="ij")
     return torch.stack(axes, dim=-1).flatten(0, -2)
 
 
 def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
-    """Sine-cosine positions (N, dim) float32 of coordinates (N, axes).
+    """Return the sine-cosine positions (N, dim) float32 of coordinates (N, axes), computed in float64.
 
-    Meta's layout: the channels are split evenly over the axes, the last axis (the column) first; each part is
-    sines, then cosines, of frequencies 10000^(-i / n), i < n = dim / (2 * axes). Positions are computed in float64.
-    Raises ValueError unless dim divides by 2 * axes.
+    This is Meta's layout: the channels are split evenly over the axes, the last axis (the column) first. Each part has
+    the sines, then the cosines, for frequencies 10000^(-i / n), i < n = dim / (2 * axes).
+
+    Raises ValueError unless ``dim`` is divisible by 2 * axes.
     """
     axes = coordinates.shape[1]
     check_sincos(dim, axes)
@@ -38,15 +39,16 @@ def sincos_positions(coordinates: Tensor, dim: int) -> Tensor:
 
 
 def check_sincos(dim: int, axes: int) -> None:
-    """Raise ValueError if the sines and cosines of ``axes`` axes can't divide the width evenly."""
+    """Raise ValueError unless ``dim`` is divisible by the 2 * axes parts of a sine-cosine table."""
     if dim % (2 * axes):
         raise ValueError(f"a {axes}D sine-cosine table needs a width divisible by {2 * axes}, not {dim}")
 
 
 def sincos_position_table(dim: int, *sizes: int, device: torch.device | None = None) -> Tensor:
-    """:func:`sincos_positions` of a line (length,) or a grid (height, width), (prod(sizes), dim), rows first.
+    """Return :func:`sincos_positions` of a line (length,) or a grid (height, width), as (prod(sizes), dim), row by row.
 
-    On the meta device it has no values, and is made without computing any: torch would import its compiler for that."""
+    On the meta device an empty tensor is returned without any computation, because computing there would make torch
+    import its compiler."""
     if device is not None and torch.device(device).type == "meta":
         check_sincos(dim, len(sizes))
         return torch.empty(math.prod(sizes), dim, dtype=torch.float32, device=device)
@@ -58,8 +60,10 @@ def _frequencies(count: int, device: torch.device) -> Tensor:
 
 
 def rotary_shares(head_dim: int, axes: int) -> list[int]:
-    """Pairs of a head's channels that each axis rotates: equal shares, and to the first axis (time, of a clip) what is
-    left over. Raises ValueError if head_dim is odd or has no pair for every axis."""
+    """Return the number of channel pairs of a head that each axis rotates. The shares are equal; the first axis (time
+    in clips) also gets the remainder.
+
+    Raises ValueError if ``head_dim`` is odd or has fewer pairs than axes."""
     pairs = head_dim // 2
     if head_dim % 2 or pairs < axes:
         raise ValueError(
@@ -70,10 +74,11 @@ def rotary_shares(head_dim: int, axes: int) -> list[int]:
 
 
 def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
-    """Cosines and sines (N, head_dim / 2, 2) float32 by which :func:`rotate` turns the heads of tokens at coordinates
-    (N, axes): Su et al., "RoFormer" (2021), for several axes, with a sine-cosine table's frequencies along each.
+    """Return the cosines and sines (N, head_dim / 2, 2) float32 with which :func:`rotate` rotates tokens at coordinates
+    (N, axes).
 
-    Raises ValueError for heads that are odd or too small.
+    This is Su et al., "RoFormer" (2021), for several axes, with the frequencies of a sine-cosine table along each axis.
+    Raises ValueError if ``head_dim`` is odd or too small.
     """
     shares = rotary_shares(head_dim, coordinates.shape[1])
     parts = zip(coordinates.double().unbind(1), shares, strict=True)
@@ -82,8 +87,9 @@ def rotary_table(coordinates: Tensor, head_dim: int) -> Tensor:
 
 
 def axes_table(coordinates: Tensor, channels: Sequence[int], bases: Sequence[float]) -> Tensor:
-    """Cosines and sines (..., d / 2, 2) float32 of tokens at coordinates (..., axes), which divide the channels of a
-    head as ``channels`` says: base^(-2 i / c) are the frequencies of an axis of c channels. Computed in float64."""
+    """Return the cosines and sines (..., d / 2, 2) float32 of tokens at coordinates (..., axes), computed in float64.
+
+    channels: number of a head's channels for each axis; an axis with c channels has the frequencies base^(-2 i / c)."""
     angles = []
     for position, count, base in zip(coordinates.double().unbind(-1), channels, bases, strict=True):
         pairs = torch.arange(count // 2, dtype=torch.float64, device=position.device)
@@ -95,11 +101,15 @@ def axes_table(coordinates: Tensor, channels: Sequence[int], bases: Sequence[flo
 def interwoven_table(
     coordinates: Tensor, width: int, base: float, steps: Sequence[float], sides: Sequence[float]
 ) -> Tensor:
-    """Cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes), for all D channels of a token.
+    """Return the cosines and sines (..., D / 2, 2) float32 of tokens at coordinates (..., axes), for all D = ``width``
+    channels of a token.
 
-    A position is p = coordinate * step / side. Of each frequency pi / 2 * base^u, u from 0 to 1, the axes' angles (2 p
-    - 1) * frequency follow each other; the channels that are left over come first and stay as they are. In float32 and
-    in LTX-Video's order of operations: angles reach 15,000, and rounding is a part of them.
+    A position is p = coordinate * step / side. The frequencies are pi / 2 * base^u, with u from 0 to 1. The angles
+    (2 p - 1) * frequency of the axes are consecutive for each frequency. Channels without an angle come first and are
+    not rotated.
+
+    The computation is in float32 and in LTX-Video's order of operations: angles reach 15,000, so that rounding
+    influences the result.
     """
     count = width // (2 * len(steps))
     grid = coordinates.to(torch.float32)
@@ -112,15 +122,18 @@ def interwoven_table(
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turns each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by a token's angle; table (N, d / 2, 2) of
-    :func:`rotary_table`, or one for each sample (B, N, d / 2, 2). In fp32 or wider; the result has x's dtype."""
+    """Rotate each pair of channels (2 i, 2 i + 1) of x (B, N, H, d) by the token's angle for this pair.
+
+    table: cosines and sines (N, d / 2, 2) from :func:`rotary_table`, or (B, N, d / 2, 2) for each sample. The rotation
+    is computed in fp32 or wider, and the result has x's dtype."""
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))
     (even, odd), (cos, sin) = pairs.unbind(-1), table.unsqueeze(-3).unbind(-1)
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
 class LearnedPositions(nn.Module):
-    """A learned table for each axis; a token's position is the sum of its rows (MovieGen, Polyak et al. 2024)."""
+    """Learned positions: one table for each axis. A token's position is the sum of one row of each table (MovieGen,
+    Polyak et al. 2024)."""
 
     def __init__(self, sizes: tuple[int, ...], dim: int):
         super().__init__()
@@ -128,7 +141,7 @@ class LearnedPositions(nn.Module):
         self.axes: nn.ModuleList = nn.ModuleList(nn.Embedding(size, dim) for size in sizes)
 
     def forward(self, coordinates: Tensor) -> Tensor:
-        """(N, D) in the weights' dtype, of coordinates (N, axes) int64 below ``sizes``."""
+        """Return the positions (N, D), in the weights' dtype, of coordinates (N, axes) int64 below ``sizes``."""
         return cast(Tensor, sum(table(at) for table, at in zip(self.axes, coordinates.unbind(1), strict=True)))
 
 
@@ -147,8 +160,9 @@ class _AddTable(torch.autograd.Function):
 
 
 def add_table(x: Tensor, table: Tensor) -> Tensor:
-    """x (B, N, D) plus a constant table (1, N, D) or (N, D) fp32, added in fp32 and rounded to x's dtype once.
+    """Return x (B, N, D) plus a constant fp32 table (1, N, D) or (N, D). The sum is computed in fp32 and rounded to x's
+    dtype once.
 
-    ``(x + table).to(x.dtype)`` without the tensor of x's size in fp32, forward and backward.
+    This is ``(x + table).to(x.dtype)`` without an fp32 tensor of x's size in the forward and backward pass.
     """
     return _AddTable.apply(x, table)

@@ -1,8 +1,8 @@
-"""Packs: samples of unequal size, one after the other in a single sequence of tokens.
+"""Packs: samples of unequal size that are concatenated to a single sequence of tokens.
 
 A *segment* is one sample of a pack. It has its own grid of tokens, timestep, condition and modulation. Tokens attend
-only to tokens of their segment. Padding fills the end of the sequence. Its values go through the layers, but no token
-attends to them, and their gradient is exactly zero.
+only to tokens of their segment. Padding fills the end of the sequence. Padding goes through the layers, but no token
+attends to padding, and its gradient is exactly zero.
 
 Segments may come in any order. Neighbouring segments of equal length form a *run*. The tokens of a run are a view
 (count, length, ...) of the sequence, so that dense kernels can process the run in one call.
@@ -32,11 +32,13 @@ class SegmentRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Segments:
-    """The samples that lie one after the other in a pack of tokens.
+    """The segments of a pack, in order.
 
-    grids: (frames, rows, columns) of each segment, in tokens and in the order of the pack. A picture has 1 frame.
-    tokens: length N of the pack. Tokens after the last segment are padding.
-    repeated: True for each segment whose single frame is repeated to fill a patch of several frames. Empty if none is.
+    Attributes:
+        grids: (frames, rows, columns) of each segment, in tokens. A picture has 1 frame.
+        tokens: Length N of the pack. Tokens after the last segment are padding.
+        repeated: True for each segment whose single frame is repeated to fill a patch of several frames. Empty if no
+            segment has repeated frames.
 
     Raises ValueError if there are no segments, if a grid is invalid, or if the segments have more tokens than the pack.
     """
@@ -55,9 +57,9 @@ class Segments:
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, ...]], patch: tuple[int, ...], tokens: int) -> "Segments":
-        """Make the segments of latents of these sizes, (rows, columns) or (frames, rows, columns), for a patch size.
+        """Return the segments for latents of these sizes, (rows, columns) or (frames, rows, columns).
 
-        Raises ValueError for a size that the patch does not divide; a single frame is repeated to fill it.
+        A single frame is repeated to fill the patch. Raises ValueError for a size that the patch does not divide.
         """
         whole = [_fill_patch(size, patch) for size in sizes]
         repeated = tuple(tuple(size) != full for size, full in zip(sizes, whole, strict=True))
@@ -67,22 +69,22 @@ class Segments:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
+        """Number of tokens of each segment."""
         return tuple(map(math.prod, self.grids))
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The first token of each segment, and where the padding begins."""
+        """Index of the first token of each segment, then index of the first token of padding."""
         return (0, *accumulate(self.lengths))
 
     @property
     def filled(self) -> int:
-        """Tokens that are not padding."""
+        """Number of tokens that are not padding."""
         return self.offsets[-1]
 
     @property
     def fill(self) -> float:
-        """Their share."""
+        """Share of tokens that are not padding."""
         return self.filled / self.tokens
 
     @cached_property
@@ -90,15 +92,15 @@ class Segments:
         return self.within(0, self.tokens)
 
     def within(self, first: int, stop: int) -> tuple[SegmentRun, ...]:
-        """Return the runs of one rank's tokens, from ``first`` to before ``stop``. Segments that cross an end are cut.
-        No run contains padding. The runs are contiguous from ``first`` (or the padding before it) on."""
+        """Return the runs of one rank's tokens, [``first``, ``stop``). Segments that cross an end are cut. No run
+        contains padding. The runs are contiguous from ``first`` (or the padding before it) on."""
         ends = zip(range(len(self.grids)), self.offsets, self.offsets[1:], strict=False)
         cut = ((number, min(end, stop) - max(begin, first)) for number, begin, end in ends)
         groups = groupby((part for part in cut if part[1] > 0), key=lambda part: part[1])
         return tuple(SegmentRun(parts[0][0], len(parts), length) for length, parts in ((n, list(g)) for n, g in groups))
 
     def place(self, device: torch.device) -> "PlacedSegments":
-        """Copy the layers' description of the pack to ``device``, without waiting for it."""
+        """Return the pack's description for layers, with tensors on ``device``. The copy does not block the host."""
         table = torch.tensor([*self.lengths, self.tokens - self.filled, *self.offsets])
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
@@ -111,10 +113,13 @@ class Segments:
 
 @dataclass(frozen=True, eq=False)
 class PlacedSegments:
-    """A pack as layers see it: all of it, or one rank's part.
+    """Description for layers of a complete pack, or of one rank's part of a pack.
 
-    sample_of_row: (n,) int32, non-decreasing, the segment of each token. Padding belongs to the last segment.
-    offsets: (S + 1,) int32, as of :class:`Segments`. first: position in the pack of the first token.
+    Attributes:
+        segments: The segments of the complete pack.
+        sample_of_row: (n,) int32, non-decreasing, the segment of each token. Padding belongs to the last segment.
+        offsets: (S + 1,) int32, the values of :attr:`Segments.offsets`.
+        first: Index in the complete pack of the first token.
     """
 
     segments: Segments
@@ -123,7 +128,7 @@ class PlacedSegments:
     first: int = 0
 
     def part(self, first: int, rows: int) -> "PlacedSegments":
-        """Return one rank's part of a pack: ``rows`` tokens from the token ``first`` on."""
+        """Return one rank's part of a pack: ``rows`` tokens, starting with token ``first``."""
         return PlacedSegments(self.segments, self.sample_of_row[first : first + rows], self.offsets, first)
 
     @cached_property
@@ -135,7 +140,7 @@ class PlacedSegments:
         """Return the first token of ``count`` segments, starting with number ``segment``, and the end of the last one.
 
         Returns (count + 1,) int32, relative to the start of these segments."""
-        made = self.__dict__.setdefault("_offsets", {})  # every layer asks for the same offsets
+        made = self.__dict__.setdefault("_offsets", {})  # a cache, because every layer needs the same offsets
         if (segment, count) not in made:
             own = self.offsets[segment : segment + count + 1]
             made[segment, count] = own - own[0]
@@ -149,7 +154,8 @@ class PlacedSegments:
             sides = sides.pin_memory().to(device, non_blocking=True)
         height, width = sides[rows].unbind(1)
         place = torch.arange(self.first, self.first + len(rows), device=device)
-        place = torch.minimum(place, self.offsets[rows + 1] - 1) - self.offsets[rows]  # padding: the last token's
+        # The minimum gives padding the place of the last token.
+        place = torch.minimum(place, self.offsets[rows + 1] - 1) - self.offsets[rows]
         return torch.stack([place // (height * width), place // width % height, place % width], dim=1)
 
 
@@ -208,34 +214,34 @@ def unpack_patches(x: Tensor, segments: Segments) -> list[Tensor]:
 
 
 def segment_means(x: Tensor, segments: Segments) -> Tensor:
-    """Return the mean of x (tokens,) over each segment's tokens, (S,). Padding is left out."""
+    """Return the mean (S,) of x (tokens,) over each segment's tokens, without padding."""
     parts = x[: segments.filled].split([run.count * run.length for run in segments.runs])
     return torch.cat([part.view(run.count, run.length).mean(1) for part, run in zip(parts, segments.runs, strict=True)])
 
 
 # ---------------------------------------------------------------------------------------------------------- attention
-# A run of equal lengths is a view (count, L, H, d) of the pack, which dense kernels take at full speed. Where runs are
-# short, many small calls would follow each other: a varlen kernel, if there is one (opendit/kernels/varlen.py chooses
-# it), takes such neighbours in one call; otherwise there is one call a run.
+# A run (segments of equal length) is a view (count, L, H, d) of the pack, which dense kernels process at full speed.
+# Short runs would need many small calls. A varlen kernel processes several neighbouring short runs in one call, if
+# opendit/kernels/varlen.py finds such a kernel; otherwise there is one call for each run.
 
 
 class Varlen(Protocol):
-    """A kernel for neighbours of unequal length."""
+    """An attention kernel for consecutive segments of unequal length."""
 
     def takes(self, run: SegmentRun) -> bool:
-        """Return True if it is faster for such a run than a dense call."""
+        """Return True if this kernel is faster than a dense call for the run."""
         ...
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int) -> Tensor:
         """Return the attention output (N, H, d) of q, k, v (N, H, d).
 
-        offsets: (S + 1,) int32, the first token of each segment and the end of the last. longest: most tokens of a
-        segment."""
+        offsets: (S + 1,) int32, the first token of each segment and the end of the last. longest: number of tokens of
+        the longest segment."""
         ...
 
 
 class AttentionCall(NamedTuple):
-    """Neighbouring runs that are attended to in one call."""
+    """Consecutive runs that are processed by one call of an attention kernel."""
 
     runs: tuple[SegmentRun, ...]
     varlen: bool
@@ -246,7 +252,8 @@ class AttentionCall(NamedTuple):
 
 
 def calls_of(runs: tuple[SegmentRun, ...], varlen: Varlen | None) -> list[AttentionCall]:
-    """Return the calls for these runs: a dense call for each, or one call for neighbours that ``varlen`` takes."""
+    """Return the calls for these runs: one call for consecutive runs that ``varlen`` takes, and a dense call for each
+    other run."""
     parts = []
     for together, group in groupby(runs, key=lambda run: varlen is not None and varlen.takes(run)):
         found = tuple(group)
@@ -257,15 +264,15 @@ def calls_of(runs: tuple[SegmentRun, ...], varlen: Varlen | None) -> list[Attent
 def segment_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: PlacedSegments, attend: Attend, varlen: Varlen | None = None
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v over the tokens of each token's segment, and zeros for padding.
+    """Attend from each token to the tokens of its segment: softmax(q k^T / sqrt(d)) v. The result is zero for padding.
 
-    q, k, v: (1, H, N, d) of the whole pack. Views of (1, N, ..., H, d), the layout of projections, are fastest. The
-    result is in this memory layout, too.
+    q, k, v: (1, H, N, d) of the complete pack. Views of (1, N, ..., H, d), the memory layout of projections, are
+    fastest. The result has this memory layout, too.
     """
     parts = calls_of(packed.segments.runs, varlen)
     padding = q.shape[2] - sum(part.tokens for part in parts)
-    # split, not slices: their backward pass joins the parts' gradients in one copy, that of a slice makes a whole
-    # tensor of zeros for each.
+    # The backward pass of ``split`` joins the gradients of the parts in one copy. With slices, it would create a
+    # complete tensor of zeros for each part.
     sizes = [*(part.tokens for part in parts), *([padding] if padding else [])]
     whole = (x[0].transpose(0, 1) for x in (q, k, v))
     rows = zip(*(x.split(sizes) if len(sizes) > 1 else (x,) for x in whole), strict=True)
@@ -279,7 +286,7 @@ def segment_attention(
 def _attend_to(
     part: AttentionCall, own: tuple[Tensor, ...], packed: PlacedSegments, attend: Attend, varlen: Varlen | None
 ) -> Tensor:
-    """Return the attention output (n, H, d) of a part's ``own`` q, k, v (n, H, d)."""
+    """Return the attention output (n, H, d) of one call. own: q, k and v (n, H, d) of the call's tokens."""
     first, (q, k, v) = part.runs[0], own
     if part.varlen:
         assert varlen is not None, "calls_of asks it"
@@ -296,14 +303,24 @@ def by_segment(x: Tensor, run: SegmentRun) -> Tensor:
 def segment_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, packed: PlacedSegments, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Attend from every token to its segment's caption. The result is zero for padding.
+    """Attend from each token to the caption of its segment. The result is zero for padding.
 
-    q: (1, H, n, d) of the pack's tokens, or one rank's; k, v: (S, H, M, d) and mask: (S, M) bool of the captions of
-    all segments. attend: ``masked_attention``. Returns (1, H, n, d), laid out in memory as (1, n, H, d).
+    Args:
+        q: (1, H, n, d) for the tokens of the complete pack or of one rank.
+        k: (S, H, M, d) for the captions of all segments.
+        v: (S, H, M, d) for the captions of all segments.
+        mask: (S, M) bool, True for keys that are attended to.
+        packed: The pack.
+        attend: A function with the signature of ``masked_attention``.
+
+    Returns:
+        (1, H, n, d), in the memory layout (1, n, H, d).
     """
     runs = packed.runs
     rest = q.shape[2] - sum(run.count * run.length for run in runs)
-    if not runs:  # a rank of padding alone; still a function of k and v, for ranks' gradients to be of the same tensors
+    # A rank may have only padding. Its result must still depend on k and v, so that all ranks have gradients of the
+    # same tensors.
+    if not runs:
         return q * 0 + 0 * (k.sum() + v.sum())
     before, after = runs[0].segment, len(k) - runs[-1].segment - runs[-1].count
     sizes = [before, *(run.count for run in runs), after]

@@ -1,6 +1,7 @@
-"""ST-DiT: attention within frames and along time in turn, whose work grows with T S^2 + S T^2 instead of (T S)^2.
+"""ST-DiT: blocks with attention within frames, then along time. For T frames of S tokens, its work grows with T S^2 +
+S T^2 instead of (T S)^2.
 
-As in Latte (Ma et al. 2024) and Open-Sora, with a modulation for each part of a block as in NeMo's ST-DiT.
+The blocks are those of Latte (Ma et al. 2024) and Open-Sora, with a modulation for each branch as in NeMo's ST-DiT.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from opendit.models.vdit import VDiTConfig
 
 @dataclass(frozen=True)
 class STDiTConfig(VDiTConfig):
-    """Everything needed to build an ST-DiT."""
+    """The configuration of an ST-DiT."""
 
     kind: ClassVar[str] = "stdit"
     axial_attention: ClassVar[bool] = True
@@ -23,15 +24,15 @@ class STDiTConfig(VDiTConfig):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """Attention within frames, along time and, if asked for, to all tokens; then to the caption; then the MLP. Each
-        has its own shift, scale and gate."""
+        """A block's branches: attention within frames, attention along time, attention to all tokens (if configured),
+        attention to the caption, and the MLP. Each branch has its own shift, scale and gate."""
         full = (Branch("full_attn", "all"),) if self.full_attention else ()
         caption = (Branch("cross_attn", "caption"),) if self.cross_attention else ()
         return (Branch("spatial_attn", "frame"), Branch("temporal_attn", "time"), *full, *caption, MLP)
 
     @property
     def sequence_types(self) -> tuple[str, ...]:
-        """The types of the attention to all tokens, or only "axial" if there is none."""
+        """The strategies of a DiT if there is attention to all tokens, otherwise only "axial"."""
         return super().sequence_types if self.full_attention else ("axial",)
 
 

@@ -1,6 +1,8 @@
 """Token routing (TREAD; Krause et al., "TREAD: Token Routing for Efficient Architecture-agnostic Diffusion Training",
-2025): in training, some blocks see a part of each sample's tokens. The others skip these blocks, unchanged, and come
-back to their places after the last of them. Sampling runs the whole model.
+2025).
+
+In training, consecutive blocks (the route) process only some of each sample's tokens. The other tokens skip the route
+unchanged and are put back at their positions after its last block. Sampling uses all tokens in all blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,19 +18,20 @@ from opendit.models.blocks import Block, Context, Modulation, run_blocks
 
 
 class RoutedShards(SequenceShards, Protocol):
-    """Shares of a sequence of which other ranks may need any token."""
+    """Division of a sequence over ranks, for routes whose kept tokens may be on any rank."""
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, N, F) of this rank's (B, n, F), where ranks then do different things with them."""
+        """Gather this rank's tokens (B, n, F) and those of the other ranks; return all tokens (B, N, F). The ranks may
+        use the result differently, so that its gradients differ between ranks."""
         ...
 
     def of_length(self, length: int) -> "RoutedShards":
-        """Return the shares of a sequence of another length by the same ranks."""
+        """Return the division of a sequence of another length over the same ranks."""
         ...
 
 
 class _KeptTokens(torch.autograd.Function):
-    """x.gather(1, index) of distinct places, so that the gradient is a copy, where that of ``gather`` is a sum."""
+    """x.gather(1, index) for distinct indices. Its gradient is a copy, whereas the gradient of ``gather`` is a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
@@ -54,11 +57,12 @@ def run_routed(
     kept: Tensor,
     checkpointed: bool | str = False,
 ) -> Tensor:
-    """Run all blocks on x (B, N, D) as :func:`run_blocks` does; those of the route on the tokens ``kept`` alone.
+    """Run all blocks on x (B, N, D) like :func:`run_blocks`, but the blocks of ``route`` only on the tokens ``kept``.
 
-    kept: (B, n) int64, distinct places of each sample's tokens, rising. Where ranks share a sequence, as ``grid`` says,
-    x are this rank's tokens. All ranks gather those of all, before the route and after it, so that each has as many of
-    the kept ones.
+    kept: (B, n) int64, distinct token indices of each sample in ascending order.
+
+    If ``grid`` divides the sequence over ranks, x has this rank's tokens. The ranks gather all tokens before and after
+    the route, so that each rank gets the same number of kept tokens.
     """
     blocks, modulations, first, last = list(blocks), iter(modulations), route.first, route.last
     contexts = context if isinstance(context, list) else [cast(Context, context)] * len(blocks)
@@ -82,7 +86,8 @@ def run_routed(
 
 
 def grid_of(grid: TokenGrid, kept: Tensor) -> TokenGrid:
-    """Return the places of the tokens ``kept`` (B, n): tables of positions have rows for each sample."""
+    """Return the grid of the tokens ``kept`` (B, n). Its position tables have one entry per sample, because samples
+    keep different tokens."""
     rotary = None if grid.rotary is None else grid.rotary[kept]
     learned, shards = grid.learned, cast(RoutedShards | None, grid.shards)
     few = None if shards is None else shards.of_length(kept.shape[1])

@@ -1,4 +1,4 @@
-"""vDiT: the DiT of clips. Patches are blocks of frames, rows and columns, and attention is over all of them."""
+"""vDiT: a DiT for clips. Patches have frames, rows and columns, and every token attends to all tokens of the clip."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,16 +9,16 @@ from opendit.models.dit import DiT
 
 @dataclass(frozen=True)
 class VDiTConfig(DiTConfig):
-    """Everything needed to build a vDiT."""
+    """The configuration of a vDiT."""
 
     kind: ClassVar[str] = "vdit"
 
-    input_size: tuple[int, int, int]  # frames, height, width of the latent
-    patch_size: tuple[int, int, int]  # frames, rows, columns
+    input_size: tuple[int, int, int]  # (frames, height, width) of the latents
+    patch_size: tuple[int, int, int]  # (frames, rows, columns)
 
 
 class VDiT(DiT):
-    """Diffusion Transformer on latents (B, C, T, H, W): DiT, with every token attending to those of all frames."""
+    """Diffusion Transformer on latents (B, C, T, H, W), in which every token attends to the tokens of all frames."""
 
 
 ARCHITECTURE = VDiTConfig, VDiT

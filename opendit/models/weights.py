@@ -1,4 +1,4 @@
-"""Weights that are at hand, and what their file says of them."""
+"""Weights from a file, with the file's metadata."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from opendit.models.zoo import Shapes, config_from_dict
 
 @dataclass
 class Weights:
-    """A state dict in the canonical layout, and what its file says about it. The tensors of safetensors files are read
-    when they are asked for."""
+    """A state dict in the canonical layout, with its file's metadata. Tensors of safetensors files are read on
+    access."""
 
     state: Mapping[str, Tensor]
     path: Path
@@ -29,6 +29,6 @@ class Weights:
 
     @property
     def shapes(self) -> Shapes:
-        """The shape of every tensor; of those in safetensors files without reading them."""
+        """The shape of every tensor. Tensors in safetensors files are not read for this."""
         known = getattr(self.state, "shapes", None)
         return {name: tuple(tensor.shape) for name, tensor in self.state.items()} if known is None else known

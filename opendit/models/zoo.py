@@ -1,4 +1,4 @@
-"""The models of ``names``, made: their configurations and networks."""
+"""Configurations and networks of the named models and of public models."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -22,7 +22,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes that make the models of a kind, and their plan: the parallelism that they allow, and their costs."""
+    """The configuration class, the model class and the plan (parallelism and costs) of a kind of models."""
 
     config: type[DiTConfig]
     model: type[DiT]
@@ -49,19 +49,24 @@ def model_config(
     revision: int | None = None,
     **options: Any,
 ) -> DiTConfig:
-    """Configuration of a named model for latents of ``input_size`` (height, width).
+    """Return the configuration of a named model.
 
     Args:
-        num_classes: of a model that is conditioned on classes.
-        text: of a model that is conditioned on captions; give one of the two.
-        frames: of the latents, for a model of clips (1 for pictures).
-        learn_sigma: predict a variance too, in as many channels again (see opendit.diffusion.objectives).
-        revision: of a checkpoint whose weights this is for; None, or where it makes no difference: the newest.
-        **options: more fields of the configuration (qk_norm, adaln_lora, bias, positions, ...); None is the kind's own.
+        name: Name of the model.
+        input_size: (height, width) of the latents.
+        in_channels: Number of channels of the latents.
+        num_classes: Number of classes, for a model that is conditioned on classes. Either this or ``text`` is required.
+        frames: Number of latent frames, for a model of clips (1 for pictures); None for a model of pictures.
+        text: Configuration of captions, for a model that is conditioned on captions.
+        learn_sigma: True to also predict a variance, in ``in_channels`` more channels; see
+            opendit.diffusion.objectives.
+        revision: Revision of the checkpoint whose weights the model will load; None for the newest.
+        **options: Further fields of the configuration (qk_norm, adaln_lora, bias, positions, ...). None means the
+            default of the kind.
 
     Raises:
-        ValueError: unknown name, a size that the patch does not divide, frames for a model of pictures or none for one
-            of clips, an option that this kind does not have or values that can't be built.
+        ValueError: the name is unknown; the patch does not divide the size; ``frames`` is given for a model of
+            pictures, or missing for a model of clips; this kind does not have an option; or the model can't be built.
     """
     kind_name, size, patch = parse_name(name)
     kind, made = KINDS[kind_name], CLASSES[kind_name]
@@ -115,15 +120,17 @@ def model_config(
 
 
 def exchanged_ratio(width: int, ratio: float, mlp: str) -> float:
-    """The MLP ratio with which an MLP of another kind has about as many weights as one of ``ratio``: SwiGLU has three
-    matrices where GELU has two (Shazeer 2020). The hidden layer is a multiple of 64 wide."""
+    """Return the MLP ratio with which the other kind of MLP, ``mlp``, has about the same number of weights as the
+    kind's default MLP with ``ratio``.
+
+    SwiGLU has three matrices and GELU has two (Shazeer 2020). The width of the hidden layer is a multiple of 64."""
     hidden = ratio * width * (2 / 3 if mlp == "swiglu" else 3 / 2)
     return 64 * math.ceil(hidden / 64 - 1e-9) / width
 
 
 def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
-    """The configuration of the model ``name``, of the newest revision, as files of another one have it; the same where
-    revisions make no difference."""
+    """Convert the newest revision's configuration of the model ``name`` to another revision. It is returned unchanged
+    if the model does not differ between revisions."""
     if not config.depends_on_revision:
         return config
     kind_name, size, _ = parse_name(name)
@@ -131,7 +138,7 @@ def of_revision(config: DiTConfig, name: str, revision: int) -> DiTConfig:
 
 
 def config_from_dict(values: dict[str, Any]) -> DiTConfig:
-    """The configuration that ``to_dict`` wrote; one from before there were kinds is a DiT's.
+    """Return the configuration that ``to_dict`` wrote. A dictionary without a kind, from an early version, is a DiT's.
 
     Raises ValueError for a kind that this version does not know.
     """
@@ -139,8 +146,10 @@ def config_from_dict(values: dict[str, Any]) -> DiTConfig:
 
 
 def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
-    """The network of a configuration on torch's default device, with the initial weights of ``seed``; None: of a seed
-    that torch's generator gives. On the meta device it has none. Raises ValueError for what can't be built."""
+    """Build the network of a configuration on torch's default device, with the initial weights for ``seed``.
+
+    If ``seed`` is None, torch's generator draws a seed. On the meta device, weights have no values. Raises ValueError
+    for a configuration that can't be built."""
     if seed is None:
         return _classes(config.kind).model(config)
     model = empty_model(config)
@@ -150,10 +159,10 @@ def build_model(config: DiTConfig, seed: int | None = None) -> DiT:
 
 
 def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
-    """Return the network of a configuration on torch's default device, with its fixed tables and without values: the
-    caller sets all of its parameters. Raises ValueError for what can't be built.
+    """Build the network of a configuration on torch's default device, with its fixed tables and uninitialised
+    parameters, which the caller must set. Raises ValueError for a configuration that can't be built.
 
-    parameters: whether they are in memory; else they are on the meta device, and the tables alone on the other.
+    parameters: False to leave the parameters on the meta device; only the tables are then on the default device.
     """
     device = torch.get_default_device()
     with on_meta():
@@ -167,8 +176,8 @@ def empty_model(config: DiTConfig, *, parameters: bool = True) -> DiT:
 
 
 def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
-    """The shapes of a model's parameters and of its buffers; no weight is made. Raises ValueError if there is no such
-    model."""
+    """Return the shapes of a model's parameters and of its buffers, without allocating them. Raises ValueError for a
+    configuration that can't be built."""
     try:
         with on_meta():
             model = build_model(config)
@@ -179,12 +188,12 @@ def model_shapes(config: DiTConfig) -> tuple[Shapes, Shapes]:
 
 
 def plan_of(config: DiTConfig) -> Plan:
-    """The plan of the models of a configuration. Raises ValueError for a kind that is not in the zoo."""
+    """Return the plan of a configuration's model. Raises ValueError for an unknown kind."""
     return plan_of_spec(config.spec) if isinstance(config, PublicConfig) else _classes(config.kind).plan
 
 
 def _classes(stored: str) -> Classes:
-    """Find the classes of a kind by its name in configurations. Raises ValueError for an unknown one."""
+    """Return the classes of a kind by the kind's name in configurations. Raises ValueError for an unknown kind."""
     known = {made.config.kind: made for made in (*CLASSES.values(), PUBLIC)}
     if stored not in known:
         raise ValueError(f"a model of kind {stored!r}: this version knows {', '.join(known)}; use a newer OpenDiT")

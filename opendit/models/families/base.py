@@ -1,8 +1,9 @@
-"""The vocabulary of families: public models as data.
+"""Data classes that describe families of public models.
 
-A file of this package describes one family, as diffusers publishes it: how its ``config.json`` becomes a specification
-of blocks, the names of its weights, what conditions it, its latents, and how it is sampled. Nothing here or there needs
-diffusers; ``opendit.encoders`` and ``opendit.checkpoint`` read these tables when they load a folder.
+Each other family file of this package describes one family in the form that diffusers publishes: the conversion of
+``config.json`` to a specification of blocks, the names of the weights, the conditions, the latents, and the sampling
+settings. None of these files needs diffusers. ``opendit.encoders`` and ``opendit.checkpoint`` read the descriptions
+when they load a folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,14 +13,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Match:
-    """Weights of ours and of a published folder that hold the same numbers.
+    """A set of OpenDiT's weights and the set of published weights with the same values.
 
-    The tensors ``ours`` joined along ``dim`` are the tensors ``theirs`` joined along ``dim``: so q, k and v become one
-    projection, and one projection of attention and MLP becomes two. ``*`` stands for the number of a block, in both.
+    The tensors ``ours``, concatenated along ``dim``, equal the tensors ``theirs``, concatenated along ``dim``. For
+    example, published weights of q, k and v match one qkv weight, and one published projection of attention and MLP
+    matches two weights. In all names ``*`` stands for the number of a block.
 
     Attributes:
-        blocks: numbers of our blocks that the names with ``*`` are of; None for the other names.
-        offset: number of the first of these blocks among ours less its number among theirs.
+        ours: Names of OpenDiT's parameters.
+        theirs: Published names.
+        dim: Dimension of the concatenation.
+        blocks: Numbers of OpenDiT's blocks that replace ``*``; None for names without ``*``.
+        offset: OpenDiT's number of a block minus its published number.
     """
 
     ours: tuple[str, ...]
@@ -29,7 +34,7 @@ class Match:
     offset: int = 0
 
     def names(self) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """List the names of every block: (ours, theirs)."""
+        """Return the pairs (ours, theirs) of names, one pair for each block."""
         if self.blocks is None:
             return [(self.ours, self.theirs)]
         return [
@@ -53,13 +58,16 @@ def layers(
     blocks: range | None = None,
     offset: int = 0,
 ) -> list[Match]:
-    """Match whole layers.
+    """Match all parameters of layers.
 
     Args:
-        names: of our layers -> of theirs; several of theirs are joined along dimension 0.
-        kinds: of their parameters.
-        ours, theirs: what all names begin with.
-        blocks, offset: see :class:`Match`.
+        names: Names of OpenDiT's layers -> names of published layers. Several published layers are concatenated along
+            dimension 0.
+        kinds: Names of the parameters of each layer.
+        ours: Prefix of all names of OpenDiT's layers.
+        theirs: Prefix of all published names.
+        blocks: See :class:`Match`.
+        offset: See :class:`Match`.
     """
     found = []
     for own, published in names.items():
@@ -72,15 +80,16 @@ def layers(
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of prompts, as a family takes them.
+    """The form of a family's prompt tokens.
 
     Attributes:
-        tokens: to which prompts are cut, and padded unless ``padding`` is "remove".
-        padding: what the network sees of padded tokens: "attend" (as the encoder gives them), "zero" (zeros that are
-            attended to), or "remove" (nothing: a prompt has as many tokens as it needs, and the network masks what
-            pads it to others, or adds learned ones).
-        pooled: whether there is a pooled vector beside the tokens.
-        beside: of ``tokens``, those of other encoders, which come first and are always as many.
+        tokens: Maximum number of tokens of a prompt. Longer prompts are cut; shorter prompts are padded unless
+            ``padding`` is "remove".
+        padding: Treatment of padding. "attend": the network attends to the encoder's outputs for padding. "zero": these
+            outputs are set to zero, and the network attends to the zeros. "remove": the padding is removed; in a batch
+            of prompts of unequal length, the network masks the padding or replaces it by learned tokens.
+        pooled: True if there is a pooled vector in addition to the tokens.
+        beside: How many of ``tokens`` come from other encoders. These tokens come first, and their number is fixed.
     """
 
     tokens: int
@@ -94,12 +103,12 @@ class LatentSpace:
     """The latents of a family.
 
     Attributes:
-        vae: class of diffusers. Shift and scale are read from its ``config.json``.
-        normalised: how latents are made of the VAE's: "scalar", (z - shift_factor) * scaling_factor; or "channel", (z -
-            latents_mean) / latents_std for every channel; or "batch", by the statistics of the VAE's batch norm.
-        video: they have frames.
-        downscale: pixels per latent value along a side.
-        frames_downscale: frames per latent frame after the first one.
+        vae: Name of the VAE's class in diffusers. Shift and scale are read from the VAE's ``config.json``.
+        normalised: Normalisation of the VAE's output z. "scalar": (z - shift_factor) * scaling_factor. "channel":
+            (z - latents_mean) / latents_std for each channel. "batch": by the statistics of the VAE's batch norm.
+        video: True if the latents have frames.
+        downscale: Pixels per latent value along a side.
+        frames_downscale: Frames per latent frame, for latent frames after the first.
     """
 
     vae: str
@@ -114,11 +123,11 @@ class Guidance:
     """The guidance of a family.
 
     Attributes:
-        scale: by default, as its pipeline counts it.
-        formula: "uncond", uncond + scale * (cond - uncond); "cond", cond + scale * (cond - uncond); "embedded", one
-            pass, to which the scale is an input.
-        rescaled: the parts of a guided prediction that get back the norm that they have in the conditional one: every
-            "row" of a picture's latents, or every "patch" of 2 x 2; "" for none.
+        scale: Default scale, in the convention of the family's pipeline.
+        formula: "uncond": uncond + scale * (cond - uncond). "cond": cond + scale * (cond - uncond). "embedded": a
+            single forward pass with the scale as an input.
+        rescaled: Parts of a guided prediction that are rescaled to their norm in the conditional prediction: each "row"
+            of the latents, or each "patch" of 2 x 2 latent values; "" for no rescaling.
     """
 
     scale: float
@@ -128,17 +137,18 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Variant:
-    """Models of a family that differ from the others, and whose ``model_index.json`` says so.
+    """Models of a family that differ from the family's usual models and are marked in ``model_index.json``.
 
     Attributes:
-        setting: of ``model_index.json``, which is on in these.
-        image_size, frames, steps: as of :class:`Family`.
-        scale: of guidance by default.
-        downscale: pixels per latent value along a side.
-        fps: frames a second of their clips.
-        given_frames: the frames that a clip may begin with, in place ("first"), see opendit.models.given_frames.
-        architecture: as of :class:`Family`, if it is another.
-        experts: there are two networks, and ``setting`` is the time, as a share of 1, from which on the first is used.
+        setting: Setting of ``model_index.json`` that is on for these models.
+        image_size, frames, steps: See :class:`Family`.
+        scale: Default scale of guidance.
+        downscale: Pixels per latent value along a side.
+        fps: Frames per second of the clips.
+        given_frames: Conditioning frames that are inserted in place ("first"); see opendit.models.given_frames.
+        architecture: See :class:`Family`; "" for the family's.
+        experts: True if the pipeline has two networks. The value of ``setting`` is then the time in [0, 1] from which
+            on the first network is used.
     """
 
     setting: str
@@ -154,7 +164,7 @@ class Variant:
 
     @property
     def latent_size(self) -> tuple[int, ...]:
-        """The usual size of latents, (frames, rows, columns)."""
+        """The default size of the latents, (frames, rows, columns)."""
         return (self.frames - 1) // 4 + 1, *(side // self.downscale for side in self.image_size)
 
 
@@ -163,30 +173,36 @@ class Family:
     """A family of public models.
 
     Attributes:
-        name: equal to its file's.
-        network: diffusers' class of the network, the ``_class_name`` of its ``config.json``.
-        pipelines: diffusers' classes whose folders hold such a network, the first the usual one.
-        components: the pipeline's components that are used -> (library, class), as ``model_index.json`` must have them.
-        layout: makes the specification of the values of ``config.json``. Raises ValueError for values that are not
-            those of this family.
-        names: all weights of a network of such a specification.
-        constants: published tensors that are no weights; they are computed here, and exported as they were.
-        text, latents, guidance: see there.
-        steps: of sampling by default.
-        shifted_end: sampling's times are spaced evenly down to the last one that is trained, shifted, instead of 0.
-        karras: sampling's noise levels are Karras et al.'s, from 80 to 0.002, and not those of the folder's scheduler.
-        image_size: side in pixels by default, or (height, width).
-        license: of the published weights, as the hub writes it; what a run or an export states.
-        original: layers by their authors' names, as in LoRA files of ComfyUI and kohya's trainers -> the published
-            layers whose rows are joined in each. ``*`` stands for the number of a block. Others have one name.
-        exchanged: those of ``original`` whose two halves of rows are in the other order.
-        comfyui: whose names ComfyUI's LoRA files have: "original", or "published" with q, k and v apart.
-        architecture: what the metadata of a LoRA file calls the model.
-        variants: models of other sizes.
-        distilled: steps and scale of guidance, by default, of folders whose ``model_index.json`` has is_distilled.
-        when: values of ``config.json`` that tell its networks from another family's of the same class.
-        shift: of the times by the number of tokens: as the folder's scheduler has it ("scheduler"), or by FLUX.2's law
-            of tokens and steps ("empirical").
+        name: Name of the family.
+        network: Name of the network's class in diffusers, the ``_class_name`` of ``config.json``.
+        pipelines: Pipeline classes of diffusers whose folders contain such a network; the first is the default.
+        components: Names of the pipeline's components that are used -> (library, class), as required in
+            ``model_index.json``.
+        layout: Function that builds the network's specification from the values of ``config.json``. Raises ValueError
+            for values that do not belong to this family.
+        names: Function that returns the matches of all weights of a network with a given specification.
+        text: Form of the prompt tokens.
+        latents: Description of the latents.
+        guidance: Description of the guidance.
+        steps: Default number of sampling steps.
+        shifted_end: True if sampling's times are evenly spaced down to the last trained time (shifted) instead of 0.
+        karras: True if sampling uses the noise levels of Karras et al., from 80 to 0.002, instead of those of the
+            folder's scheduler.
+        constants: Names of published tensors that are not weights. OpenDiT computes them and exports them unchanged.
+        image_size: Default side in pixels, or (height, width).
+        frames: Default number of frames; None for pictures.
+        license: License of the published weights, in the hub's spelling.
+        original: Names of layers in the authors' own code, which LoRA files of ComfyUI and kohya's trainers use -> the
+            published layers whose rows are joined in each. ``*`` stands for the number of a block. Layers that are
+            missing here have the same name in both.
+        exchanged: The layers of ``original`` whose two halves of rows are in reversed order.
+        comfyui: Names in ComfyUI's LoRA files: "original", or "published" with separate q, k and v.
+        architecture: Name of the model in the metadata of a LoRA file.
+        variants: Models of other sizes.
+        distilled: Default steps and guidance scale of folders with ``is_distilled`` in ``model_index.json``.
+        when: Values of ``config.json`` that distinguish the family from another family with the same network class.
+        shift: Shift of the sampling times by the number of tokens: by the folder's scheduler ("scheduler"), or by
+            FLUX.2's formula of tokens and steps ("empirical").
     """
 
     name: str
@@ -215,10 +231,10 @@ class Family:
     shift: Literal["scheduler", "empirical"] = "scheduler"
 
     def variant(self, index: Mapping[str, Any] | None) -> Variant | None:
-        """Return the variant that a ``model_index.json`` is of; None for the usual models."""
+        """Return the variant that a ``model_index.json`` marks; None for the family's usual models."""
         return next((variant for variant in self.variants if (index or {}).get(variant.setting)), None)
 
     def describes(self, config: Mapping[str, Any]) -> bool:
-        """Return True if a network with this ``config.json`` is of the family."""
+        """Return True if a network with this ``config.json`` belongs to the family."""
         same = all(config.get(key, value) == value for key, value in self.when.items())
         return config.get("_class_name") == self.network and same

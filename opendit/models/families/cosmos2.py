@@ -1,5 +1,5 @@
-"""Cosmos-Predict2, text to image (NVIDIA 2025): self-attention, attention to the caption and MLP, each modulated by a
-correction of low rank, and rotations of a head's halves."""
+"""Cosmos-Predict2, text to image (NVIDIA 2025): blocks with self-attention, attention to the caption, and MLP. Each
+branch has a low-rank correction of a shared modulation. Rotary positions rotate channels i and i + d / 2 of a head."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,10 +13,10 @@ from opendit.models.layers import Options
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a CosmosTransformer3DModel that draws pictures from captions alone."""
+    """Return the specification of a CosmosTransformer3DModel for text to image."""
     heads, size, channels = values["num_attention_heads"], values["attention_head_dim"], values["in_channels"]
     only = {
-        "out_channels": channels,  # one more comes in where a clip's first frames are given
+        "out_channels": channels,  # models with conditioning frames have one more input channel
         "patch_size": [1, 2, 2],
         "extra_pos_embed_type": None,
         "use_crossattn_projection": False,
@@ -69,7 +69,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         time_normed=True,
         shared=len(block.values),
         final_rank=rank,
-        zeros=int(values.get("concat_padding_mask", True)),  # of pictures that nothing fills up
+        zeros=int(values.get("concat_padding_mask", True)),  # the padding mask, which is zero for complete pictures
         bias=False,
     )
 
@@ -100,7 +100,7 @@ OF_BLOCK = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="transformer_blocks.*.", blocks=blocks)
     return (*layers(AROUND, WEIGHT), *layers(OF_BLOCK, WEIGHT, **where))

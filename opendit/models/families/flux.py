@@ -1,4 +1,5 @@
-"""FLUX.1 (Black Forest Labs 2024), dev and schnell: two streams, then one, with attention and MLP side by side."""
+"""FLUX.1 (Black Forest Labs 2024), dev and schnell: blocks with two streams, then blocks with one stream whose attention
+and MLP are parallel."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -88,7 +89,7 @@ OF_SINGLE = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     double, single = spec.stacks[0].count, spec.stacks[1].count
     found = layers(AROUND)
     for ours, theirs in EMBEDDERS.items():
@@ -102,14 +103,14 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     theirs, blocks = "single_transformer_blocks.*.", range(double, double + single)
     where = dict(ours="blocks.*.", theirs=theirs, blocks=blocks, offset=double)
     found += layers(OF_SINGLE, **where) + layers(NORMS["media"], WEIGHT, **where)
-    # One projection of both branches' outputs, side by side.
+    # The published weights have one projection of the concatenated outputs of both branches.
     outputs = ("blocks.*.attn.proj.weight", "blocks.*.mlp.fc2.weight")
     found.append(Match(outputs, (f"{theirs}proj_out.weight",), 1, blocks, double))
     found.append(Match(("blocks.*.mlp.fc2.bias",), (f"{theirs}proj_out.bias",), 0, blocks, double))
     return tuple(found)
 
 
-ORIGINAL = {  # of Black Forest Labs
+ORIGINAL = {  # Black Forest Labs' names
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
     "final_layer.adaLN_modulation.1": "norm_out.linear",
@@ -167,6 +168,6 @@ FAMILY = Family(
     steps=28,
     license="FLUX.1-dev: flux-1-dev-non-commercial-license; FLUX.1-schnell: apache-2.0",
     original=ORIGINAL,
-    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # scale, shift here; shift, scale there
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # published: scale, shift; original: shift, scale
     architecture="flux-1",
 )

@@ -1,5 +1,5 @@
-"""FLUX.2 (Black Forest Labs 2025), dev and klein: FLUX.1's two kinds of blocks without biases, with SwiGLU, and one
-modulation for all blocks of a kind."""
+"""FLUX.2 (Black Forest Labs 2025), dev and klein: FLUX.1's two kinds of blocks without biases and with SwiGLU. All
+blocks of a kind share one modulation."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -83,7 +83,7 @@ OF_SINGLE = {"attn.q_norm": "attn.norm_q", "attn.k_norm": "attn.norm_k"}
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     double, single = spec.stacks[0].count, spec.stacks[1].count
     found = layers(AROUND, WEIGHT)
     embedders = {"t_embedder": "timestep_embedder"} | (
@@ -97,14 +97,14 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
         found += layers(OF_STREAM[stream], WEIGHT, ours=f"blocks.*.{stream}.", **where)
     theirs, blocks = "single_transformer_blocks.*.", range(double, double + single)
     found += layers(OF_SINGLE, WEIGHT, ours="blocks.*.", theirs=theirs, blocks=blocks, offset=double)
-    # Attention and MLP, side by side in one projection in and one out.
+    # The published weights have one input projection and one output projection for both attention and MLP.
     for dim, parts, fused in ((0, ("attn.qkv", "mlp.fc1"), "to_qkv_mlp_proj"), (1, ("attn.proj", "mlp.fc2"), "to_out")):
         weights = tuple(f"blocks.*.{part}.weight" for part in parts)
         found.append(Match(weights, (f"{theirs}attn.{fused}.weight",), dim, blocks, double))
     return tuple(found)
 
 
-ORIGINAL = {  # of Black Forest Labs
+ORIGINAL = {  # Black Forest Labs' names
     "img_in": "x_embedder",
     "txt_in": "context_embedder",
     "final_layer.adaLN_modulation.1": "norm_out.linear",
@@ -143,7 +143,7 @@ FAMILY = Family(
     steps=50,
     license="FLUX.2-dev: flux-dev-non-commercial-license",
     original=ORIGINAL,
-    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # scale, shift here; shift, scale there
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # published: scale, shift; original: shift, scale
     architecture="flux-2",
     when={"guidance_embeds": True},
     shift="empirical",

@@ -1,4 +1,5 @@
-"""LTX-Video (Lightricks 2024): self-attention whose heads all turn by other angles, then attention to the caption."""
+"""LTX-Video (Lightricks 2024): blocks with self-attention, then attention to the caption. The rotary positions of each
+head have different angles."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,7 @@ from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, 
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
-FRAMES_A_SECOND = 25  # in which its pipeline counts
+FRAMES_A_SECOND = 25  # frame rate that the pipeline assumes
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
@@ -48,7 +49,7 @@ def layout(values: Mapping[str, Any]) -> NetworkSpec:
         patch=(1, 1, 1),
         stacks=(Stack(values["num_layers"], block),),
         text=TextEmbedding(values["caption_channels"], "mlp"),
-        # Latents are of 8 frames and of 32 x 32 pixels; positions are shares of 20 seconds and of 2048 pixels.
+        # A latent covers 8 frames of 32 x 32 pixels. Positions are relative to 20 seconds and 2048 pixels.
         rotary=Rotary((), steps=(8 / FRAMES_A_SECOND, 32, 32), sides=(20, 2048, 2048)),
         shared=block.chunks,
         final_table=True,
@@ -82,7 +83,7 @@ NORMS = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="transformer_blocks.*.", blocks=blocks)
     table = ("blocks.*.adaLN_modulation.table",), ("transformer_blocks.*.scale_shift_table",)

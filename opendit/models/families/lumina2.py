@@ -1,5 +1,5 @@
-"""Lumina-Image 2.0 (Alpha-VLLM 2025): one stream of captions and pictures, each refined alone before, whose heads of
-queries share heads of keys and values."""
+"""Lumina-Image 2.0 (Alpha-VLLM 2025): blocks with one stream of captions and pictures, in which query heads share heads
+of keys and values. Before these blocks, separate refiners process captions and pictures."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,7 +75,8 @@ OF_BLOCK = {
     "attn.q_norm": "attn.norm_q",
     "attn.k_norm": "attn.norm_k",
     "attn_norm_after": "norm2",
-    "mlp.fc1": ("feed_forward.linear_1", "feed_forward.linear_3"),  # what SiLU takes, then what it is multiplied by
+    # SiLU is applied to the output of linear_1, not of linear_3.
+    "mlp.fc1": ("feed_forward.linear_1", "feed_forward.linear_3"),
     "mlp.fc2": "feed_forward.linear_2",
     "mlp_norm": "ffn_norm1",
     "mlp_norm_after": "ffn_norm2",
@@ -84,7 +85,7 @@ STACKS = {"blocks": "layers", "media_refiner": "noise_refiner", "text_refiner": 
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     found = layers(AROUND) + layers({"text_embedder.norm": "time_caption_embed.caption_embedder.0"}, WEIGHT)
     stacks = {"blocks": spec.stacks[0], "media_refiner": spec.media_refiner, "text_refiner": spec.text_refiner}
     for ours, stack in stacks.items():

@@ -1,6 +1,6 @@
-"""The network of a public model, of any family: embeddings, refiners, blocks and final layer of a specification.
+"""The network of a public model: embeddings, refiners, blocks and final layer, built from a specification.
 
-A family's file makes the specification of its ``config.json``; nothing here asks which family it is.
+The family's file converts ``config.json`` to the specification. The code here is the same for all families.
 """
 
 import math
@@ -36,8 +36,8 @@ from opendit.models.segments import PlacedSegments, Segments, Varlen
 
 
 class PatchLinear(nn.Module):
-    """Patches of latents (B, C, ...) to tokens (B, N, D), by a linear layer of a patch's numbers in the published
-    order."""
+    """Embedding of the patches of latents (B, C, ...) as tokens (B, N, D), by a linear layer. The values of a patch
+    have the order of the published weights."""
 
     def __init__(self, spec: NetworkSpec, width: int):
         super().__init__()
@@ -49,11 +49,11 @@ class PatchLinear(nn.Module):
             if spec.convolution
             else nn.Linear(channels * math.prod(spec.patch), width)
         )
-        # Stands in for the tokens that fill a picture.
+        # Learned token that pads the media's tokens to a multiple.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if spec.media_multiple > 1 else None
 
     def patches(self, x: Tensor) -> Tensor:
-        """Return the patches' numbers (B, N, C * prod(patch)), in the weight's order and dtype."""
+        """Return the values of the patches (B, N, C * prod(patch)), in the order and dtype of the weight."""
         axes = len(self.patch)
         sides = [part for side, p in zip(x.shape[2:], self.patch, strict=True) for part in (side // p, p)]
         grid, inside = list(range(2, 2 + 2 * axes, 2)), list(range(3, 3 + 2 * axes, 2))
@@ -62,14 +62,14 @@ class PatchLinear(nn.Module):
         return x.permute(0, *order).flatten(1 + axes).flatten(1, axes)
 
     def project(self, patches: Tensor) -> Tensor:
-        """(B, N, C * prod(patch)) to (B, N, D)."""
+        """Project patches (B, N, C * prod(patch)) to tokens (B, N, D)."""
         if self.zeros:
             patches = nn.functional.pad(patches, (0, self.zeros * math.prod(self.patch)))
         return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class TextEmbedder(nn.Module):
-    """A caption's tokens (B, L, Dt) to (B, L, D), or as they are."""
+    """Embedding of a caption's tokens (B, L, Dt) as (B, L, D); the identity for ``layers`` "none"."""
 
     def __init__(self, text: TextEmbedding, width: int, eps: float):
         super().__init__()
@@ -79,7 +79,7 @@ class TextEmbedder(nn.Module):
             "none": nn.Identity,
         }
         self.mlp: nn.Module = made.get(text.layers, lambda: nn.Linear(text.width, width))()
-        # Stands in for the tokens that fill a caption.
+        # Learned token that pads a caption's tokens to a multiple.
         self.filling: nn.Parameter | None = nn.Parameter(torch.zeros(1, width)) if text.multiple > 1 else None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class TextEmbedder(nn.Module):
 
 
 class TextMlp(nn.Module):
-    """Linear, GELU (tanh form), Linear."""
+    """MLP of a linear layer, GELU (tanh approximation) and a linear layer."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int):
         super().__init__()
@@ -98,7 +98,7 @@ class TextMlp(nn.Module):
 
 
 class PictureEmbedder(nn.Module):
-    """A picture's tokens (B, I, P) to (B, I, D): LayerNorm, linear, GELU, linear, LayerNorm."""
+    """Embedding of a picture's tokens (B, I, P) as (B, I, D): LayerNorm, linear, GELU, linear, LayerNorm."""
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
@@ -110,7 +110,7 @@ class PictureEmbedder(nn.Module):
 
 
 class VectorEmbedder(nn.Module):
-    """A vector (B, P) to (B, D): linear, SiLU, linear."""
+    """Embedding of a vector (B, P) as (B, D): linear, SiLU, linear."""
 
     def __init__(self, inputs: int, width: int):
         super().__init__()
@@ -121,8 +121,8 @@ class VectorEmbedder(nn.Module):
 
 
 class PublicDiT(DiT):
-    """The network of a public model. It is called as :class:`DiT` is, with t in [0, 1000] and a TextCondition, and
-    predicts noise - data, whatever the family's own conventions."""
+    """The network of a public model. It has the interface of :class:`DiT`, with t in [0, 1000] and a TextCondition, and
+    predicts noise - data for every family."""
 
     config: PublicConfig
 
@@ -163,7 +163,7 @@ class PublicDiT(DiT):
         self.ops = BlockOps()
         self.grad_checkpoint = self.modulate_in_blocks = False
         self.sequence: Any = None
-        self.second: PublicDiT | None = None  # in sampling, the network below ``config.boundary``
+        self.second: PublicDiT | None = None  # in sampling, the network for times below ``config.boundary``
         if self.device.type != "meta":
             initialize(self, seed=int(torch.randint(2**62, (), device="cpu")))
 
@@ -171,8 +171,8 @@ class PublicDiT(DiT):
         return [make_block(stack.block) for _ in range(stack.count)]
 
     def initial_distributions(self) -> dict[str, Distribution]:
-        """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms, 0 for biases; LoRA's as
-        those of any model."""
+        """Return a distribution for every parameter: N(0, 0.02^2) for matrices, 1 for norms and 0 for biases. LoRA's
+        matrices have the same distributions as in other models."""
         found: dict[str, Distribution] = {"blocks.**.lora_A.*.weight": FanInUniform()}
         found["blocks.**.lora_B.*.weight"] = Constant(0)
         for wrapped, parameter in self.named_parameters():
@@ -207,11 +207,11 @@ class PublicDiT(DiT):
         return self
 
     def fill_tables(self, device: torch.device | None = None) -> None:
-        """Do nothing: all positions are computed."""
+        """Do nothing, because these models have no position tables as buffers."""
 
     def positions(self, grid: tuple[int, ...]) -> Tensor | None:
-        """Return a picture's positions (1, N, D) fp32 that are added to its tokens; None where there are rotations,
-        which depend on the captions as well."""
+        """Return the positions (1, N, D) fp32 that are added to a picture's tokens; None for models without a table.
+        Such models have rotations instead, which depend on the captions as well."""
         if self.config.spec.table is None:
             return None
 
@@ -221,8 +221,10 @@ class PublicDiT(DiT):
         return self._made_once(("table", grid), made)
 
     def _positions_in_middle(self, coordinates: Tensor, grid: tuple[int, ...] | Tensor) -> Tensor:
-        """Return the positions (1, N, D) of patches (N, 2) of pictures of a grid (2,), or of theirs (N, 2). Raises
-        ValueError for pictures that are larger than the table."""
+        """Return the positions (1, N, D) of patches at coordinates (N, 2). grid: the size (2,) of the pictures' grid,
+        or the size (N, 2) of the grid that each patch belongs to.
+
+        Raises ValueError for pictures that are larger than the table."""
         side, unit = cast(tuple[int, int], self.config.spec.table)
         sides = torch.as_tensor(grid, device=coordinates.device)
         if int(sides.max()) > side:
@@ -233,19 +235,21 @@ class PublicDiT(DiT):
         return sincos_positions(at, self.config.hidden_size).unsqueeze(0)
 
     def rotations(self, grid: tuple[int, ...]) -> Tensor | None:
-        """(N, d / 2, 2) fp32, of the media's tokens where nothing else is in the sequence."""
+        """Return the rotations (N, d / 2, 2) fp32 of the media's tokens, for sequences without captions."""
         rotary = self.config.spec.rotary
 
         def made() -> Tensor:
             at = grid_coordinates(*grid, device=self.device)
-            at = nn.functional.pad(at, (max(0, len(rotary.channels) - at.shape[-1]), 0))  # of pictures, without a frame
+            # A picture's coordinates have no frame; prepend 0.
+            at = nn.functional.pad(at, (max(0, len(rotary.channels) - at.shape[-1]), 0))
             return cast(Tensor, rotary.table(at, self.config.hidden_size))
 
         return self._made_once(("rope", grid), made)
 
     def _of_projections(self, table: Tensor | None, shards: SequenceShards | None) -> Tensor | None:
-        """Return the rotations of all channels of the tokens and heads whose queries this rank projects; those of a
-        head, which ranks turn by after they have exchanged heads, as they are."""
+        """Restrict rotations of all channels to the tokens and heads whose queries this rank projects.
+
+        Rotations that all heads share are returned unchanged, because ranks apply them after the exchange of heads."""
         if table is None or shards is None or not self.config.spec.rotary.steps:
             return table
         return shards.of_projections(table.flatten(1)).unflatten(1, (-1, 2))
@@ -253,7 +257,8 @@ class PublicDiT(DiT):
     # ------------------------------------------------------------------------------------------------------ conditions
 
     def embed_condition(self, y: Condition) -> tuple[Tensor, Context | None]:
-        """Embed captions: what is added to the time's embedding, and their tokens (B, L, D) with their mask."""
+        """Embed captions. Return the vector that is added to the time's embedding, and the captions' tokens (B, L, D)
+        with their mask."""
         assert isinstance(y, TextCondition), "a public model is conditioned on captions"
         spec, dtype = self.config.spec, cast(nn.Linear, self.t_embedder.mlp[0]).weight.dtype
         width = 1 if spec.time_normed else spec.time_width or spec.block.width
@@ -272,9 +277,10 @@ class PublicDiT(DiT):
         return torch.full((count,), family_of(self.config.family).guidance.scale, device=device)
 
     def _text(self, tokens: Tensor, mask: Tensor, shortest: int) -> tuple[Tensor, Tensor]:
-        """Return the captions' tokens, refined, and which of them are attended to, (B, L) bool; (B, 0) for all."""
+        """Embed and refine the captions' tokens. Return the tokens and a mask (B, L) bool of the tokens that are
+        attended to, or (B, 0) if all are."""
         spec, embed = self.config.spec, self.text_embedder
-        elsewhere = not hasattr(embed, "mlp")  # on a pipeline's first stage
+        elsewhere = not hasattr(embed, "mlp")  # True if only another pipeline stage, the first, has the embedder
         if spec.text.multiple == 1 and not spec.text.masked:
             return tokens if elsewhere else embed(tokens), mask[:, :0] if spec.order else mask
         tokens = nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[1] % spec.text.multiple))
@@ -305,7 +311,7 @@ class PublicDiT(DiT):
         return super().contexts(context)
 
     def modulations(self, c: Tensor, blocks: Iterable[Block] | None = None, first: bool = True) -> Iterator[Modulation]:
-        """Yield the modulations of the refiner's blocks (if ``first``), of the blocks, and of the final layer."""
+        """Yield the modulations of the media refiner's blocks (if ``first``), of the blocks, and of the final layer."""
         shared = None if self.shared_modulation is None else self.shared_modulation(c)
         spec, of_final = self.config.spec, None
         if spec.time_normed:
@@ -323,9 +329,11 @@ class PublicDiT(DiT):
 
         Args:
             x: (B, C, H, W) or (B, C, T, H, W) noised latents, any float dtype; also ``with_given(x, given)``.
-            t: (B,) times in [0, 1000], 1000 being noise. With given frames (B, T), see ``times_of_frames``.
+            t: (B,) times in [0, 1000], where 1000 is pure noise. (B, T) with conditioning frames in place; see
+                ``times_of_frames``.
             y: a TextCondition.
-            segments: of a pack: x are its patches (N, C, *patch), t and y those of its segments. The result is patches.
+            segments: The segments of a pack. x then has its patches (N, C, *patch), t and y have one row per segment,
+                and the result is patches.
 
         Raises:
             ValueError: the patch does not divide a side, or the model can't take packs.
@@ -337,7 +345,7 @@ class PublicDiT(DiT):
 
     def condition(self, t: Tensor, y: Condition) -> tuple[Tensor, Context | None]:
         vector, context = self.embed_condition(y)
-        if t.dim() > 1:  # (B, T): the vectors of a sample's frames follow each other
+        if t.dim() > 1:  # (B, T) becomes (B T,): the vectors of a sample's frames are consecutive.
             vector, t = vector.repeat_interleave(t.shape[1], dim=0), t.flatten()
         return self.t_embedder(t) + vector, context
 
@@ -357,8 +365,8 @@ class PublicDiT(DiT):
         return self.leave(tokens, next(modulations), grid)
 
     def enter(self, x: Tensor, modulations: Iterator[Modulation], context: Any) -> tuple[Tensor, TokenGrid]:
-        """Return the tokens (B, N, D) of latents x (B, C, ...) and of the captions, as the first block takes them, and
-        their places. Takes the refiner's modulations."""
+        """Embed latents x (B, C, ...), and captions if they are in the sequence, as the input tokens (B, N, D) of the
+        first block. Return the tokens and their grid. Consumes the media refiner's modulations."""
         spec = self.config.spec
         by_frame = x.shape[1] > spec.channels and not spec.given
         if by_frame:
@@ -385,7 +393,7 @@ class PublicDiT(DiT):
         return torch.cat([parts[name] for name in spec.order], dim=1), grid
 
     def _refined(self, media: Tensor, modulations: Iterator[Modulation], alone: TokenGrid) -> Tensor:
-        """Run the media's refiner, if there is one, on tokens (B, n, D). Takes its modulations."""
+        """Run the media refiner, if the model has one, on tokens (B, n, D). Consumes the refiner's modulations."""
         refiner = self.config.spec.media_refiner
         if refiner is None:
             return media
@@ -396,8 +404,8 @@ class PublicDiT(DiT):
     def places(
         self, size: tuple[int, ...], context: Any, batch: int, by_frame: bool = False
     ) -> tuple[TokenGrid, TokenGrid]:
-        """Describe the places of all tokens of a batch of latents of this size, and those of the media alone. by_frame:
-        each frame has its own modulation vectors."""
+        """Return the grid of all tokens of a batch of latents of this size, and the grid of the media's tokens alone.
+        by_frame: True if each frame has its own modulation vectors."""
         spec, device, sizes = self.config.spec, self.device, self.config.grid_of(size)
         media = -(-math.prod(sizes) // spec.media_multiple) * spec.media_multiple
         text, keys = _of_context(context) if spec.order else (None, None)
@@ -410,7 +418,7 @@ class PublicDiT(DiT):
             return grid, grid
         length, lengths = text.shape[1], keys.sum(1, keepdim=True) if keys.shape[1] else text.shape[1]
         coordinates = grid_coordinates(*sizes, device=device)
-        sides = coordinates[-1, -2:] + 1  # made on the device: a recorded step can't copy from the host
+        sides = coordinates[-1, -2:] + 1  # computed on the device, because a CUDA graph can't copy from the host
         places = media_places(rotary, coordinates, sides)
         at = nn.functional.pad(places, (0, 0, 0, media - len(places)))
         text_at = text_places(rotary, length, sides)
@@ -437,14 +445,15 @@ class PublicDiT(DiT):
         )
 
     def _vectors_of_frames(self, sizes: tuple[int, ...], batch: int, shards: SequenceShards | None) -> Tensor:
-        """Number the frames of all samples, for this rank's tokens: (B, n) int64."""
+        """Return the index of the modulation vector of each of this rank's tokens, (B, n) int64. The vectors are
+        numbered by frame, sample after sample."""
         frames = torch.arange(sizes[0], device=self.device).repeat_interleave(math.prod(sizes[1:]))
-        if shards is not None:  # whose padding, zeros, belongs to the frame before it
+        if shards is not None:  # The padding of a shard is zeros; cummax assigns it to the frame before it.
             frames = shards.take(frames.view(1, -1, 1)).flatten().cummax(0).values
         return torch.arange(batch, device=self.device)[:, None] * sizes[0] + frames
 
     def leave(self, x: Tensor, m: Modulation, grid: TokenGrid) -> Tensor:
-        """Return the prediction (B, C, ...) of the last block's tokens (B, N, D)."""
+        """Compute the prediction (B, C, ...) from the tokens (B, N, D) after the last block."""
         spec = self.config.spec
         if spec.order:
             x = x.split(grid.streams, dim=1)[spec.order.index("media")]
@@ -456,7 +465,7 @@ class PublicDiT(DiT):
         return -y if spec.reversed_time else y
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
-        """Tokens (B, N, C * prod(patch)) to (B, C, ...), by the published order of a patch's numbers."""
+        """Rearrange tokens (B, N, C * prod(patch)) to (B, C, ...), by the published order of a patch's values."""
         patch, axes, spec = self.config.patch, len(grid), self.config.spec
         if spec.channels_last[1]:
             return super().unpatchify(x, grid)
@@ -476,7 +485,7 @@ class PublicDiT(DiT):
         self._check_pack(x, segments)
         modulations, (text, keys) = iter(modulations), _of_context(context)
         pack = self._joint_pack(segments, text, keys)
-        # The pack's padding stays outside: nothing attends to it.
+        # The pack's padding is left out, because nothing attends to it.
         patches = self._input_patches(x[: segments.filled]).unsqueeze(0)
         media = embed.project(patches.to(embed.proj.weight.dtype))
         if spec.table is not None:
@@ -498,8 +507,10 @@ class PublicDiT(DiT):
         return -y if spec.reversed_time else y
 
     def _joint_pack(self, segments: Segments, text: Tensor, keys: Tensor) -> "JointPack":
-        """Describe a pack whose captions, text (S, L, D), are tokens of its sequence. keys: (S, L) bool, the tokens of
-        each that are; (S, 0) for all. Where captions are of unequal length this waits for the device."""
+        """Return the layout of a pack whose sequence contains the captions, text (S, L, D).
+
+        keys: (S, L) bool, True for the captions' tokens that are in the sequence; (S, 0) if all are. If captions have
+        unequal lengths, this method waits for the device."""
         spec, rotary, device = self.config.spec, self.config.spec.rotary, text.device
         count, length, axes = len(text), text.shape[1], len(spec.rotary.channels)
         own = keys.sum(1) if keys.shape[1] else None
@@ -552,9 +563,15 @@ class PublicDiT(DiT):
 
 @dataclass(frozen=True, eq=False)
 class JointPack:
-    """A pack whose samples each have a caption among the tokens. grid: the places of all tokens; alone: of the media's.
-    filled: media and the tokens that fill them; None for no such tokens. padded: captions and their padding, likewise.
-    sample_of_row: (n,) of the media's tokens."""
+    """The layout of a pack whose sequence contains a caption for each sample.
+
+    Attributes:
+        grid: Grid of all tokens.
+        alone: Grid of the media's tokens.
+        filled: Order of the media's tokens and the learned tokens that pad them; None without such padding.
+        padded: Order of the captions' tokens and their padding; None without padding.
+        sample_of_row: (n,), the sample of each media token.
+    """
 
     grid: TokenGrid
     alone: TokenGrid
@@ -563,24 +580,27 @@ class JointPack:
     sample_of_row: Tensor
 
     def without_padding(self, text: Tensor) -> Tensor:
-        """Return captions (S, L, D) as tokens (1, n, D)."""
+        """Return the tokens (1, n, D) of captions (S, L, D), without padding."""
         tokens = text.flatten(0, 1).unsqueeze(0)
         return tokens if self.padded is None else self.padded.split(tokens)[0]
 
 
 def media_places(rotary: Rotary, places: Tensor, sides: Tensor) -> Tensor:
-    """Return the coordinates (n, axes) float64 of media at the places (n, 2 or 3) of a grid; sides: (2,) or (n, 2), its
-    rows and columns. Where media follow a caption, they are moved elsewhere."""
+    """Return the rotary coordinates (n, axes) float64 of media tokens.
+
+    places: (n, 2 or 3), the tokens' coordinates in the grid. sides: (2,) or (n, 2), number of rows and columns of the
+    grid. For ``rotary.text`` "count", the caller must add the offset after the caption."""
     axes, places = len(rotary.channels) - (rotary.text == "last"), places.double()
     if rotary.text == "diagonal":
         places[:, -2:] -= sides - sides // 2
-    places = nn.functional.pad(places, (axes - places.shape[1], 0))  # or, of three for two axes, without the frame
+    # For three coordinates and two axes, the negative padding removes the frame.
+    places = nn.functional.pad(places, (axes - places.shape[1], 0))
     return nn.functional.pad(places, (0, len(rotary.channels) - axes))
 
 
 def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
-    """Return the coordinates (length, axes) or (S, length, axes) float64 of captions' tokens; sides: (2,) or (S, 2),
-    the media's rows and columns."""
+    """Return the rotary coordinates (length, axes) or (S, length, axes) float64 of captions' tokens. sides: (2,) or
+    (S, 2), number of rows and columns of the media."""
     index = torch.arange(length, device=sides.device, dtype=torch.float64)
     at = index.new_zeros(length, len(rotary.channels))
     if rotary.text == "count":
@@ -593,17 +613,18 @@ def text_places(rotary: Rotary, length: int, sides: Tensor) -> Tensor:
 
 
 def _of_context(context: Any) -> tuple[Tensor, Tensor]:
-    """Return a caption's tokens and their mask, from a context or from what stands in for one."""
+    """Return a caption's tokens and their mask from a context, from a list of contexts, or from an object with a method
+    ``of`` that returns the context of a slice."""
     if isinstance(context, list):
         context = context[0]
     return context if isinstance(context, tuple) else context.of(slice(0, 1))
 
 
 def _parts_of(modules: Any) -> Iterable[Any]:
-    """Return the modules of a list; none of one that another stage of a pipeline has."""
+    """Return the modules of a ``ModuleList``, or nothing if another pipeline stage has the list."""
     return modules if isinstance(modules, nn.ModuleList) else ()
 
 
 def _round_up(numbers: Any, multiple: int) -> Any:
-    """Return numbers, a tensor or an integer, rounded up to multiples."""
+    """Round ``numbers``, a tensor or an integer, up to multiples of ``multiple``."""
     return (numbers + multiple - 1) // multiple * multiple

@@ -1,4 +1,4 @@
-"""The specification of a public model's network: its blocks, and what is around them."""
+"""The specification of a public model's network: blocks, embeddings, positions and final layer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,14 +14,18 @@ class Rotary:
     """Rotary positions. A token's coordinates are (frame, row, column) of its patch.
 
     Attributes:
-        channels: of a head, for each axis; () where ``steps`` are given, or where there are no rotations.
-        base: of the frequencies. bases: of each axis' own, instead.
-        text: coordinates of a caption's tokens: all 0 ("zero"); ``first``, ``first`` + 1, ... along the first axis
-            ("count"), on which the media follow, at the place after the caption's last; 0, 1, ... along one more axis,
-            the last ("last"); or equal on all axes ("diagonal"), from half the longer side of the media on, whose rows
-            and columns are then counted from their middle.
-        steps, sides: the axes' channels are interwoven over all heads, which thus have angles of their own; a token's
-            position along an axis is its coordinate times the step, as a share of the side.
+        channels: Number of a head's channels for each axis; () if ``steps`` is set or if there are no rotations.
+        base: Base of the frequencies.
+        bases: Base of the frequencies of each axis; () for ``base`` on every axis.
+        text: Coordinates of a caption's tokens. "zero": 0 on all axes. "count": ``first``, ``first`` + 1, ... along the
+            first axis; the media have the next coordinate on this axis. "last": 0, 1, ... along an additional last
+            axis. "diagonal": the same coordinate on all axes, starting at half the media's longer side; rows and
+            columns of the media are then counted from the middle.
+        first: First coordinate for ``text`` "count".
+        steps: Size of a coordinate's step along each axis; () for rotations that all heads share. With steps, the
+            channels of the axes are interleaved over all heads, so that heads have different angles, and a token's
+            position along an axis is coordinate * step / side.
+        sides: Side of each axis for ``steps``.
     """
 
     channels: tuple[int, ...]
@@ -33,8 +37,10 @@ class Rotary:
     bases: tuple[float, ...] = ()
 
     def table(self, coordinates: Tensor, width: int) -> Tensor | None:
-        """Return the cosines and sines of tokens at coordinates (..., axes), of a head's channels (..., d / 2, 2), or
-        of all ``width`` channels (..., D / 2, 2)."""
+        """Return the cosines and sines of tokens at coordinates (..., axes); None without rotations.
+
+        The result is (..., d / 2, 2) for the channels of one head, or, with ``steps``, (..., D / 2, 2) for all D =
+        ``width`` channels."""
         if not self.steps and not self.channels:
             return None
         if not self.steps:
@@ -44,16 +50,16 @@ class Rotary:
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """The layers that make a caption's tokens those of the network.
+    """The embedding of the text encoder's tokens in the network.
 
     Attributes:
-        width: of the encoder's tokens.
-        layers: "linear"; "norm", RMSNorm and a linear layer; "mlp", two linear layers and GELU; "none".
-        multiple: captions are filled with learned tokens up to a multiple of this; 1 for none.
-        pooled: width of a vector that is embedded beside the time; 0 for none.
-        picture: width of a picture's tokens, which blocks attend to beside the caption's; 0 for none. They take the
-            place of the pooled vector in conditions, (B, tokens, picture).
-        masked: in one sequence with the media, a caption's padding is not attended to.
+        width: Width of the encoder's tokens.
+        layers: "linear"; "norm" (RMSNorm and a linear layer); "mlp" (two linear layers and GELU); or "none".
+        multiple: Captions are padded with learned tokens to a multiple of this number; 1 for no such padding.
+        pooled: Width of the pooled vector, whose embedding is added to the time's; 0 for none.
+        picture: Width of a picture's tokens, to which blocks attend in addition to the caption's; 0 for none. In a
+            condition, the picture's tokens (B, tokens, picture) replace the pooled vector.
+        masked: True if captions are in one sequence with the media and their padding is not attended to.
     """
 
     width: int
@@ -66,7 +72,7 @@ class TextEmbedding:
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks of one specification that follow each other."""
+    """Consecutive blocks with the same specification."""
 
     count: int
     block: BlockSpec
@@ -77,31 +83,38 @@ class NetworkSpec:
     """The specification of a network.
 
     Attributes:
-        channels: of the latents.
-        given: channels that come behind these, of models that are given the first frame: a mask, repeated, and the
-            latents of the clip that has nothing after that frame.
-        zeros: channels of zeros that come behind them, whose weights nothing depends on.
-        patch: (frames, rows, columns), or (rows, columns).
-        channels_last: order of a patch's numbers, what comes in and what goes out: channels after the places, or
-            before them.
-        convolution: the weight of the patches' embedding has a convolution's shape.
-        stacks: the blocks.
-        order: of the streams of one sequence; () where captions are attended to across, and are not in it.
-        media_refiner, text_refiner: blocks before they are joined.
-        time_width: width of the time's embedding, and of its condition.
-        time_hidden, frequencies: of the time's embedding.
-        reversed_time: the network is told 1000 - t, and predicts data - noise.
-        time_unit: times are divided by this before they are embedded.
-        time_normed: the condition is RMSNorm of the time's sinusoids, and the time's embedding is what blocks share.
-        guidance: the scale of guidance is embedded beside the time.
-        shared: number of modulation vectors that all blocks share; 0 for none.
-        final: values of the final layer's modulation, in their order.
-        final_table: that modulation is a table plus the time's embedding.
-        final_rank: that modulation is of this rank, and corrects the first vectors that blocks share.
-        table: (side, unit) of a table of sines and cosines in patches, from whose middle a picture's positions are cut;
-            positions count from 0 to ``unit`` along a side. None: there is none.
-        media_multiple: media are filled with learned tokens up to a multiple of this.
-        bias: linear layers have biases, those of the blocks as their options say.
+        channels: Number of channels of the latents.
+        patch: Patch size, (frames, rows, columns) or (rows, columns).
+        stacks: The blocks.
+        text: Embedding of captions.
+        rotary: Rotary positions.
+        channels_last: Order of a patch's values in the network's input and in its output: True if the channels come
+            after the patch's axes, False if they come before.
+        convolution: True if the weight of the patch embedding has a convolution's shape.
+        order: Order of the streams in the joint sequence; () if captions are not in the sequence and blocks use
+            cross-attention.
+        media_refiner: Blocks for the media's tokens alone, before the streams are joined.
+        text_refiner: Blocks for the captions' tokens alone, before the streams are joined.
+        time_width: Width of the time's embedding and of the blocks' condition; 0 for the blocks' width.
+        time_hidden: Width between the two layers of the time's embedding.
+        frequencies: Width of the time's sinusoids.
+        reversed_time: True if the network's time is 1000 - t and the network predicts data - noise.
+        time_unit: Divisor of the times before they are embedded.
+        time_normed: True if the blocks' condition is the RMSNorm of the time's sinusoids, and the time's embedding is
+            the modulation that all blocks share.
+        guidance: True if the scale of guidance is embedded and added to the time's embedding.
+        shared: Number of modulation vectors that all blocks share; 0 for none.
+        final: Names of the vectors of the final layer's modulation, in their order.
+        final_table: True if the final layer's modulation is a learned table plus the time's embedding.
+        final_rank: Rank of the final layer's modulation, which is added to the first vectors that all blocks share;
+            None for full rank and no sum.
+        table: (side, unit) of a sine-cosine table of ``side`` x ``side`` patches, whose positions range from 0 to
+            ``unit``. A picture uses the positions in the middle of the table. None without such a table.
+        media_multiple: Media are padded with learned tokens to a multiple of this number.
+        given: Number of channels after the latents for models that are conditioned on the first frame: the repeated
+            mask, and the latents of a clip without content after its first frame.
+        zeros: Number of channels of zeros after those. Their weights have no effect.
+        bias: True if the layers outside of the blocks have biases. The blocks' options set the biases of blocks.
     """
 
     channels: int

@@ -1,4 +1,4 @@
-"""The plan of a public model: rules, costs and stage cuts, all of them read from its specification."""
+"""The plan of a public model: parameter rules, costs and stage cuts, all computed from the model's specification."""
 
 import functools
 import math
@@ -25,7 +25,8 @@ from opendit.models.plan import (
 
 
 def rules(config: PublicConfig) -> dict[str, Rule]:
-    """Return the rules of all parameters. The caption's refiner works on all of its tokens on every rank."""
+    """Return the rules of all parameters. The text refiner is replicated, because every rank runs it on all tokens of
+    a caption."""
     spec = config.spec
     found: dict[str, Rule] = {
         "x_embedder.proj.*": Replicated(),
@@ -46,7 +47,8 @@ def rules(config: PublicConfig) -> dict[str, Rule]:
 
 
 def _modulation(name: str, number: int, low_rank: bool) -> dict[str, Rule]:
-    """Return the rules of a modulation whose first layer has this number: of full rank, or a product of two."""
+    """Return the rules of the modulation module ``name``, whose first linear layer is its submodule ``number``.
+    low_rank: True if the modulation is a product of two matrices."""
     first = {f"{name}.{number}.weight": Replicated()} if low_rank else {}
     return first | linear(f"{name}.{number + low_rank}", Column(gathered=True))
 
@@ -72,7 +74,7 @@ def _block_rules(name: str, spec: BlockSpec) -> dict[str, Rule]:
 
 
 def projections(config: PublicConfig) -> dict[str, tuple[str, ...]]:
-    """Return the projections that operations are given, of the blocks and the refiners."""
+    """Return the operations that get each linear layer of the blocks and the refiners; see ``Plan.projections``."""
     spec, found = config.spec, {}
     for stack in spec.stacks:
         for stream in stack.block.streams or ("",):
@@ -86,7 +88,8 @@ def _block_projections(name: str, spec: BlockSpec) -> dict[str, tuple[str, ...]]
     norm = "rmsnorm" if spec.norm == "rms" else "layernorm"
     last = ("linear",) if spec.source == "none" else ("linear_gate_residual", f"linear_gate_residual_{norm}_modulate")
     found = {
-        **({f"{name}.attn.qkv": ("linear_heads",)} if spec.kv_heads is None else {}),  # or torch's
+        # torch computes a qkv projection with shared key and value heads directly.
+        **({f"{name}.attn.qkv": ("linear_heads",)} if spec.kv_heads is None else {}),
         f"{name}.attn.proj": last,
         f"{name}.mlp.fc1": ("linear_gelu" if spec.mlp == "gelu" else "linear",),
         f"{name}.mlp.fc2": last,
@@ -105,7 +108,7 @@ def divisible(config: PublicConfig) -> dict[str, dict[str, int]]:
 
 
 def stages(spec: NetworkSpec) -> StageCuts:
-    """Return where a pipeline may cut. Captions that are in the sequence are embedded on the first stage alone."""
+    """Return the places where a pipeline may cut. If captions are in the sequence, only the first stage embeds them."""
     captions = ("text_embedder", "text_refiner", "picture_embedder")
     first = ("x_embedder", "media_refiner")
     every = ("t_embedder", "guidance_embedder", "pooled_embedder", "shared_modulation")
@@ -116,11 +119,11 @@ def stages(spec: NetworkSpec) -> StageCuts:
 
 # ---------------------------------------------------------------------------------------------------- memory and work
 
-PICTURE_TOKENS = 257  # of CLIP's vision encoder, ViT-H/14 at 224 pixels
+PICTURE_TOKENS = 257  # number of tokens of CLIP's vision encoder, ViT-H/14 at 224 pixels
 
 
 def _lengths(config: PublicConfig) -> tuple[int, int]:
-    """Return the tokens of a sample's media and of its caption, with those that fill them."""
+    """Return the numbers of tokens of a sample's media and of its caption, including learned padding."""
     spec, text = config.spec, config.text
     assert text is not None
     media = -(-config.tokens // spec.media_multiple) * spec.media_multiple
@@ -128,29 +131,29 @@ def _lengths(config: PublicConfig) -> tuple[int, int]:
 
 
 def _attended(config: PublicConfig) -> int:
-    """Return the tokens that cross-attention sees: a caption's, and a picture's before them."""
+    """Return the number of tokens that cross-attention attends to: the caption's and, if there is one, the picture's."""
     return _lengths(config)[1] + PICTURE_TOKENS * bool(config.spec.text.picture)
 
 
 def _streams(config: PublicConfig, block: BlockSpec) -> int:
-    """Return the tokens that go through a block of the main stack."""
+    """Return the number of a sample's tokens in a block of the main stack."""
     media, text = _lengths(config)
     return media + text * bool(config.spec.order)
 
 
 def _weights(block: BlockSpec) -> tuple[int, int, int]:
-    """Return the weights of one token's matrices: of self-attention, of the MLP, and of cross-attention without keys
-    and values."""
+    """Return the numbers of weights that a token is multiplied by: in self-attention, in the MLP, and in
+    cross-attention without the projection to keys and values."""
     d, shared = block.width, (block.kv_heads or block.heads) * block.width // block.heads
     across = any(branch.sees == "caption" for branch in block.branches)
     return 2 * d * (d + shared), (1 + MLPS[block.mlp].branches) * d * block.mlp_hidden, 2 * d * d * across
 
 
 def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int]:
-    """Return the FLOPs of one sample in a block: of its linear layers, and of its attention."""
+    """Return the FLOPs of one sample in a block: those of the linear layers, and those of attention."""
     own, mlp, cross = _weights(block)
     linears, attention = 2 * tokens * (own + mlp + cross), 4 * tokens * tokens * block.width
-    if block.read:  # the caption's tokens, of which there are q, k and v alone
+    if block.read:  # The block only computes q, k and v of the caption's tokens.
         linears -= 2 * captions * (block.width**2 + mlp)
     if cross:
         linears += 4 * captions * block.width * (block.context or block.width)
@@ -165,7 +168,7 @@ def _block_flops(block: BlockSpec, tokens: int, captions: int) -> tuple[int, int
 
 
 def _stack_flops(config: PublicConfig) -> tuple[int, int]:
-    """Return the FLOPs of all blocks of the main stack: of linear layers, and of attention."""
+    """Return the FLOPs of all blocks of the main stack: those of the linear layers, and those of attention."""
     text = _attended(config)
     found = [_block_flops(block, _streams(config, block), text) for block in config.spec.blocks]
     linears, attentions = zip(*found, strict=True)
@@ -173,7 +176,8 @@ def _stack_flops(config: PublicConfig) -> tuple[int, int]:
 
 
 def _first(config: PublicConfig) -> int:
-    """Patches' embedding and the refiners."""
+    """Return the FLOPs of the first stage: patch embedding, refiners, and the caption's embedding if captions are in the
+    sequence."""
     spec, (media, text) = config.spec, _lengths(config)
     total = 2 * config.tokens * (spec.channels + spec.given + spec.zeros) * math.prod(spec.patch) * spec.block.width
     for refiner, tokens in ((spec.media_refiner, media), (spec.text_refiner, text)):
@@ -192,11 +196,11 @@ def _captions(config: PublicConfig) -> int:
 
 
 def _every(config: PublicConfig) -> int:
-    """Count the FLOPs of the condition (time, guidance, pooled vector) and of the modulation that blocks share."""
+    """Return the FLOPs of the condition (time, guidance, pooled vector) and of the modulation that blocks share."""
     spec = config.spec
     width = spec.time_width or spec.block.width
     hidden = spec.time_hidden or width
-    if spec.time_normed:  # whose second layer makes what blocks share
+    if spec.time_normed:  # The second layer of the time's embedding outputs the shared modulation.
         return 2 * hidden * (spec.frequencies + spec.shared * spec.block.width)
     time = 2 * hidden * (spec.frequencies + width) * (1 + spec.guidance)
     pooled = 2 * width * (spec.text.pooled + width) * bool(spec.text.pooled)
@@ -214,11 +218,13 @@ def _last(config: PublicConfig) -> int:
 
 
 def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
-    """Return what a block keeps on the average over the stack: x, each branch's modulated norm, q, k, v before and
-    after their norm and rotation, attention's output, fc1's output and its activation, and the branches' outputs. Not
-    fused, also normalised outputs, and what lies between norm and modulation, and between norm and rotation; of two
-    streams, q, k and v of both, joined. In FP8 the inputs of linear layers take half, attention's output beside what
-    its kernel keeps; and there are the weights."""
+    """Return the memory that a block keeps, averaged over the stack.
+
+    A block keeps x, each branch's modulated norm, q, k and v before and after norm and rotation, attention's output,
+    fc1's output and activation, and the branches' outputs. Without fusion, it also keeps normalised outputs and the
+    tensors between norm and modulation and between norm and rotation. With two streams, it also keeps the joined q, k
+    and v. In FP8, inputs of linear layers take half the memory, attention's output is kept in FP8 in addition to the
+    tensors that the attention kernel keeps, and weights are kept in FP8."""
     spec, total = config.spec, Kept()
     media, _ = _lengths(config)
     between = 0 if execution.fused else 3 if execution.autocast else 1
@@ -230,10 +236,10 @@ def _kept_by_block(config: PublicConfig, execution: Execution) -> Kept:
         units = 1 + norms * (1 + between) + 4 + turned * block.options.qk_norm + outputs
         wide = block.mlp_hidden / block.width
         units += (1 + MLPS[block.mlp].branches) * wide + 1
-        if block.norm_after and (execution.fp8 or not execution.fused):  # normalised by torch
+        if block.norm_after and (execution.fp8 or not execution.fused):  # torch computes these norms.
             units += 2
         units -= execution.fp8 * (norms + wide - 1) / 2
-        if block.kv_heads is not None:  # k and v for every head are copies
+        if block.kv_heads is not None:  # Shared k and v are copied for every query head.
             units += 2 * block.kv_heads / block.heads
         if across:
             units += 5 + 2 * _attended(config) / media
@@ -251,7 +257,7 @@ def backward(config: PublicConfig, execution: Execution) -> float:
 
 @functools.cache
 def plan_of_spec(spec: NetworkSpec) -> Plan:
-    """Return the plan of a specification."""
+    """Return the plan of all models with this specification."""
     return Plan(
         rules,
         divisible,

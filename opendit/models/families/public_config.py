@@ -1,4 +1,4 @@
-"""The configurations of public models: a family, and its ``config.json`` as it was published."""
+"""The configurations of public models. A configuration stores the family and the published ``config.json``."""
 
 import functools
 import json
@@ -15,7 +15,7 @@ from opendit.models.families.network_spec import NetworkSpec
 
 
 def published(values: Mapping[str, Any]) -> str:
-    """Return a ``config.json`` in the form that configurations hold it in."""
+    """Convert the values of a ``config.json`` to the string that a :class:`PublicConfig` stores."""
     return json.dumps(dict(values), sort_keys=True)
 
 
@@ -28,7 +28,7 @@ def _spec_of(family: str, config: str) -> NetworkSpec:
 
 
 def family_of(name: str) -> Family:
-    """Find a family by its name. Raises ValueError for an unknown one."""
+    """Return the family with this name. Raises ValueError for an unknown name."""
     from opendit.models.families import FAMILIES as found
 
     if name not in found:
@@ -38,10 +38,13 @@ def family_of(name: str) -> Family:
 
 @dataclass(frozen=True)
 class PublicConfig(DiTConfig):
-    """The configuration of a public model: its family, and its ``config.json`` as it was published.
+    """The configuration of a public model. Use :func:`public_config` to create one, because fields such as hidden_size,
+    depth and num_heads must match the published values.
 
-    hidden_size, depth, num_heads and the like follow from these; make it with :func:`public_config`. ``index`` has the
-    settings of ``model_index.json`` that matter, and "expert".
+    Attributes:
+        family: Name of the family.
+        published: The values of ``config.json`` as a JSON string.
+        index: The relevant settings of ``model_index.json``, and "expert" (see :attr:`expert`), as a JSON string.
     """
 
     kind: ClassVar[str] = "public"
@@ -53,12 +56,13 @@ class PublicConfig(DiTConfig):
 
     @property
     def variant(self) -> Variant | None:
-        """The variant of the family, by the settings of ``model_index.json``."""
+        """The variant of the family that ``index`` marks; None for the family's usual models."""
         return family_of(self.family).variant(json.loads(self.index))
 
     @property
     def expert(self) -> str | None:
-        """The network of a model of two: "high" or "low"; None for both, and for models of one."""
+        """The selected network of a model with two networks, "high" or "low". None if both are selected, and for models
+        with one network."""
         return json.loads(self.index).get("expert")
 
     @property
@@ -68,7 +72,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def index_of_both(self) -> str:
-        """``index`` of the model of both networks."""
+        """``index`` without the selection of one network."""
         return published({key: value for key, value in json.loads(self.index).items() if key != "expert"})
 
     @property
@@ -96,8 +100,8 @@ class PublicConfig(DiTConfig):
 
     @property
     def float8(self) -> bool:
-        """True if the blocks can be in FP8, whose GELU adds the bias of the layer before it, and whose projections make
-        keys and values for every head."""
+        """True if FP8 supports the blocks. FP8's GELU needs a bias in the layer before it, and its qkv projection needs
+        one head of keys and values for each query head."""
         blocks = self.spec.blocks
         return all((block.mlp != "gelu" or block.options.bias) and block.kv_heads is None for block in blocks)
 
@@ -111,7 +115,7 @@ class PublicConfig(DiTConfig):
             raise ValueError(f"--fp8: a width of {min(sizes)} is no multiple of 16; leave it out")
         if fp8 and any(block.kv_heads is not None for block in self.spec.blocks):
             raise ValueError("--fp8: does not work with heads that share keys and values; leave it out")
-        # (Without biases, unlike in our own models, only a layer before GELU is left out.)
+        # Unlike for OpenDiT's own models, a missing bias only matters in a layer before GELU; see ``float8``.
         super().check_speed(fp8 and not self.float8, recompute)
 
     @property
@@ -133,7 +137,7 @@ class PublicConfig(DiTConfig):
 
     @property
     def in_operations(self) -> bool:
-        """True if --recompute knows every norm, projection and MLP of the blocks."""
+        """True if --recompute supports every norm, projection and MLP of the blocks."""
         return all(block.norm == "layer" and block.mlp == "gelu" for block in self.spec.blocks)
 
     @property
@@ -141,7 +145,7 @@ class PublicConfig(DiTConfig):
         return {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the family, the published configuration and the size of latents, as JSON has them."""
+        """Return the family, the published values and the size of the latents as a dictionary for JSON."""
         return {
             "kind": self.kind,
             "family": self.family,
@@ -162,26 +166,26 @@ class PublicConfig(DiTConfig):
         )
 
     def check(self) -> None:
-        """Do nothing: a family checks the published values when it makes a specification of them."""
+        """Do nothing, because the family's ``layout`` function has already checked the published values."""
 
     @property
     def modulation_width(self) -> int:
-        """Width of a block's modulation, on the average."""
+        """Average width of a block's modulation."""
         return sum(block.chunks * block.width for block in self.spec.blocks) // self.depth
 
     def parameters(self) -> int:
-        """Number of trainable weights."""
+        """Return the number of trainable parameters."""
         return _parameters(self)[0]
 
     def whole_block_parameters(self) -> int:
-        """Count the parameters of a block, on the average."""
+        """Return the average number of parameters of a block."""
         return _parameters(self)[1] // self.depth
 
 
 @functools.cache
 def _parameters(config: PublicConfig) -> tuple[int, int]:
-    """Return the number of all trainable weights, and of those in the main stack."""
-    from opendit.models.zoo import model_shapes  # which knows every architecture, this one among them
+    """Return the number of all trainable parameters, and the number of those in the main stack."""
+    from opendit.models.zoo import model_shapes  # imported here, because the zoo imports this module
 
     counts = {name: math.prod(shape) for name, shape in model_shapes(config)[0].items()}
     return sum(counts.values()), sum(count for name, count in counts.items() if name.startswith("blocks."))
@@ -197,13 +201,14 @@ def public_config(
     """Return the configuration of a public model.
 
     Args:
-        values: of its ``config.json``.
-        input_size: of latents; None: of the family's usual pictures or clips.
-        max_tokens: to which captions are cut; None: the family's.
-        index: of its ``model_index.json``, and "expert" ("high" or "low") for one of two networks.
+        family: Name of the family.
+        values: Values of ``config.json``.
+        input_size: Size of the latents; None for the family's default size.
+        max_tokens: Maximum number of tokens of a caption; None for the family's default.
+        index: Values of ``model_index.json``, and "expert" ("high" or "low") to select one of two networks.
 
     Raises:
-        ValueError: values that are not those of this family.
+        ValueError: the values do not belong to this family.
     """
     about, text = family_of(family), published(values)
     spec, variant = _spec_of(family, text), about.variant(index)
@@ -241,7 +246,8 @@ def public_config(
 
 
 def embedded_guidance(config: DiTConfig, scale: float | None = None) -> float | None:
-    """Return the scale of guidance that a network is told, ``scale`` or the family's own; None if it is told none."""
+    """Return the scale of guidance for a network with the scale as an input: ``scale``, or the family's default if
+    ``scale`` is None. Return None for networks without this input."""
     if not isinstance(config, PublicConfig) or not config.spec.guidance:
         return None
     return family_of(config.family).guidance.scale if scale is None else scale

@@ -1,4 +1,4 @@
-"""Qwen-Image (Alibaba 2025), text to image: two streams in every block, and a picture whose places count from its
+"""Qwen-Image (Alibaba 2025), text to image: two streams in every block. A picture's coordinates count from its
 middle."""
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ STREAMS = ("text", "media")
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a QwenImageTransformer2DModel that is conditioned on text alone."""
+    """Return the specification of a QwenImageTransformer2DModel for text to image."""
     for key, models in {
         "zero_cond_t": "models that are given pictures (Qwen-Image-Edit)",
         "use_additional_t_cond": "models of layers (Qwen-Image-Layered)",
@@ -77,7 +77,7 @@ NORMS = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     found = layers(AROUND) + layers({"text_embedder.norm": "txt_norm"}, WEIGHT)
     for stream in STREAMS:
         blocks = range(spec.stacks[0].count)

@@ -1,5 +1,5 @@
-"""Stable Diffusion 3.5 large (Stability AI 2024): two streams throughout, without rotary positions; the last block only
-reads the caption."""
+"""Stable Diffusion 3.5 large (Stability AI 2024): two streams in every block, without rotary positions. The last block
+does not update the caption's tokens."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from opendit.models.layers import Options
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of an SD3Transformer2DModel whose blocks have one attention each."""
+    """Return the specification of an SD3Transformer2DModel with one attention per block."""
     heads, size, count = values["num_attention_heads"], values["attention_head_dim"], values["num_layers"]
     channels, width = values["in_channels"], heads * size
     if values.get("dual_attention_layers"):
@@ -62,11 +62,11 @@ AROUND = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
     "final_layer.linear": "proj_out",
 }
-READ = ("attn.qkv", "adaLN_modulation.1")  # what there is of a caption that is only read
+READ = ("attn.qkv", "adaLN_modulation.1")  # the caption's layers in the last block, which does not update its tokens
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     updated, read = (stack.count for stack in spec.stacks)
     found = layers(AROUND)
     for stream in STREAMS:
@@ -80,7 +80,8 @@ def names(spec: NetworkSpec) -> tuple[Match, ...]:
     return tuple(found)
 
 
-# Of Stability AI. (The caption's modulation has one order of halves in the last block, and another in the others.)
+# Stability AI's names. The caption's modulation is missing, because the order of its halves is different in the last
+# block than in the other blocks.
 ORIGINAL = {
     "x_embedder.proj": "pos_embed.proj",
     "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
@@ -122,6 +123,6 @@ FAMILY = Family(
     shifted_end=True,
     license="stabilityai-ai-community",
     original=ORIGINAL,
-    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # scale, shift here; shift, scale there
+    exchanged=frozenset({"final_layer.adaLN_modulation.1"}),  # published: scale, shift; original: shift, scale
     architecture="stable-diffusion-v3.5-large",
 )

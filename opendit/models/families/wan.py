@@ -1,8 +1,10 @@
-"""Wan 2.1 (Wan Team 2025) and Wan 2.2 TI2V, text to video: self-attention, then attention to the caption.
+"""Wan 2.1 (Wan Team 2025) and Wan 2.2: video models whose blocks have self-attention, then attention to the caption.
 
-TI2V is also given the first frame: its latents replace the noise there, and the time of their tokens is 0. A14B has two
-networks of the same kind, one for times from a boundary on and one for those below. Image to video (I2V) is always
-given the first frame, in more channels of the input; the blocks of Wan 2.1's attend to its tokens by CLIP as well.
+- Wan 2.2 TI2V may be conditioned on the first frame. The frame's latents replace the noise, and the time of their
+  tokens is 0.
+- Wan 2.2 A14B has two networks of the same kind, one for times from a boundary on and one for times below.
+- Image-to-video models (I2V) are always conditioned on the first frame, in additional input channels. The blocks of Wan
+  2.1 I2V also attend to CLIP's tokens of the first frame.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from opendit.models.layers import Options
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
-    """Return the specification of a WanTransformer3DModel that is conditioned on text alone."""
+    """Return the specification of a WanTransformer3DModel for text to video or image to video."""
     if values.get("pos_embed_seq_len") is not None:
         raise ValueError("pos_embed_seq_len: models that are given the last frame as well are not known")
     channels, patch = values.get("out_channels") or values["in_channels"], tuple(values["patch_size"])
@@ -104,7 +106,7 @@ OF_PICTURES = {
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     blocks = range(spec.stacks[0].count)
     where: dict[str, Any] = dict(ours="blocks.*.", theirs="blocks.*.", blocks=blocks)
     pictures: list[Match] = []
@@ -136,7 +138,7 @@ ORIGINAL = {
         for name, attention in (("self", "attn1"), ("cross", "attn2"))
         for ours, theirs in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
     },
-    # Of models that attend to a picture.
+    # Names that only models with attention to a picture have.
     "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
     "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
     "blocks.*.cross_attn.k_img": "blocks.*.attn2.add_k_proj",

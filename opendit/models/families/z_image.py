@@ -1,4 +1,5 @@
-"""Z-Image (Tongyi-MAI 2025): one stream of pictures and captions, each refined alone before."""
+"""Z-Image (Tongyi-MAI 2025): blocks with one stream of pictures and captions. Before these blocks, separate refiners
+process pictures and captions."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,7 +11,7 @@ from opendit.models.families.base import WEIGHT, Family, Guidance, LatentSpace, 
 from opendit.models.families.network_spec import NetworkSpec, Rotary, Stack, TextEmbedding
 from opendit.models.layers import Options
 
-MULTIPLE = 32  # pictures and captions are filled with learned tokens up to a multiple of this
+MULTIPLE = 32  # Pictures and captions are padded with learned tokens to a multiple of this number.
 
 
 def layout(values: Mapping[str, Any]) -> NetworkSpec:
@@ -72,7 +73,7 @@ AROUND = {
 OF_BLOCK = {
     "attn.qkv": ("attention.to_q", "attention.to_k", "attention.to_v"),
     "attn.proj": "attention.to_out.0",
-    "mlp.fc1": ("feed_forward.w1", "feed_forward.w3"),  # what SiLU takes, then what it is multiplied by
+    "mlp.fc1": ("feed_forward.w1", "feed_forward.w3"),  # SiLU is applied to the output of w1, not of w3
     "mlp.fc2": "feed_forward.w2",
     "attn_norm": "attention_norm1",
     "attn_norm_after": "attention_norm2",
@@ -84,7 +85,7 @@ STACKS = {"blocks": "layers", "media_refiner": "noise_refiner", "text_refiner": 
 
 
 def names(spec: NetworkSpec) -> tuple[Match, ...]:
-    """Return the names of all weights."""
+    """Return the matches of all weights."""
     found = layers(AROUND) + layers({"text_embedder.norm": "cap_embedder.0"}, WEIGHT)
     found.append(Match(("text_embedder.filling",), ("cap_pad_token",)))
     found.append(Match(("x_embedder.filling",), ("x_pad_token",)))
