@@ -4,8 +4,8 @@
 blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance. ``opendit.config.approximations``
 describes the methods and names their papers, [T] and [F]; docs/sampling.md lists their errors.
 
-Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. They belong
-to one batch size, and every evaluation of the network in a step (Heun's method has two) has its own set.
+Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. These
+tensors belong to one batch size. Every evaluation of the network in a step (Heun's method has two) has its own set.
 """
 
 import math
@@ -155,7 +155,8 @@ class BlockStack:
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Write the inputs of step i that differ between steps of one mode. Call before the step runs or is replayed."""
+        """Write the inputs of step i that differ between steps of one mode. Call this before the step is run or
+        replayed."""
 
     def clear(self) -> None:
         """Drop the tensors kept between steps, because the next batch may have another number of tokens."""
@@ -217,13 +218,14 @@ class TaylorStack(BlockStack):
     """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in the steps that don't evaluate it.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
-    derivatives are finite differences. This class uses Newton's series of the same differences, which is exact if F is a
-    polynomial in the step's index of degree ``order`` or less. The series of [T] is exact up to degree 1 only, and was
-    less accurate on the digits from order 2 on.
+    derivatives are finite differences. This class uses Newton's series of the same differences. Newton's series is exact
+    if F is a polynomial in the step's index of degree ``order`` or less. The series of [T] is exact up to degree 1
+    only, and was less accurate on the digits from order 2 on.
 
     Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, and the weights depend on the steps' indices
     only. Therefore one sum for all L blocks equals, up to rounding, the sum of the blocks' separate extrapolations, and
-    takes 1 / L of the memory. F includes the gates; [T] applies the gates after extrapolating. Order 0 reuses the last F.
+    takes 1 / L of the memory. F includes the gates, while [T] applies them after extrapolating. Order 0 reuses the last
+    F.
 
     The schedule is fixed, so a sample depends on its seed only and not on its batch.
 
