@@ -215,7 +215,7 @@ class PreparedModel:
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
-        """Return the final layer's output for the tokens (n, N, D) in ``residual``, which gives up its reference to them.
+        """Return the final layer's output for the tokens (n, N, D) in ``residual``, and release them there.
 
         table_rows: (n,) int64, the table rows of the first n of the batch's 2 B rows.
         """
@@ -253,7 +253,7 @@ class PreparedModel:
         modulations = GatheredModulations(self.table, table_rows, self._widths)
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
-    def _context(self, rows: Tensor) -> Any:  # models iterate GatheredContexts like a list of contexts
+    def _context(self, rows: Tensor) -> Any:  # the stack takes GatheredContexts instead of a list of contexts
         if not self._parts:
             return None
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
