@@ -218,9 +218,9 @@ class TaylorStack(BlockStack):
     """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in the steps that don't evaluate it.
 
     TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
-    derivatives are finite differences. This class uses Newton's series of the same differences. Newton's series is exact
-    if F is a polynomial in the step's index of degree ``order`` or less. The series of [T] is exact up to degree 1
-    only, and was less accurate on the digits from order 2 on.
+    derivatives are finite differences. This class uses Newton's series of the same differences, which is exact if F is
+    a polynomial in the step's index of degree ``order`` or less. The series of [T] is exact up to degree 1 only, and
+    was less accurate on the digits from order 2 on.
 
     Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, and the weights depend on the steps' indices
     only. Therefore one sum for all L blocks equals, up to rounding, the sum of the blocks' separate extrapolations, and
