@@ -111,7 +111,7 @@ class VaeLoader:
         config: the model's configuration; None for a model that draws pictures in latent space.
         """
         load = load_video_codec if config is not None and config.is_video else load_codec
-        channels = 0 if config is None else config.in_channels  # used only by the VAE "none", where the latents are pixels
+        channels = 0 if config is None else config.in_channels  # used by the VAE "none" only, whose latents are pixels
         settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
 
