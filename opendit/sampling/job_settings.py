@@ -49,7 +49,7 @@ def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some VAEs count the channels of a patch
+        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some count a patch's channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
     return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)
