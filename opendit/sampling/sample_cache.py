@@ -171,7 +171,7 @@ class SampleCache:
             yield from self.blocks(part)
 
     def first(self, count: int) -> np.ndarray:
-        """Return the pixels (count, *shape) of the first ``count`` samples, or of all cached samples if there are fewer."""
+        """Return the pixels (count, *shape) of the first ``count`` samples, or of all cached samples if fewer."""
         count, found = min(count, self.job.kept, self.job.count), []
         for part in range(self.count):
             if self.samples(part).start >= count:
