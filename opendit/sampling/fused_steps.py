@@ -48,8 +48,8 @@ def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
     """Return True if the kernels support a model.
 
-    The kernels need a model whose samples are not shared between ranks, that has no conditioning frames and no captions
-    in its token sequence, whose patches don't repeat frames, and whose patch embedding is one matrix product and a bias.
+    The model must have no conditioning frames and no captions in its token sequence, and ranks must not share its
+    samples. Its patches must not repeat frames, and its patch embedding must be one matrix product with a bias.
     """
     patch = model.config.patch
     repeated = size[:-2] == (1,) and patch[0] > 1  # a clip model drawing a picture, see DiT.forward
