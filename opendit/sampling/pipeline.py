@@ -113,7 +113,7 @@ def load(
         weights: the weights of a run or checkpoint to load: "ema" or "model".
         model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
         num_classes: number of classes, if the file does not name it.
-        lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and of (path, weight) pairs. A path
+        lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
             may end in its weight, as in ":0.8". Each path is a run of ``train.py --lora`` or, for a public model, also
             a LoRA file from another program.
         second: for Wan 2.2 A14B, the run of the network that ``path`` does not hold.
