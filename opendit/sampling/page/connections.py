@@ -35,7 +35,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        """Start the timer, unless a request is being answered. A request that arrives slowly does not extend the time."""
+        """Start the timer, unless a request is being answered. A slow request gets no extra time."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return self._stop_waiting()
         if self._silence is not None:
