@@ -63,7 +63,7 @@ class SampleStore:
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         delete_abandoned()
-        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # mkdtemp creates the folder with mode 0700
+        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # a folder of mode 0700
         self._in_use = _hold(self._folder / LOCK)
         self._batches: OrderedDict[str, list[StoredSample]] = OrderedDict()
         self._samples: dict[str, StoredSample] = {}
