@@ -75,7 +75,7 @@ class WhatForm:
 def read_forms(
     what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int
 ) -> LabelledRequest:
-    """Return the request that the two forms describe. Raises ValueError, with a line for the user, for invalid fields."""
+    """Return the request that the two forms describe. Raises ValueError, with a line for the user, for a bad field."""
     count = number_in("count", what.count, 1, most_samples, whole=True)
     seed = number_in("seed", what.seed, 0, MOST_SEED, whole=True)
     steps = number_in("steps", how.steps, 1, MOST_STEPS, whole=True)
