@@ -1,7 +1,8 @@
 """List the files that the page may read: the runs in one folder, and the checkpoints named on the command line.
 
-A browser can only choose names that this module lists. The names that it sends are looked up in a listing and never
-become part of a path. Listed files are inside the folder of runs; symbolic links that lead out of the folder are refused.
+A browser can only choose names that this module lists. The names that a browser sends are looked up in a listing and
+never become part of a path. Listed files are inside the folder of runs; symbolic links that lead out of this folder are
+refused.
 
 :class:`Catalog` lists runs, sample grids and weights. The functions after the class read the history of a run: the
 curves in log.jsonl, the starts in config.json, and the results of evaluations.
@@ -243,7 +244,7 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # The newest checkpoint is loaded by its run's path, so that loading falls back to an older one if it is damaged.
+        # The newest checkpoint is loaded by its run's path: if it is damaged, loading falls back to an older checkpoint.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
@@ -264,7 +265,7 @@ class Catalog:
             return False
 
     def with_loras(self, choice: WeightsChoice, chosen: list[tuple[str, float]]) -> WeightsChoice:
-        """Return ``choice`` with LoRAs added. chosen: (name, weight) pairs. Raises ValueError for a name that is not listed."""
+        """Return ``choice`` with LoRAs added. chosen: (name, weight) pairs. Raises ValueError for an unlisted name."""
         listed, found = self.loras() if chosen else [], []
         for name, weight in chosen:
             if name not in listed:
@@ -403,8 +404,8 @@ RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference",
 def results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
     """Return the results of ``opendit evaluate`` for a run, newest first.
 
-    The results are in the run's folder and in the folder ``evaluations``. From ``evaluations``, only results for weights
-    inside the run's folder are returned.
+    The results are read from the run's folder and from the folder ``evaluations``. From ``evaluations``, only results
+    for weights inside the run's folder are returned.
     """
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
