@@ -268,7 +268,7 @@ class Page:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def card(self, choice: WeightsChoice) -> ModelCard:
-        """Return the card of the chosen weights. Raises ValueError or OSError, with a line for the user, if reading fails."""
+        """Return the card of the chosen weights. Raises ValueError or OSError, with a line for the user, on failure."""
         card = self.cards.get(choice.name) or self.catalog.card(choice)
         if card is None:
             raise ValueError(f"{choice.name} does not say which model it holds; see python -m opendit.export")
