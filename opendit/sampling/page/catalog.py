@@ -244,7 +244,7 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # The newest checkpoint is loaded by its run's path: if it is damaged, loading falls back to an older checkpoint.
+        # The newest checkpoint is loaded by its run's path, so that loading falls back to an older one if need be.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
