@@ -37,7 +37,7 @@ MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further ev
 MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
 BODY_S = 30  # seconds for the body of a request to arrive
 GOODBYE_S = 2  # seconds that running answers get when the page stops
-FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # fonts of the system, so that no font is downloaded
+FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # no font is downloaded
 # All requests that the page makes. Gradio also answers other requests (uploads, files, a proxy, calls of programs); the
 # guard refuses them.
 GET = re.compile(
@@ -69,8 +69,8 @@ class Guard:
     Args:
         app: the page.
         password: password for HTTP basic authentication, with any user name; None if no password is needed.
-        hosts: host names by which a browser may address the page; None for any name. Allowing only names of this machine
-            prevents DNS rebinding, where another site makes its own name resolve to this machine.
+        hosts: host names by which a browser may address the page; None for any name. Restricting the names to this
+            machine's own prevents DNS rebinding, where another site makes its name resolve to this machine.
     """
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
