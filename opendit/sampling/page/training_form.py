@@ -28,7 +28,7 @@ MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
 # Flags that a new run copies from the run whose weights it starts from: they define the network and the latents.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
 KEPT += ("cross_attention", "objective", *(setting.flag for kind in KINDS.values() for setting in kind.settings))
-BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # other values are paths, and may be outside ROOT
+BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # other values are paths
 
 
 @dataclass(frozen=True)
