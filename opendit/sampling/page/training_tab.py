@@ -271,7 +271,7 @@ def _figure(entry: dict[str, Any], key: str) -> str:
 
 
 def newest_entry(queue: TrainingQueue, catalog: Catalog, run: str | None) -> dict[str, Any]:
-    """Return the last complete line of a run's log; an empty result if there is no such line."""
+    """Return the last complete entry of a run's log; {} if there is none."""
     log = None if run is None else catalog.file(run, "log.jsonl")
     for line in reversed(tail(log, queue.root).splitlines() if log else []):
         try:
