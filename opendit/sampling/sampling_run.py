@@ -79,7 +79,7 @@ WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "r
 
 @dataclass
 class SamplingRun:
-    """A run of sample.py whose flags are checked. Sample i has the condition ``choices[i]``, a class or a prompt number."""
+    """A run of sample.py with checked flags. Sample i has the condition ``choices[i]``, a class or a prompt number."""
 
     flags: "SampleConfig"
     mesh: Mesh
@@ -234,7 +234,7 @@ def _load(
     # Kernels for inference read the full weight of a projection, so they can't be used if ranks hold parts of weights.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    strategy: Any = shares  # it has the methods that this model calls; the type SequenceShards lists those of all models
+    strategy: Any = shares  # Any, because it has only those methods of SequenceShards that this model calls
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()
