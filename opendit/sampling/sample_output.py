@@ -186,7 +186,7 @@ class SampleOutput:
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            if run.engine.approximations.note and not run.replica.halves:  # with halves, this rank knows only its own share
+            if run.engine.approximations.note and not run.replica.halves:  # with halves, this rank knows its share only
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
         print_block("\nDone", rows)
@@ -196,7 +196,7 @@ class SampleOutput:
             logger.info("profile of rank 0 (%s):\n%s", path, run.stages.table())
 
     def collect(self) -> dict[str, str]:
-        """Write the .npz and the sheet from the cache. Return the rows of the summary that describe the written files."""
+        """Write the .npz and the sheet from the cache. Return the summary's rows about the written files."""
         run, flags, captions, output = self.run, self.run.flags, self.run.captions, self._folder.folder
         clips, rows = run.model.config.is_video, {}
         if flags.npz:
