@@ -109,7 +109,8 @@ def encode_frames(
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
     for clip_pixels in read:
-        mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # zero noise, so that the latent is the posterior's mean
+        # With zero noise the latent is the posterior's mean.
+        mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
     latents[:, :, :count] = torch.cat(encoded)
@@ -131,7 +132,7 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Add the tokens of pictures to the conditions y of the samples ``index`` (B,). Samples use the tokens' rows in turn."""
+    """Add the tokens of pictures to the conditions y of the samples ``index`` (B,). Samples use the rows in turn."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
@@ -201,7 +202,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    interval = 1  # every frame of a clip in memory counts, because generated clips already have the interval of training
+    interval = 1  # use every frame of a clip in memory: generated clips already have the interval of training
     return frames[choose(len(frames))]
 
 
