@@ -35,8 +35,8 @@ from opendit.encoders.folder import (
 from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
 from opendit.encoders.tiles import Tiles, tiles_of
 
-# Number of pixels (of one channel) that the VAE processes at once by default: 32 pictures of 256x256. These took 3.7 GiB
-# to encode and 4.7 GiB to decode in half precision. 64 pictures at once were not faster.
+# Number of pixels (of one channel) that the VAE processes at once by default: 32 pictures of 256x256. This number of
+# pictures took 3.7 GiB to encode and 4.7 GiB to decode in half precision. 64 pictures at once were not faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
 TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
 
@@ -154,7 +154,8 @@ class FrozenVAE(Codec):
         chunk: number of samples to process at once; by default as many as PIXELS_AT_ONCE allows.
         tiling: process large pictures in overlapping tiles with blended seams (opendit.encoders.tiles). The result is
             close to the result without tiles, but not equal. It needs the memory of a few tiles only.
-        compiled: compile the decoder, once for every frame size. Smaller batches are padded to the largest batch so far.
+        compiled: compile the decoder, once for every frame size. A batch that is smaller than the largest batch so far
+            is padded to that size.
     """
 
     def __init__(
