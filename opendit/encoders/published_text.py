@@ -58,7 +58,7 @@ CLASSES_OF_TOKENIZERS = (
 )  # fmt: skip
 # Processor of text and pictures -> class of its tokenizer.
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
-VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these sets of files
+VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
 PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt whose cleaned form shows which cleaning is done
 
 
@@ -66,7 +66,7 @@ PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt whose cleaned fo
 class Prompts:
     """How to call ``encode_prompt`` of a pipeline, and how to read its result.
 
-    The result is a tuple. Its first item holds the tokens: a tensor (B, L, D), or a list of B tensors of unequal length.
+    The result is a tuple. Its first item is the tokens: a tensor (B, L, D), or a list of B tensors of unequal length.
 
     Attributes:
         encoder, tokenizer: names of the components that compute the tokens.
@@ -285,7 +285,7 @@ def _full(tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress warnings of the logger ``name``: FluxPipeline would warn of every caption longer than CLIP's 77 tokens."""
+    """Suppress warnings of the logger ``name``. FluxPipeline would warn of every caption of more than 77 CLIP tokens."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -299,7 +299,10 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def text_widths(folder: Path, family: Family) -> tuple[int, int]:
-    """Return (width of the tokens, width of the pooled vector or 0) without reading weights. Raises as :func:`check_text`."""
+    """Return (width of the tokens, width of the pooled vector or 0). This reads no weights.
+
+    Raises as :func:`check_text`.
+    """
     prompts = _prompts(family)
     width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
     return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
@@ -360,8 +363,8 @@ def load_published_text(
         folder: the folder of the pipeline.
         family: the family of the model.
         device: device of the encoders.
-        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. fp16 is replaced by bf16, the dtype in which
-            these encoders were published, because T5's activations exceed the range of fp16.
+        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because T5's activations
+            exceed the range of fp16. These encoders were published in bf16.
         max_tokens: number of tokens to which prompts are cut; by default the family's number.
 
     Raises:
@@ -371,7 +374,7 @@ def load_published_text(
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype
     components: dict[str, Any] = {}
-    for component, (_, class_name) in sorted(family.components.items()):  # sorted, so that every encoder comes before its tokenizer
+    for component, (_, class_name) in sorted(family.components.items()):  # text_encoder sorts before tokenizer
         if not component.startswith(("text_encoder", "tokenizer")):
             continue
         with loading(str(folder / component)):
