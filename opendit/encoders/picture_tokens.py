@@ -1,4 +1,4 @@
-"""Encode pictures to the tokens that an image-to-video network attends to: CLIP's vision encoder, second-to-last layer."""
+"""Encode pictures to tokens that an image-to-video network attends to, by the last but one layer of CLIP's encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
