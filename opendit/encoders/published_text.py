@@ -285,7 +285,7 @@ def _full(tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress warnings of the logger ``name``. FluxPipeline would warn of every caption of more than 77 CLIP tokens."""
+    """Suppress warnings of the logger ``name``. FluxPipeline would warn of each caption over CLIP's 77 tokens."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -363,8 +363,8 @@ def load_published_text(
         folder: the folder of the pipeline.
         family: the family of the model.
         device: device of the encoders.
-        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because T5's activations
-            exceed the range of fp16. These encoders were published in bf16.
+        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the activations
+            of T5 exceed the range of fp16. These encoders were published in bf16.
         max_tokens: number of tokens to which prompts are cut; by default the family's number.
 
     Raises:
