@@ -220,7 +220,7 @@ def load_text_encoder(
         name: "clip" or "t5" (from the local cache or the hub), another repository on the hub with its commit
             (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
         device, dtype: see :class:`TextEncoder`.
-        max_tokens: number of tokens to which captions are padded or cut; by default the maximum for CLIP and 120 for T5.
+        max_tokens: number of tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5.
 
     Raises:
         FileNotFoundError, ValueError: there is no such encoder; the message names the flag and the fix.
