@@ -1,8 +1,8 @@
 """Read an untrusted folder of a pretrained model, in the format of diffusers or transformers, or fetch it from the hub.
 
 A folder may come from a stranger. Therefore nothing is loaded from it that could run code, or that could name or fetch
-other files: no ``auto_map``, no pickled weights, no adapter, no quantisation. Before a model is built, its configuration
-is compared with the header of its weights. A repository on the hub is fetched at a fixed commit and then treated like
+other files: no ``auto_map``, no pickled weights, no adapter, no quantisation. Before a model is built, the
+configuration is compared with the header of the weights. A repository on the hub is fetched at a fixed commit and then treated like
 any other folder.
 """
 
@@ -27,7 +27,7 @@ from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
 
 T = TypeVar("T")
-KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names; they are safe even if an untrusted file contains them
+KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
 CONFIG = "config.json"
 PIPELINE_INDEX = "model_index.json"  # a folder with this file is a pipeline
 # Keys of a configuration that request code or weights from elsewhere -> words for the error message.
@@ -60,7 +60,7 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path)
 
 
 class PretrainedConfig(OpenJsonObject):
-    """A configuration of transformers or diffusers. Unsafe requests are refused; subclasses add bounds for some keys."""
+    """A configuration of transformers or diffusers. Unsafe requests are refused. Subclasses add bounds for keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +70,7 @@ class PretrainedConfig(OpenJsonObject):
 
 
 def refuse_requests(value: Any) -> None:
-    """Raise ValueError if any part of a configuration has a key of REFUSED or requests an attention from outside torch."""
+    """Raise ValueError if a configuration has, at any depth, a key of REFUSED or an attention from outside torch."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key in REFUSED and item:
             raise ValueError(f"{key} {REFUSED[key]}, which is not done")
@@ -145,7 +145,7 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a folder's model as the class ``name`` of transformers, without running code of the folder or reading pickles.
+    """Load a folder's model as the class ``name`` of transformers. Run no code of the folder, and read no pickles.
 
     Raises ValueError for missing weights, and any error of transformers.
     """
