@@ -31,8 +31,9 @@ from opendit.encoders.vae import (
     square_tiles,
 )
 
-# A video autoencoder processes frames of more pixels in overlapping tiles with blended seams. The result is close to the
-# result without tiles, but not equal. In the decoder, tiles have TILE pixels a side; the encoder uses diffusers' tiles.
+# A video autoencoder processes frames of more pixels in overlapping tiles with blended seams. The result is close, but
+# not equal, to the result without tiles. In the decoder, tiles have TILE pixels a side; the encoder uses diffusers'
+# tiles.
 TILED_ABOVE = 768 * 768
 TILE = 256
 
@@ -142,8 +143,8 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time, and treats the first latent frame specially only if the clip has
-        # an odd number of latent frames. With an even number it decodes the first latent frame to temporal_downscale
+        # CogVideoX decodes two latent frames at a time. It treats the first one specially only if the clip has an
+        # odd number of latent frames. With an even number it decodes the first latent frame to temporal_downscale
         # frames, of which only the last is valid. So keep the last frames.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
@@ -209,7 +210,8 @@ def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
     """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``.
 
-    This reads no weights. channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
+    This reads no weights. channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or
+    ValueError as ``load_video_codec`` does.
     """
     video = _video_vae(name)
     if video is None:
