@@ -195,7 +195,8 @@ class SpatialAttention(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halve the sides. The convolution needs odd sides, so zeros are added: a row at the bottom, a column on the right."""
+    """Halve the sides. The convolution needs odd sides, so a row of zeros is added at the bottom and a column at the
+    right."""
 
     def __init__(self, width: int):
         super().__init__()
