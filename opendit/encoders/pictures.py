@@ -32,7 +32,8 @@ def to_bytes(pixels: Tensor) -> Tensor:
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
     """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture.
 
-    Pictures with a height below ``smallest`` are magnified by a whole number. columns: number of columns; None chooses it.
+    Pictures with a height below ``smallest`` are magnified by a whole number. columns: number of columns; by default it
+    depends on the number of pictures.
     """
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
