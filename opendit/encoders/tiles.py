@@ -54,8 +54,8 @@ class Tiles:
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
         """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32.
 
-        Every pixel is the weighted mean of the tiles that contain it. A tile's weight at a pixel rises with the distance
-        to those borders of the tile that are inside the frame, up to the overlap.
+        Every pixel is the weighted mean of the tiles that contain it. The weight of a tile at a pixel rises with the
+        pixel's distance to those borders of the tile that are inside the frame, up to the overlap.
         """
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
