@@ -32,7 +32,7 @@ class Packed(nn.Module):
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        about = {"_class_name": type(vae).__name__, "patch_size": None}  # patch_size would refer to pixels, which are not packed
+        about = {"_class_name": type(vae).__name__, "patch_size": None}  # patch_size is of pixels, not packed here
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
 
