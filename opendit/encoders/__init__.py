@@ -1,4 +1,4 @@
-"""Pixels <-> latents, and words -> embeddings, by frozen networks."""
+"""Frozen networks that convert pixels to latents and back, and captions to embeddings."""
 
 from opendit.encoders.vae import ImageCodec, PixelCodec, VAECodec, codec_geometry, load_codec, sample_moments
 

@@ -1,8 +1,9 @@
 """Stable Diffusion's autoencoder (Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", CVPR
-2022), with the parameter names of diffusers' ``AutoencoderKL``, whose files load unchanged.
+2022).
 
-diffusers' class itself is not used because importing it takes longer than importing torch: it brings transformers,
-peft, torch's compiler and all of diffusers' models. Tests compare the two bit for bit.
+The parameter names are those of diffusers' ``AutoencoderKL``, so that its files load unchanged. diffusers' class is not
+used because importing it takes longer than importing torch: the import also loads transformers, peft, torch's compiler
+and all models of diffusers. Tests compare the outputs of both classes bit for bit.
 
 Pixels are (B, 3, H, W), latents (B, C, h, w) with H = h * 2 ** (levels - 1).
 """
@@ -13,8 +14,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-EPS = 1e-6  # of the normalisations
-# diffusers' defaults for missing keys.
+EPS = 1e-6  # epsilon of the group norms
+# Defaults of diffusers for missing keys.
 DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
     "out_channels": 3,
@@ -30,12 +31,12 @@ DEFAULTS: dict[str, Any] = {
     "use_post_quant_conv": True,
     "mid_block_add_attention": True,
 }
-# Names of attention layers in older files -> today's.
+# Name of an attention layer in older files -> current name.
 OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
 def describes(config: Mapping[str, Any]) -> bool:
-    """Return True if a configuration describes the network below, without other blocks or activations."""
+    """Return True if :class:`AutoencoderKL` has the blocks and the activation of this configuration."""
     config, levels = DEFAULTS | dict(config), len(config["block_out_channels"])
     return (
         config["act_fn"] in ("silu", "swish")
@@ -45,10 +46,9 @@ def describes(config: Mapping[str, Any]) -> bool:
 
 
 class AutoencoderKL(nn.Module):
-    """Build the network of a configuration that :func:`describes` accepts, with the initial values that ``nn`` gives
-    new layers.
+    """The autoencoder of a configuration that :func:`describes` accepts, with the default initialisation of ``nn``.
 
-    config: the configuration, completed by DEFAULTS.
+    config: the configuration; DEFAULTS fills in missing keys.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -60,7 +60,7 @@ class AutoencoderKL(nn.Module):
         self.post_quant_conv = nn.Conv2d(channels, channels, 1) if config["use_post_quant_conv"] else None
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the mean and the logarithm of the variance of the latents, concatenated: (B, 2 C, h, w)."""
+        """Return the mean and the log variance of the latents, concatenated: (B, 2 C, h, w)."""
         moments = self.encoder(pixels)
         return moments if self.quant_conv is None else self.quant_conv(moments)
 
@@ -69,7 +69,7 @@ class AutoencoderKL(nn.Module):
 
 
 def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the attention layers of older files to today's names."""
+    """Rename the attention layers of older files to the current names."""
     renamed = {}
     for name, tensor in state.items():
         path, layer, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", "", name)
@@ -80,7 +80,7 @@ def canonical_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Encoder(nn.Module):
-    """(B, 3, H, W) -> (B, 2 C, h, w)."""
+    """Network from pixels (B, 3, H, W) to moments (B, 2 C, h, w)."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -103,7 +103,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """(B, C, h, w) -> (B, 3, H, W)."""
+    """Network from latents (B, C, h, w) to pixels (B, 3, H, W)."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
@@ -126,8 +126,10 @@ class Decoder(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks at one resolution, followed by the step to the next one, if there is one, under the name
-    ``samplers``."""
+    """Residual blocks at one resolution, optionally followed by a change of resolution.
+
+    samplers: attribute name of the module that changes the resolution. sampler: class of this module, or None.
+    """
 
     def __init__(self, inputs: int, width: int, layers: int, groups: int, samplers: str, sampler: type[Any] | None):
         super().__init__()
@@ -187,13 +189,14 @@ class SpatialAttention(nn.Module):
         tokens = self.group_norm(x.flatten(2)).transpose(1, 2)  # (B, h w, width)
         q, k, v = (layer(tokens).unsqueeze(1) for layer in (self.to_q, self.to_k, self.to_v))
         attended = F.scaled_dot_product_attention(q, k, v).squeeze(1)
-        # In diffusers' order of terms: the sum has the memory format of its first term, channels last, and so has all
-        # that follows, which decides how convolutions round.
+        # The order of the terms is that of diffusers. The sum gets the memory format of its first term, channels last,
+        # and passes it on to the next layers. The memory format affects how convolutions round.
         return self.to_out[0](attended).transpose(1, 2).reshape(x.shape) + x
 
 
 class Downsample(nn.Module):
-    """Halve the sides. The convolution needs odd sides, so a row of zeros is added below and a column on the right."""
+    """Halve the sides. The convolution needs odd sides, so a row of zeros is added at the bottom and a column at the
+    right."""
 
     def __init__(self, width: int):
         super().__init__()

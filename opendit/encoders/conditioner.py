@@ -1,7 +1,7 @@
-"""Turn classes or captions, from a batch or from a user, into a model's condition ``y``.
+"""Convert classes or captions, from a batch or from a user, to a model's condition ``y``.
 
-A conditioner also provides the condition of guidance's unconditional half: the null class, or the encoder's embedding
-of the empty string.
+A conditioner also provides the null condition, for the unconditional half of guidance: the null class, or the embedding
+of the empty caption.
 """
 
 from abc import ABC, abstractmethod
@@ -22,31 +22,33 @@ from opendit.models.conditioning import same_length
 
 
 class Conditioner(ABC):
-    """Makes conditions of one kind on one device."""
+    """Base class of objects that make one kind of condition on one device."""
 
     def __init__(self, device: torch.device):
         self.device = device
 
     @abstractmethod
     def of_batch(self, batch: Any) -> Condition:
-        """Return the condition of every sample of a Batch."""
+        """Return the condition of every sample in a ``Batch``."""
 
     @abstractmethod
     def null(self) -> Condition:
-        """Return the empty condition, one row."""
+        """Return the null condition, one row."""
 
     def drop(self, y: Condition, dropped: Tensor) -> Condition:
-        """Return ``y`` with the null condition in the rows that ``dropped`` (B,) bool marks."""
+        """Return ``y`` with the null condition in the rows where ``dropped`` (B,) bool is True."""
         return where(dropped, self.null(), y)
 
     def of_clips(self, y: Condition, pixels: Tensor) -> Condition:
-        """Return ``y`` with the tokens of the first frames of clips (B, 3, T, H, W) in [-1, 1], for models that attend
-        to them; as it is for others."""
+        """Add the tokens of the first frames of clips (B, 3, T, H, W) in [-1, 1] to ``y``.
+
+        For a model that does not attend to such tokens, return ``y`` unchanged.
+        """
         return y
 
 
 class LabelConditioner(Conditioner):
-    """Classes by number; the null class is ``num_classes``."""
+    """Makes conditions from class numbers. The number of the null class is ``num_classes``."""
 
     def __init__(self, num_classes: int, device: torch.device):
         super().__init__(device)
@@ -60,10 +62,16 @@ class LabelConditioner(Conditioner):
 
 
 class CaptionConditioner(Conditioner):
-    """Captions through an encoder: a frozen one, or ``bytes``, which is part of the model and gets token ids here.
+    """Makes conditions from captions, as embeddings of a frozen encoder or as token ids for the encoder ``bytes``.
 
-    encoder: a TextEncoder (opendit.encoders.text), None for ``bytes``. empty: cached embedding of the empty caption
-    (tokens, mask, pooled; one row), where embeddings are read from a cache.
+    The encoder ``bytes`` is part of the model.
+
+    Args:
+        text: the model's text configuration.
+        device: device of the conditions.
+        encoder: a TextEncoder (opendit.encoders.text); None for ``bytes`` or if all embeddings are read from a cache.
+        empty: cached embedding of the empty caption (tokens, mask, pooled; one row), if embeddings are read from a
+            cache.
     """
 
     def __init__(
@@ -78,15 +86,17 @@ class CaptionConditioner(Conditioner):
         self._null: Condition | None = None if empty is None else TextCondition(*empty).to(device)
 
     def encode(self, captions: list[str], away: bool = False) -> Condition:
-        """Return the condition of each caption. away: guidance leads away from them, for which public models may write
-        them in another form."""
+        """Return the condition of each caption.
+
+        away: True if the captions are negative prompts. Some public models write negative prompts in another form.
+        """
         if self.text.inside:
             return encode_bytes(captions, self.text.max_tokens).to(self.device)
-        assert self.encoder is not None  # only "bytes" has none
+        assert self.encoder is not None  # only "bytes" has no encoder
         return TextCondition(*self.encoder.encode(captions)).to(self.device)
 
     def cut(self, captions: list[str], name: str) -> list[str]:
-        """Return a line on the captions that are longer than the encoder takes, or no line. name: start of the line."""
+        """Return one line about the captions that are too long for the encoder, or no line. name: start of the line."""
         most = self.text.max_tokens
         count = byte_tokens if self.encoder is None else self.encoder.count_tokens
         if not (over := [tokens for tokens in count(captions) if tokens > most]):
@@ -110,11 +120,14 @@ class CaptionConditioner(Conditioner):
 
 
 class PublishedConditioner(CaptionConditioner):
-    """Captions through the text encoders of a public model (opendit.encoders.published_text).
+    """Makes conditions from captions with the text encoders of a public model (opendit.encoders.published_text).
 
-    guidance: the scale that a model of embedded guidance is told; None for other models. trim: remove the padding that
-    all captions of a batch of cached embeddings have, as the encoders do. pictures: encodes the first frames of clips,
-    for models that attend to them.
+    Args:
+        text, device, empty: see :class:`CaptionConditioner`.
+        encoder: a PublishedText; None if all embeddings are read from a cache.
+        guidance: guidance scale that is an input of the network, for models with embedded guidance; None for others.
+        trim: cut a batch of cached embeddings to its longest caption, as the encoders do.
+        pictures: encodes the first frames of clips, for models that attend to their tokens.
     """
 
     def __init__(
@@ -139,7 +152,7 @@ class PublishedConditioner(CaptionConditioner):
         return super().of_batch(batch) if batch.embedding is None else self.of_embeddings(batch.embedding)
 
     def of_embeddings(self, embedding: Sequence[Tensor]) -> TextCondition:
-        """Return the condition of cached embeddings: tokens (B, L, D), mask (B, L) and pooled (B, P), on the CPU."""
+        """Convert cached embeddings on the CPU to a condition: tokens (B, L, D), mask (B, L) and pooled (B, P)."""
         tokens, mask, pooled = embedding
         lengths = mask.sum(1)
         if self.trim:
@@ -157,21 +170,22 @@ class PublishedConditioner(CaptionConditioner):
         return replace(cast(TextCondition, y), pooled=self.pictures.of_clips(pixels))
 
     def _told(self, y: TextCondition) -> TextCondition:
-        """Return the condition with the scale of guidance."""
+        """Add the guidance scale to the condition."""
         if self.guidance is None:
             return y
         return replace(y, guidance=torch.full((len(y),), self.guidance, device=y.tokens.device))
 
 
 def preview_labels(num_classes: int, count: int) -> Tensor:
-    """Return ``count`` labels spread evenly over the classes, in order: (count,) int64."""
+    """Return ``count`` labels in order, spread evenly over the classes: (count,) int64."""
     return torch.arange(count) * num_classes // count if count < num_classes else torch.arange(count) % num_classes
 
 
 def class_number(name: str, names: Sequence[str]) -> int:
-    """Return the number of the class called ``name``, ignoring case. Each part of a name with commas is a name, too.
+    """Return the number of the class with this name. Case is ignored.
 
-    Raises ValueError, which begins with the name, if no class or several are called so.
+    A class name with commas consists of several names; each of them finds the class. Raises ValueError if no class or
+    more than one class has the name; the message begins with the name.
     """
     wanted = name.strip().casefold()
     found = [number for number, each in enumerate(names) if each.strip().casefold() == wanted]

@@ -1,9 +1,9 @@
-"""Read a pretrained model's folder, as diffusers and transformers write it, without trusting it; fetch one from the
-hub.
+"""Read an untrusted folder of a pretrained model, in the format of diffusers or transformers, or fetch it from the hub.
 
-A folder may be a stranger's, so nothing is loaded from it that could run code, name other files or fetch any: no
-``auto_map``, no pickled weights, no adapter, no quantisation. Its configuration is compared with its weights' header
-before a model is built. A repository of the hub is fetched at a fixed commit and then treated like any folder.
+A folder may come from a stranger. Therefore nothing is loaded from it that could run code, or that could name or fetch
+other files: no ``auto_map``, no pickled weights, no adapter, no quantisation. Before a model is built, the
+configuration is compared with the header of the weights. A repository on the hub is fetched at a fixed commit and then treated like
+any other folder.
 """
 
 import math
@@ -27,10 +27,10 @@ from opendit.common.torch_utils import on_meta
 from opendit.common.utils import shown
 
 T = TypeVar("T")
-KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, which can be trusted wherever they come from
+KNOWN = ("none", "ema", "mse", "bytes", "clip", "t5")  # built-in names, safe even in an untrusted file
 CONFIG = "config.json"
-PIPELINE_INDEX = "model_index.json"  # the file that stands for a pipeline
-# Keys with which a folder would have code run, or weights loaded that are not its own -> words for the error message.
+PIPELINE_INDEX = "model_index.json"  # a folder with this file is a pipeline
+# Keys of a configuration that request code or weights from elsewhere -> words for the error message.
 REFUSED = {
     "auto_map": "names code to run",
     "custom_pipelines": "names code to run",
@@ -45,10 +45,10 @@ Layers = Annotated[int, Interval(ge=1, le=256)]
 
 
 def encoder_name(flag: str, given: str | None, stored: str | None, source: Path) -> str | None:
-    """Return the encoder to load: the user's ``given`` one, else the one ``stored`` in a file, if that is one of KNOWN.
+    """Return the name of the encoder to load: ``given`` by the user, else ``stored`` in a file.
 
-    A path or repository that only a file names could be anybody's, so it is not followed: ValueError, with the flag to
-    add for those who trust it.
+    A stored name must be one of KNOWN. Any other stored path or repository is untrusted and raises ValueError; the
+    message names the flag with which a user can choose it.
     """
     if given is not None or stored is None or stored in KNOWN:
         return stored if given is None else given
@@ -60,7 +60,7 @@ def encoder_name(flag: str, given: str | None, stored: str | None, source: Path)
 
 
 class PretrainedConfig(OpenJsonObject):
-    """A configuration of transformers or diffusers: any keys that request nothing unsafe. Subclasses bound some."""
+    """A configuration of transformers or diffusers. Unsafe requests are refused. Subclasses add bounds for keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -70,7 +70,7 @@ class PretrainedConfig(OpenJsonObject):
 
 
 def refuse_requests(value: Any) -> None:
-    """Raise ValueError if a key of REFUSED, or an attention other than torch's, occurs anywhere in a configuration."""
+    """Raise ValueError if a configuration has, at any depth, a key of REFUSED or an attention from outside torch."""
     for key, item in value.items() if isinstance(value, dict) else ():
         if key in REFUSED and item:
             raise ValueError(f"{key} {REFUSED[key]}, which is not done")
@@ -80,7 +80,7 @@ def refuse_requests(value: Any) -> None:
 
 
 class IndexOfWeights(OpenJsonObject):
-    """STEM.safetensors.index.json."""
+    """The content of STEM.safetensors.index.json."""
 
     weight_map: Annotated[dict[Annotated[str, MaxLen(1024)], FileName], FailFast(), MaxLen(100_000)]
 
@@ -89,7 +89,7 @@ INDEX, PRETRAINED = FileKind(IndexOfWeights, 16 * MIB), FileKind(PretrainedConfi
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raise ValueError if the folder has an adapter, which transformers would merge into the weights automatically."""
+    """Raise ValueError if the folder has an adapter, because transformers would merge it into the weights."""
     found = next((name for name in ADAPTERS if os.path.lexists(folder / name)), None)
     if found:
         raise ValueError(f"{folder / found} is an adapter, which is not merged here; merge it and save the whole model")
@@ -98,7 +98,7 @@ def refuse_adapters(folder: Path) -> None:
 def weight_files(folder: Path, stem: str) -> list[Path]:
     """Return STEM.safetensors, or the files that STEM.safetensors.index.json lists.
 
-    Raises FileNotFoundError or ValueError with the file that is missing, pickled or damaged.
+    Raises FileNotFoundError or ValueError; the message names the file that is missing, pickled or damaged.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if index.is_file():
@@ -116,7 +116,7 @@ def weight_files(folder: Path, stem: str) -> list[Path]:
 
 
 def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of all tensors in :func:`weight_files`. Raises what it raises."""
+    """Read the shapes of all tensors in :func:`weight_files`. Raises as that function."""
     shapes = {}
     for path in weight_files(folder, stem):
         with open_safetensors(path) as file:
@@ -125,16 +125,19 @@ def weight_shapes(folder: Path, stem: str) -> dict[str, tuple[int, ...]]:
 
 
 def weight_count(folder: Path, stem: str) -> int:
-    """Count the weights in :func:`weight_files` by their headers. Raises what it raises."""
+    """Count the weights in :func:`weight_files` from the files' headers. Raises as that function."""
     return sum(map(math.prod, weight_shapes(folder, stem).values()))
 
 
 def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Raise ValueError if the model that ``make`` builds, on the meta device here, has more weights than the folder."""
+    """Raise ValueError if the model of ``make`` has more weights than the folder.
+
+    The model is built on the meta device. shapes: shapes of the folder's tensors.
+    """
     try:
         with on_meta():
             model = make()
-    except Exception as error:  # the library may raise anything for inconsistent values
+    except Exception as error:  # the library may raise any error for inconsistent values
         raise ValueError(f"{folder / CONFIG} describes no model that can be built ({one_line(error)})") from error
     described, held = sum(p.numel() for p in model.parameters()), sum(map(math.prod, shapes.values()))
     if described > held:
@@ -142,13 +145,13 @@ def check_size(make: Callable[[], torch.nn.Module], shapes: dict[str, tuple[int,
 
 
 def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a folder's model as transformers' class ``name`` without running the folder's code or reading pickles.
+    """Load a folder's model as the class ``name`` of transformers. Run no code of the folder, and read no pickles.
 
-    Raises ValueError for missing weights, and whatever transformers raises.
+    Raises ValueError for missing weights, and any error of transformers.
     """
     refuse_adapters(folder)
     shapes = weight_shapes(folder, stem)
-    import transformers  # takes seconds, so only where it is needed
+    import transformers  # imported here only, because the import takes seconds
 
     model_class = getattr(transformers, name)
     made = model_class.config_class.from_pretrained(folder, local_files_only=True)
@@ -163,14 +166,14 @@ def transformers_model(folder: Path, name: str, stem: str, dtype: torch.dtype = 
             output_loading_info=True,
             dtype=dtype,
         )
-    if report["missing_keys"]:  # transformers would initialise them at random
+    if report["missing_keys"]:  # transformers would initialise missing weights at random
         raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
     return model
 
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Disable transformers' progress bars, which every rank would draw."""
+    """Disable the progress bars of transformers, because every rank would draw them."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -184,24 +187,26 @@ def _no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def loading(what: str, needs: str = "") -> Iterator[None]:
-    """Turn any error of a library that reads a folder into ValueError: WHAT can't be loaded (the reason), then
-    ``needs``."""
+    """Convert any error of a library that reads a folder to ValueError.
+
+    The message is: ``what`` can't be loaded (the reason), followed by ``needs``.
+    """
     try:
         yield
-    except BaseException as error:  # a panic in the tokenizer's Rust code is no Exception
+    except BaseException as error:  # a panic in the tokenizer's Rust code is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"{what} can't be loaded ({one_line(error)}){needs}") from error
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """Shorten another library's error to part of a one-line message."""
+    """Return an error's text as one line of at most about ``most`` characters, for use in another message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def reason(path: Path, error: Exception) -> str:
-    """Return an error's text without the file's path, for a message that names the file already."""
+    """Return an error's text without the path at its start, for a message that already names the file."""
     return one_line(error).removeprefix(str(path)).lstrip(": ")
 
 
@@ -217,8 +222,11 @@ def pinned(name: str) -> tuple[str, str] | None:
 
 
 def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str, ...], what: str, needs: str) -> Path:
-    """Return the local folder of a repository at one commit: of ``files`` and of those of ``also`` that exist, from the
-    local cache or fetched from the hub. Raises FileNotFoundError as :func:`from_hub` does."""
+    """Return the local folder of a repository at one commit. Missing files are downloaded from the hub.
+
+    files: required files. also: optional files. what, needs: for the message of FileNotFoundError, see
+    :func:`from_hub`.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -236,10 +244,10 @@ def fetch(repository: str, commit: str, files: tuple[str, ...], also: tuple[str,
 
 
 def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
-    """Return ``fetch(local_files_only)``: from the local cache, else from the hub.
+    """Return the result of ``fetch(True)``, which uses the local cache only, or else of ``fetch(False)``.
 
     Raises FileNotFoundError, within seconds, if the hub can't be reached. Its message says ``what`` was requested and
-    what it ``needs`` instead.
+    what the user ``needs`` instead.
     """
     from huggingface_hub import constants
 
@@ -248,7 +256,7 @@ def from_hub(fetch: Callable[[bool], T], what: str, needs: str) -> T:
     except (OSError, ValueError):
         pass
     try:
-        # The download retries six times with growing pauses; a short probe first tells whether that can help.
+        # The download would retry six times with growing pauses, so first probe whether the hub can be reached.
         probe_hub(constants.ENDPOINT)
         return fetch(False)
     except Exception as error:

@@ -1,5 +1,7 @@
-"""Autoencoders of diffusers other than ``AutoencoderKL`` in the form that codecs of pictures take: ``encode`` gives the
-mean and the logarithm of the variance (B, 2 C, h, w), ``decode`` pixels (B, 3, H, W)."""
+"""Wrap other autoencoders of diffusers, so that they have the interface of ``AutoencoderKL`` for picture codecs.
+
+``encode`` returns the mean and the log variance (B, 2 C, h, w), and ``decode`` returns pixels (B, 3, H, W).
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 
 class OneFrame(nn.Module):
-    """A video autoencoder that encodes pictures as clips of one frame (Qwen-Image)."""
+    """Wrapper of a video autoencoder that encodes pictures as clips of one frame (Qwen-Image)."""
 
     def __init__(self, vae: Any):
         super().__init__()
@@ -22,13 +24,15 @@ class OneFrame(nn.Module):
 
 
 class Packed(nn.Module):
-    """FLUX.2's autoencoder, with the latents of 2 x 2 places as channels of one, as its batch norm has them, by whose
-    statistics they are normalised."""
+    """Wrapper of FLUX.2's autoencoder that packs 2 x 2 latent values into the channels of one.
+
+    The batch norm of this autoencoder has statistics of the packed latents, by which the latents are normalised.
+    """
 
     def __init__(self, vae: Any):
         super().__init__()
         self.vae = vae
-        about = {"_class_name": type(vae).__name__, "patch_size": None}  # of the pixels, which are not packed
+        about = {"_class_name": type(vae).__name__, "patch_size": None}  # patch_size is of pixels, not packed here
         numbers = of_batch_norm(vae.bn.running_mean, vae.bn.running_var, vae.config.batch_norm_eps)
         self.config = dict(vae.config) | about | numbers
 
@@ -40,5 +44,5 @@ class Packed(nn.Module):
 
 
 def of_batch_norm(mean: Tensor, variance: Tensor, eps: float) -> dict[str, Any]:
-    """Return the settings by which other autoencoders' latents are normalised, of a batch norm's statistics (C,)."""
+    """Convert the statistics (C,) of a batch norm to the settings by which a codec normalises latents."""
     return {"scaling_factor": None, "latents_mean": mean.tolist(), "latents_std": (variance + eps).sqrt().tolist()}

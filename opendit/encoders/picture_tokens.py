@@ -1,4 +1,4 @@
-"""Pictures to the tokens that a network of image to video attends to: CLIP's vision encoder, the last layer but one."""
+"""Encode pictures to tokens that an image-to-video network attends to, by the last but one layer of CLIP's encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +23,13 @@ class PictureTokens:
     """The image encoder of a pipeline's folder, in fp32.
 
     Args:
-        folder: of the pipeline.
-        width: of the tokens that the network takes.
+        folder: folder of the pipeline.
+        width: width of the tokens that the network takes.
+        device: device of the encoder.
 
     Raises:
-        FileNotFoundError, ValueError: in one line, what is missing or another encoder.
+        FileNotFoundError, ValueError: a file is missing, or the encoder is not the expected one. The message is one
+            line.
     """
 
     def __init__(self, folder: Path, width: int, device: torch.device | str):
@@ -49,11 +51,11 @@ class PictureTokens:
 
     @torch.no_grad()
     def encode(self, pictures: Sequence[Image.Image]) -> Tensor:
-        """Return the tokens of pictures, (B, tokens, width) fp32 on the device."""
+        """Encode B pictures to tokens (B, tokens, width), fp32 on ``device``."""
         pixels = self._processor(images=list(pictures), return_tensors="pt")["pixel_values"].to(self.device)
         return self._encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
 
     def of_clips(self, pixels: Tensor) -> Tensor:
-        """Return the tokens of the first frames of clips (B, 3, T, H, W) in [-1, 1]."""
+        """Encode the first frames of clips (B, 3, T, H, W) in [-1, 1] to tokens."""
         frames = ((pixels[:, :, 0] + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
         return self.encode([Image.fromarray(frame) for frame in frames])

@@ -1,6 +1,6 @@
-"""Decoded pixels as pictures for people: uint8 arrays, labelled grids and contact sheets, endless GIFs.
+"""Convert decoded pixels to uint8 arrays, labelled grids, contact sheets and looping GIFs.
 
-Both training's previews and sample.py use this module, which knows nothing of models or samplers.
+The previews of training and sample.py use this module. It does not depend on models or samplers.
 """
 
 import bisect
@@ -22,7 +22,7 @@ def to_uint8(pixels: Tensor) -> np.ndarray:
 
 
 def to_bytes(pixels: Tensor) -> Tensor:
-    """Convert as :func:`to_uint8` does, to a contiguous tensor on the pixels' device."""
+    """Convert pixels like :func:`to_uint8`, but to a contiguous tensor on the pixels' device."""
     scaled = (pixels.float().clamp(-1, 1) * 127.5 + 127.5).round().to(torch.uint8)
     if scaled.shape[1] == 1:
         scaled = scaled.expand(-1, 3, *scaled.shape[2:])
@@ -30,7 +30,11 @@ def to_bytes(pixels: Tensor) -> Tensor:
 
 
 def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = None, smallest: int = 64) -> Image.Image:
-    """Draw pictures (N, H, W, 3) uint8 as one image, each below its caption, magnified if lower than ``smallest``."""
+    """Draw pictures (N, H, W, 3) uint8 as one image, with a caption above every picture.
+
+    Pictures with a height below ``smallest`` are magnified by a whole number. columns: number of columns; by default it
+    depends on the number of pictures.
+    """
     count, height, width, _ = pictures.shape
     across = columns or min(count, max(1, math.ceil(math.sqrt(count * 1.6))))
     zoom = max(1, smallest // height)
@@ -46,10 +50,10 @@ def draw_grid(pictures: np.ndarray, captions: list[str], columns: int | None = N
 
 
 def one_line(caption: str) -> str:
-    """Make a caption a line that can be drawn.
+    """Convert a caption to one line that can be drawn.
 
-    White space and control characters become one space; code points that are no characters (half a surrogate pair, an
-    unassigned one) become U+FFFD.
+    Each run of white space and control characters becomes one space. Code points that are not characters (half of a
+    surrogate pair, or an unassigned code point) become U+FFFD.
     """
     kinds = {"Cc": " ", "Cf": "", "Zs": " ", "Zl": " ", "Zp": " ", "Cs": "\ufffd", "Cn": "\ufffd", "Co": "\ufffd"}
     return " ".join("".join(kinds.get(unicodedata.category(c), c) for c in caption).split())
@@ -58,7 +62,7 @@ def one_line(caption: str) -> str:
 def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
     """Cut a caption to at most ``width`` pixels, but keep at least its first four characters."""
     line = one_line(caption[:10_000])
-    short = line[: 4 * width]  # measuring takes time per character, and no character is narrower than a quarter pixel
+    short = line[: 4 * width]  # limits the time of measuring; no character is narrower than a quarter pixel
     if len(short) <= 4 or (len(line) <= 4 * width and font.getlength(short) <= width):
         return short
     fits = bisect.bisect_left(range(4, len(short)), True, key=lambda end: font.getlength(short[:end] + "…") > width)
@@ -68,13 +72,16 @@ def fit_caption(caption: str, width: int, font: ImageFont.FreeTypeFont | ImageFo
 def save_grid(
     path: Path, pictures: np.ndarray, captions: list[str], columns: int | None = None, root: Path | None = None
 ) -> None:
-    """Save :func:`draw_grid` as a PNG below ``root`` (opendit/common/safe_files.py); folders are created."""
+    """Save the image of :func:`draw_grid` as a PNG, and create its folder.
+
+    root: folder below which the path must be (opendit/common/safe_files.py).
+    """
     with replacing(path, root=root, make=True) as new:
         draw_grid(pictures, captions, columns).save(new, "PNG")
 
 
 def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: float) -> None:
-    """Save clips (N, T, H, W, 3) uint8 as one endless GIF, side by side, each below its caption."""
+    """Save clips (N, T, H, W, 3) uint8 in one looping GIF, as a grid with a caption above every clip."""
     columns = len(clips) if len(clips) <= 4 else None
     first, *others = (draw_grid(frame, captions, columns, smallest=120) for frame in clips.swapaxes(0, 1))
     with replacing(path, make=True) as new:
@@ -82,7 +89,7 @@ def save_animation(path: Path, clips: np.ndarray, captions: list[str], fps: floa
 
 
 def grid_columns(captions: list[str]) -> int | None:
-    """Return one column per class where there are few classes; None to choose by the number of pictures."""
+    """Return one column per class if there are 4 to 12 classes, else None."""
     kinds = len(set(captions))
     return kinds if 4 <= kinds <= 12 else None
 
@@ -90,8 +97,10 @@ def grid_columns(captions: list[str]) -> int | None:
 def save_contact_sheet(
     path: Path, clips: np.ndarray, captions: list[str], frames: int = 8, root: Path | None = None
 ) -> None:
-    """Save one PNG of clips (N, T, H, W, 3) uint8: a row for each clip, with its caption and up to ``frames`` evenly
-    spaced frames."""
+    """Save clips (N, T, H, W, 3) uint8 as one PNG.
+
+    Every clip is a row with its caption and up to ``frames`` evenly spaced frames. root: see :func:`save_grid`.
+    """
     shown = np.linspace(0, clips.shape[1] - 1, min(frames, clips.shape[1])).round().astype(int)
     pictures = clips[:, shown].reshape(-1, *clips.shape[2:])
     numbers = [f"{frame}" for frame in shown]

@@ -1,7 +1,7 @@
-"""The folder of a published pipeline, as diffusers writes it: checked against its family, and its autoencoder.
+"""Check the folder of a published pipeline, in diffusers' format, and load its autoencoder.
 
-``model_index.json`` names the class of every component. It is compared with the family's table and nothing is imported
-by its words: the classes that are loaded are the table's. Text encoders are in published_text.
+``model_index.json`` names the class of every component. The names are compared with the family's table, and only
+classes from the table are imported. The module published_text loads the text encoders.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from opendit.models.families.base import Family
 
 VAE = "vae"
 INDEX_FILE = FileKind(PretrainedConfig, MIB)
-# Classes that hold the same encoder under another head -> the one that is loaded.
+# Class with an extra head -> class of the same encoder without the head, which is loaded instead.
 SAME = {"Qwen3ForCausalLM": "Qwen3Model", "Gemma2ForCausalLM": "Gemma2Model"}
 NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_mean", "latents_std"), "batch": ()}
 
@@ -34,7 +34,7 @@ NUMBERS = {"scalar": ("scaling_factor", "shift_factor"), "channel": ("latents_me
 def check_index(folder: Path, family: Family) -> None:
     """Compare a folder's ``model_index.json`` with the family's pipelines and components.
 
-    Raises FileNotFoundError or ValueError with the file and the component that differs.
+    Raises FileNotFoundError or ValueError; the message names the file and the component that differs.
     """
     path = folder / PIPELINE_INDEX
     index = read_json_of(path, INDEX_FILE, f"a folder of diffusers' {family.pipelines[0]} has one")
@@ -54,7 +54,7 @@ def check_index(folder: Path, family: Family) -> None:
 def names_class(entry: Any, library: str, class_name: str) -> bool:
     """Return True if an entry of ``model_index.json`` names this class.
 
-    transformers has had two tokenizers of every kind, NAME and NAMEFast, and now has one under both names.
+    NAME and NAMEFast count as the same tokenizer, because recent versions of transformers have one class for both.
     """
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[1], str):
         return False
@@ -65,7 +65,8 @@ def names_class(entry: Any, library: str, class_name: str) -> bool:
 def read_json_of(path: Path, kind: FileKind, needed: str) -> Any:
     """Return the content of a JSON file, like :func:`read_file`.
 
-    Raises FileNotFoundError, ending with ``needed``, if there is none, and ValueError for anything else.
+    Raises FileNotFoundError with a message that ends with ``needed`` if the file is missing, and ValueError for any
+    other problem.
     """
     try:
         return read_file(path, kind)
@@ -76,13 +77,14 @@ def read_json_of(path: Path, kind: FileKind, needed: str) -> Any:
 
 
 def check_vae(folder: Path, family: Family) -> str:
-    """Check the configuration and the header of the weights of a folder's autoencoder.
+    """Check the configuration of a folder's autoencoder and the header of its weights.
 
-    Returns the folder of the autoencoder, which ``load_codec``, ``load_video_codec``, ``video_geometry`` and
-    ``codec_scale`` take as their ``name``.
+    Return the folder of the autoencoder. ``load_codec``, ``load_video_codec``, ``video_geometry`` and ``codec_scale``
+    accept this folder as ``name``.
 
     Raises:
-        FileNotFoundError, ValueError: it is missing, damaged, or not of the family's class and normalisation.
+        FileNotFoundError, ValueError: the autoencoder is missing or damaged, or its class or normalisation is not that
+            of the family.
     """
     latents, path = family.latents, folder / VAE
     _, config = read_vae_config(str(path), {latents.vae: (IMAGE_CLASSES | VIDEO_CLASSES)[latents.vae]})
@@ -106,7 +108,7 @@ def load_published_codec(
     tiling: bool = False,
     compiled: bool = False,
 ) -> ImageCodec | VideoCodec:
-    """Load the autoencoder of a folder, for clips if the family's latents have frames.
+    """Load the autoencoder of a folder: a video codec if the family's latents have frames, else an image codec.
 
     The other arguments are those of ``load_codec`` and ``load_video_codec``. Raises as :func:`check_vae`.
     """

@@ -1,9 +1,9 @@
-"""Prompts of published models -> embeddings, by the pipeline class of diffusers that owns them.
+"""Encode prompts for published models, through the pipeline classes of diffusers.
 
-A pipeline is built of tokenizers and text encoders only, without network, autoencoder and scheduler, and its
-``encode_prompt`` does the rest: templates, cleaning, lengths, layers, padding. The table PROMPTS says how it is called
-and where in its result the tokens are. What comes back has one form for all families, a :class:`TextCondition`: tokens
-(B, L, D), mask (B, L) and pooled (B, P), with P = 0 for a family without a pooled vector.
+A pipeline is built from tokenizers and text encoders only, without network, autoencoder and scheduler. Its method
+``encode_prompt`` handles templates, cleaning, lengths, layers and padding. The table PROMPTS describes how to call the
+method and where its result has the tokens. The result is a :class:`TextCondition` for all families: tokens (B, L, D),
+mask (B, L) and pooled (B, P), with P = 0 for a family without a pooled vector.
 """
 
 import json
@@ -40,8 +40,8 @@ from opendit.models.conditioning import TextCondition
 from opendit.models.families import FAMILIES
 from opendit.models.families.base import Family
 
-CAPTIONS_AT_ONCE = 16  # of 512 tokens: a layer of UMT5-XXL, of 64 heads, then has scores of 0.5 GiB, its softmax 1 GiB
-# transformers' class -> the model_type of its config.json
+CAPTIONS_AT_ONCE = 16  # at 512 tokens, a layer of UMT5-XXL (64 heads) has scores of 0.5 GiB and a softmax of 1 GiB
+# Class of transformers -> accepted values of model_type in config.json.
 MODEL_TYPES = {
     "CLIPTextModel": ("clip_text_model", "clip"),
     "CLIPTextModelWithProjection": ("clip_text_model", "clip"),
@@ -56,28 +56,30 @@ CLASSES_OF_TOKENIZERS = (
     *TOKENIZERS, "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "LlamaTokenizer",
     "LlamaTokenizerFast",
 )  # fmt: skip
-# Of a processor of words and pictures, the words alone.
+# Processor of text and pictures -> class of its tokenizer.
 TOKENIZER_OF = {"PixtralProcessor": "PreTrainedTokenizerFast"}
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",))  # a tokenizer has one of these
-PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt that tells how prompts are cleaned
+PROBE = "  It&amp;#39;s a “caf\u00c3\u00a9”\n "  # a prompt whose cleaned form shows which cleaning is done
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The call that asks a pipeline of diffusers for embeddings, and its answer.
+    """How to call ``encode_prompt`` of a pipeline, and how to read its result.
+
+    The result is a tuple. Its first item is the tokens: a tensor (B, L, D), or a list of B tensors of unequal length.
 
     Attributes:
-        encoder, tokenizer: components that make the tokens.
-        settings: arguments of ``encode_prompt`` beside prompt, device and max_sequence_length. It returns a tuple with
-            the tokens first: a tensor (B, L, D), or a list of B tensors of unequal length.
-        pooled: components of the pooled vector, which is number ``pooled_at`` of the tuple. () without one.
-        masked: the second of the tuple is the mask of the tokens (B, L), or None where none is padding.
-        layers: of the encoder, whose outputs side by side are a token.
-        dropped: the tokens of the template before the prompt, which are not among those that come back.
-        written: (pipeline, prompt) -> the text that the tokenizer gets.
-        bare: prompts to guide away from, the empty one among them, are not written in that form, and are the third and
-            fourth of the tuple.
-        unused: a component that the pipeline can't be built without, and that has no part in this.
+        encoder, tokenizer: names of the components that compute the tokens.
+        settings: arguments of ``encode_prompt`` in addition to prompt, device and max_sequence_length.
+        pooled: names of the components that compute the pooled vector; () if there is none.
+        pooled_at: index of the pooled vector in the result.
+        masked: True if the second item of the result is the mask of the tokens (B, L), or None if no token is padding.
+        layers: number of the encoder's layers whose outputs are concatenated to a token.
+        dropped: number of tokens of the template before the prompt, which the result does not contain.
+        written: function (pipeline, prompt) -> text that the tokenizer gets.
+        bare: True if negative prompts, including the empty prompt, are encoded without the form of ``written``. Their
+            tokens and mask are the third and fourth item of the result.
+        unused: name of a component that the pipeline requires but that is not used here.
     """
 
     encoder: str = "text_encoder"
@@ -94,7 +96,7 @@ class Prompts:
 
 
 def _chat(pipeline: Any, prompt: str, thinking: bool) -> str:
-    """Return the prompt as a user's message in the chat template, as ZImagePipeline and Flux2KleinPipeline write it."""
+    """Return the prompt as a user's message in the chat template, like ZImagePipeline and Flux2KleinPipeline."""
     message = [{"role": "user", "content": prompt}]
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
     return pipeline.tokenizer.apply_chat_template(message, **options)
@@ -114,7 +116,7 @@ def _conversation(pipeline: Any, prompt: str) -> str:
 
 
 def _cleaned(pipeline: Any, prompt: str) -> str:
-    """Return the prompt as WanPipeline cleans it: by ftfy, if that is installed, and without HTML's entities."""
+    """Clean the prompt like WanPipeline: apply ftfy if it is installed, and replace HTML entities."""
     from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
     return prompt_clean(prompt)
@@ -148,7 +150,7 @@ PROMPTS = {
 
 
 class PublishedTextConfig(TextEncoderConfig):
-    """The config.json of a published model's text encoder, a language model's included."""
+    """The config.json of a published model's text encoder, which may be a language model."""
 
     head_dim: Width | None = None
     num_key_value_heads: int | None = Field(None, ge=1, le=1024)
@@ -161,8 +163,11 @@ TEXT_CONFIG = FileKind(PublishedTextConfig, 4 * MIB)
 class PublishedText:
     """The frozen text encoders of a published model, called through its pipeline.
 
-    width: D of the tokens. pooled_width: P. max_tokens: to which prompts are cut, and padded unless the family removes
-    padding.
+    Attributes:
+        width: D of the tokens.
+        pooled_width: P of the pooled vector.
+        max_tokens: number of tokens to which prompts are cut. Prompts are also padded to this number, unless the family
+            removes padding.
     """
 
     def __init__(
@@ -181,22 +186,27 @@ class PublishedText:
 
     @property
     def model(self) -> torch.nn.ModuleDict:
-        """All text encoders, by their components' names."""
+        """All text encoders, by the names of their components."""
         names = sorted(name for name in self.family.components if name.startswith("text_encoder"))
         return torch.nn.ModuleDict({name: self._component(name) for name in names})
 
     @torch.no_grad()
     def encode(self, captions: list[str], length: int | None = None, away: bool = False) -> TextCondition:
-        """Encode captions, on the encoders' device and in their dtype. away: in the form of prompts that guidance leads
-        away from.
+        """Encode captions on the encoders' device and in their dtype.
 
-        What the network is to see of padding, ``Text.padding``, decides about the tokens after a caption's last one:
+        The family's ``Text.padding`` determines the tokens after the last token of a caption:
 
-        - "attend": as the encoder gives them; L = max_tokens, and the mask is True everywhere.
-        - "zero": zeros; L = max_tokens, and the mask is False there.
-        - "remove": zeros, and the mask is False there; L = ``length``, by default the longest caption's.
+        - "attend": outputs of the encoder. L = max_tokens, and the mask is True everywhere.
+        - "zero": zeros, where the mask is False. L = max_tokens.
+        - "remove": zeros, where the mask is False. L = ``length``, by default the length of the longest caption.
 
-        Raises ValueError for a ``length`` that is shorter than a caption, or that the family doesn't choose.
+        Args:
+            captions: the captions.
+            length: L, for families that remove padding.
+            away: True if the captions are negative prompts, which some families write in another form.
+
+        Raises:
+            ValueError: ``length`` is shorter than a caption, or the family has a fixed length.
         """
         if length not in (None, self.max_tokens) and self.family.text.padding != "remove":
             raise ValueError(f"prompts of {self.family.name} have {self.max_tokens} tokens, not {length}")
@@ -205,7 +215,7 @@ class PublishedText:
         for start in range(0, len(captions), CAPTIONS_AT_ONCE):
             part = captions[start : start + CAPTIONS_AT_ONCE]
             with _quiet(type(self.pipeline).__module__):
-                # Copies of the list, which ZImagePipeline overwrites.
+                # Pass copies of the list, because ZImagePipeline overwrites it.
                 bare = away and self.prompts.bare
                 more = {"do_classifier_free_guidance": True, "negative_prompt": list(part)} if bare else {}
                 found = self.pipeline.encode_prompt(
@@ -225,7 +235,7 @@ class PublishedText:
         return TextCondition(*self._padded(tokens, length), torch.cat(pooled), shortest=shortest)
 
     def _padded(self, tokens: Sequence[Tensor], length: int | None) -> tuple[Tensor, Tensor]:
-        """Return captions of unequal length as tokens (B, L, D) and mask (B, L)."""
+        """Pad captions of unequal length. Return tokens (B, L, D) and mask (B, L)."""
         if self.family.text.padding != "remove":
             stacked = torch.stack(list(tokens))
             return stacked, stacked.ne(0).any(-1) if self.family.text.padding == "zero" else _full(stacked)
@@ -234,7 +244,7 @@ class PublishedText:
         return joined.tokens, joined.mask
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Return the number of tokens of each caption before it is cut, including those of a template."""
+        """Return the number of tokens of each caption before cutting, including the tokens of the template."""
         if not captions:
             return []
         written = [self.prompts.written(self.pipeline, caption) for caption in captions]
@@ -243,8 +253,7 @@ class PublishedText:
         return [len(ids) + more for ids in found]
 
     def fingerprint(self) -> str:
-        """Hash everything that embeddings depend on: weights, vocabularies, length, and how prompts are cleaned and
-        put into templates."""
+        """Hash all values that embeddings depend on: weights, vocabularies, length, cleaning and templates."""
         parts = [self.family.pipelines[0], str(self.max_tokens), self.prompts.written(self.pipeline, PROBE)]
         for component in sorted(self.family.components):
             if component.startswith("text_encoder"):
@@ -258,9 +267,9 @@ class PublishedText:
 
 
 def pad_tokens(conditions: Sequence[TextCondition], length: int | None = None) -> TextCondition:
-    """Join batches of prompts of unequal length, padded with zeros to ``length``, by default the longest's.
+    """Join batches of prompts and pad them with zeros to ``length``, by default the length of the longest batch.
 
-    Raises ValueError if ``length`` is shorter than one of them.
+    Raises ValueError if a batch is longer than ``length``.
     """
     longest = max(condition.tokens.shape[1] for condition in conditions)
     length = longest if length is None else length
@@ -276,7 +285,7 @@ def _full(tokens: Tensor) -> Tensor:
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Suppress a logger's warnings: FluxPipeline would write one for every caption of more than CLIP's 77 tokens."""
+    """Suppress warnings of the logger ``name``. FluxPipeline would warn of each caption over CLIP's 77 tokens."""
     logger = logging.getLogger(name)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -290,22 +299,29 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def text_widths(folder: Path, family: Family) -> tuple[int, int]:
-    """Return (width of the tokens, width of the pooled vector or 0), without weights. Raises as :func:`check_text`."""
+    """Return (width of the tokens, width of the pooled vector or 0). This reads no weights.
+
+    Raises as :func:`check_text`.
+    """
     prompts = _prompts(family)
     width = prompts.layers * _width(_encoder_config(folder, prompts.encoder, family))
     return width, sum(_pooled_width(family, name, _encoder_config(folder, name, family)) for name in prompts.pooled)
 
 
 def text_encoder_bytes(folder: Path, family: Family) -> int:
-    """Return the bytes of a folder's text encoders in half precision, by the headers of their files. Raises
-    FileNotFoundError or ValueError."""
+    """Return the size in bytes of a folder's text encoders in half precision, from the headers of their files.
+
+    Raises FileNotFoundError or ValueError.
+    """
     encoders = [component for component in family.components if component.startswith("text_encoder")]
     return sum(2 * weight_count(folder.expanduser() / component, STEM) for component in encoders)
 
 
 def published_geometry(name: str) -> tuple[int, int, int] | None:
-    """Return (width of the tokens, width of the pooled vector, tokens of a prompt) of a pipeline's folder, without its
-    weights; None for another name. Raises as :func:`check_text`."""
+    """Return (width of the tokens, width of the pooled vector, maximum tokens of a prompt) for a pipeline's folder.
+
+    Return None if ``name`` is not such a folder. This reads no weights. Raises as :func:`check_text`.
+    """
     folder = Path(name).expanduser()
     family = family_in(name_of_folder(folder) or "")
     if family is None or not (folder / PIPELINE_INDEX).is_file():
@@ -315,9 +331,9 @@ def published_geometry(name: str) -> tuple[int, int, int] | None:
 
 
 def check_text(folder: Path, family: Family) -> None:
-    """Check a folder's index, and its tokenizers and text encoders but for their weights' values; without transformers.
+    """Check a folder's index, tokenizers and text encoders, except the values of weights. This needs no transformers.
 
-    Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
+    Raises FileNotFoundError or ValueError; the message names the file and the problem.
     """
     _prompts(family)
     check_index(folder, family)
@@ -343,17 +359,22 @@ def load_published_text(
 ) -> PublishedText:
     """Load the tokenizers and text encoders of a folder, after :func:`check_text`.
 
-    max_tokens: to which prompts are cut; the family's by default. dtype: of the weights on a GPU, where fp16 becomes
-    bf16, in which these encoders were published (T5's activations leave the range of fp16). A CPU always computes in
-    fp32.
+    Args:
+        folder: the folder of the pipeline.
+        family: the family of the model.
+        device: device of the encoders.
+        dtype: dtype of the weights on a GPU; a CPU always computes in fp32. bf16 replaces fp16, because the activations
+            of T5 exceed the range of fp16. These encoders were published in bf16.
+        max_tokens: number of tokens to which prompts are cut; by default the family's number.
 
-    Raises FileNotFoundError or ValueError, with the file and what is wrong with it.
+    Raises:
+        FileNotFoundError, ValueError: the message names the file and the problem.
     """
     check_text(folder, family)
     device = torch.device(device)
     dtype = torch.float32 if device.type != "cuda" else torch.bfloat16 if dtype == torch.float16 else dtype
     components: dict[str, Any] = {}
-    for component, (_, class_name) in sorted(family.components.items()):  # every encoder before its tokenizer
+    for component, (_, class_name) in sorted(family.components.items()):  # text_encoder sorts before tokenizer
         if not component.startswith(("text_encoder", "tokenizer")):
             continue
         with loading(str(folder / component)):
@@ -363,7 +384,7 @@ def load_published_text(
     for component, module in components.items():
         if component.startswith("text_encoder"):
             module.eval().requires_grad_(False).to(device)
-    import diffusers  # takes many seconds, so only now
+    import diffusers  # imported here only, because the import takes many seconds
 
     rest: dict[str, Any] = dict.fromkeys(("scheduler", "vae", "transformer"))
     if (unused := _prompts(family).unused) is not None:
@@ -379,7 +400,7 @@ def _load(path: Path, class_name: str, dtype: torch.dtype) -> Any:
 
     tokenizer_class = getattr(transformers, TOKENIZER_OF.get(class_name, class_name))
     tokenizer = tokenizer_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    # No warning for a caption that is longer than the model takes: it is counted elsewhere.
+    # Disable the warning about long captions, because count_tokens reports them.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -402,7 +423,7 @@ def _encoder_config(folder: Path, component: str, family: Family) -> dict[str, A
 
 
 def _pooled_width(family: Family, component: str, config: dict[str, Any]) -> int:
-    """Return the width of an encoder's pooled vector: of its projection, if its class has one."""
+    """Return the width of an encoder's pooled vector, after the projection if the encoder's class has one."""
     projected = family.components[component][1].endswith("WithProjection")
     return config.get("projection_dim") or 512 if projected else _width(config)
 

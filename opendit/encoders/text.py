@@ -1,7 +1,7 @@
-"""Words -> embeddings: the frozen text encoders CLIP and T5, from a local folder or the hub.
+"""Encode captions with the frozen text encoders CLIP and T5, from a local folder or the hub.
 
-A text encoder is a plain object, not a module, so that it never becomes part of a model's state. The encoder that is
-trained with a model, ``bytes``, is opendit.models.bytes_text; here it only has a size and a name.
+A text encoder is a plain object and not a module, so that it never becomes part of a model's state. The encoder
+``bytes``, which is trained with a model, is in opendit.models.bytes_text; this module only has its name and sizes.
 """
 
 import json
@@ -31,18 +31,18 @@ from opendit.encoders.folder import (
 from opendit.encoders.vae import module_fingerprint
 from opendit.models.conditioning import masked_mean
 
-BYTES = ("bytes", 128, 64)  # kind, width and tokens of the trained encoder unless flags say otherwise
-MOST_BYTES = 512  # most tokens chosen for a new run's bytes encoder; its attention's memory grows with their square
+BYTES = ("bytes", 128, 64)  # kind, default width and default number of tokens of the trained encoder
+MOST_BYTES = 512  # maximum default tokens of the bytes encoder; the memory of its attention grows quadratically
 MOST_TEXT_TOKENS = 16_384  # limit of --max_text_tokens
-# Short name -> repository of the hub, its commit and its geometry. Flan-T5's repository has safetensors and a tokenizer
-# that needs no further package; T5's own repositories have neither. CLIP's main branch has pickled weights only; this
-# commit adds safetensors.
+# Short name -> (repository on the hub, commit, geometry). Flan-T5 is used because its repository has safetensors and a
+# tokenizer that needs no extra package; the original T5 repositories have neither. The main branch of CLIP has pickled
+# weights only; this commit adds safetensors.
 HUB = {
     "clip": ("openai/clip-vit-base-patch32", "c237dc49a33fc61debc9276459120b7eac67e7ef", ("clip", 512, 77)),
     "t5": ("google/flan-t5-large", "0613663d0d48ea86ba8cb3d7a44f0f65dc596a2a", ("t5", 1024, 120)),
 }
-T5_TOKENS = 120  # T5 has no limit; this is PixArt-alpha's choice (Chen et al. 2024)
-# model_type of config.json -> (kind, class of transformers)
+T5_TOKENS = 120  # T5 has no limit; PixArt-alpha uses this number (Chen et al. 2024)
+# model_type in config.json -> (kind, class of transformers).
 CLASSES = {
     "clip": ("clip", "CLIPTextModel"),
     "clip_text_model": ("clip", "CLIPTextModel"),
@@ -57,9 +57,9 @@ TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "spiece.model",
 )  # fmt: skip
-CHAT_TEMPLATE = "chat_template.jinja"  # of a language model's tokenizer, unless tokenizer_config.json holds it
+CHAT_TEMPLATE = "chat_template.jinja"  # template of a language model's tokenizer, if tokenizer_config.json lacks it
 MOST_TOKENIZER_BYTES = 64 << 20
-# transformers' classes that read these files and nothing else.
+# Classes of transformers that read only these files.
 TOKENIZERS = (
     None, "CLIPTokenizer", "CLIPTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
     "TokenizersBackend",
@@ -67,7 +67,7 @@ TOKENIZERS = (
 
 
 class ClipSizes(OpenJsonObject):
-    """Bounds of the sizes of CLIP's text encoder."""
+    """Sizes of CLIP's text encoder, with their bounds."""
 
     hidden_size: Width = 1
     intermediate_size: Width = 1
@@ -106,9 +106,15 @@ class TextTokens(NamedTuple):
 class TextEncoder:
     """A frozen encoder of transformers with its tokenizer.
 
-    kind: "clip" (pooled: the output at the end token) or "t5" (pooled: the mean over the tokens). width: D. max_tokens:
-    L, to which every caption is padded or cut, so that all batches have one shape. dtype: of weights and activations on
-    a GPU; a CPU always computes in fp32.
+    Args:
+        model: the encoder.
+        tokenizer: the tokenizer.
+        name: the value of ``--text_encoder``.
+        kind: "clip" (the pooled vector is the output at the end token) or "t5" (it is the mean over the tokens).
+        width: D.
+        max_tokens: L. Every caption is padded or cut to this number of tokens, so that all batches have the same shape.
+        device: device of the encoder.
+        dtype: dtype of weights and activations on a GPU; a CPU always computes in fp32.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class TextEncoder:
         if self.device.type != "cuda":
             dtype = torch.float32
         elif kind == "t5" and dtype == torch.float16:
-            dtype = torch.bfloat16  # T5 was trained in bf16, and its activations leave the range of fp16
+            dtype = torch.bfloat16  # T5 was trained in bf16, and its activations exceed the range of fp16
         self.dtype = dtype
         self.model = model.eval().requires_grad_(False).to(self.device, dtype)
         self.tokenizer = tokenizer
@@ -136,8 +142,10 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> TextTokens:
-        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D), on the encoder's device and in its
-        dtype."""
+        """Encode captions to tokens (B, L, D), mask (B, L) and pooled (B, D).
+
+        The results are on the encoder's device. tokens and pooled have the encoder's dtype.
+        """
         parts = [
             self._encode(captions[start : start + CAPTIONS_AT_ONCE])
             for start in range(0, len(captions), CAPTIONS_AT_ONCE)
@@ -149,27 +157,27 @@ class TextEncoder:
             captions, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         mask = words.attention_mask.bool()
-        mask[:, 0] = True  # without begin and end tokens, an empty caption would have no token at all
+        mask[:, 0] = True  # an empty caption of a tokenizer without begin and end tokens has no other token
         output = self.model(input_ids=words.input_ids, attention_mask=mask.long())
         tokens = output.last_hidden_state
         return TextTokens(tokens, mask, output.pooler_output if self.kind == "clip" else masked_mean(tokens, mask))
 
     def count_tokens(self, captions: list[str]) -> list[int]:
-        """Return the number of tokens of each caption before it is cut, including begin and end tokens."""
+        """Return the number of tokens of each caption before cutting, including begin and end tokens."""
         if not captions:
             return []
         return [len(ids) for ids in self.tokenizer(captions, verbose=False).input_ids]
 
     def fingerprint(self) -> str:
-        """Hash everything that embeddings depend on: the weights, the vocabulary and the length."""
+        """Hash all values that embeddings depend on: the weights, the vocabulary and the length."""
         vocabulary = json.dumps(sorted(self.tokenizer.get_vocab().items()))
         return module_fingerprint(self.model, f"{self.kind} {self.max_tokens}", vocabulary)
 
 
 def text_geometry(name: str) -> tuple[str, int, int]:
-    """Return (kind, width, most tokens of a caption) of ``--text_encoder name``, without its weights.
+    """Return (kind, width, maximum tokens of a caption) of ``--text_encoder name`` without reading its weights.
 
-    kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does.
+    The kind is bytes, clip or t5. Raises FileNotFoundError or ValueError as ``load_text_encoder`` does.
     """
     if name == "bytes":
         return BYTES
@@ -179,17 +187,19 @@ def text_geometry(name: str) -> tuple[str, int, int]:
 
 
 def fitting_tokens(longest: int) -> int:
-    """Return the tokens of a new run's ``bytes`` encoder for captions of up to ``longest`` tokens: the next multiple of
-    64, and at most ``MOST_BYTES``."""
+    """Return the default number of tokens of the ``bytes`` encoder for captions of up to ``longest`` tokens.
+
+    The number is the next multiple of 64, and at most ``MOST_BYTES``.
+    """
     shortest = BYTES[2]
     return min(MOST_BYTES, max(1, -(-longest // shortest)) * shortest)
 
 
 def check_tokens(name: str, kind: str, longest: int, tokens: int) -> None:
-    """Raise ValueError for a number of tokens that encoder ``name`` can't pad and cut captions to.
+    """Raise ValueError if the encoder ``name`` can't pad or cut captions to ``tokens`` tokens.
 
-    kind, longest: of :func:`text_geometry`. CLIP needs one token each for begin and end, bytes one, and T5 one for the
-    end.
+    CLIP needs two tokens, for begin and end. bytes needs one token, and T5 needs one for the end. kind, longest: from
+    :func:`text_geometry`.
     """
     least = 2 if kind == "clip" else 1
     if tokens < least or (kind == "clip" and tokens > longest):
@@ -204,12 +214,16 @@ def load_text_encoder(
     dtype: torch.dtype = torch.float32,
     max_tokens: int | None = None,
 ) -> TextEncoder:
-    """Load the frozen encoder of ``--text_encoder name``: "clip" or "t5" (from the local cache or the hub), another
-    repository of the hub with its commit (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
+    """Load the frozen encoder of ``--text_encoder name``.
 
-    max_tokens: captions are padded and cut to this many; by default the longest that CLIP knows, and 120 for T5.
+    Args:
+        name: "clip" or "t5" (from the local cache or the hub), another repository on the hub with its commit
+            (ORGANISATION/NAME@COMMIT), or a folder in transformers' format.
+        device, dtype: see :class:`TextEncoder`.
+        max_tokens: number of tokens to which captions are padded or cut; by default CLIP's maximum, or 120 for T5.
 
-    Raises FileNotFoundError or ValueError, with the flag and the fix, if there is no such encoder.
+    Raises:
+        FileNotFoundError, ValueError: there is no such encoder; the message names the flag and the fix.
     """
     if name == "bytes":
         raise ValueError("--text_encoder bytes: a part of the model, with nothing to load; take it from there")
@@ -223,14 +237,16 @@ def load_text_encoder(
 
 
 def encoder_folder(name: str) -> Path:
-    """Return the folder of the frozen encoder ``--text_encoder name``: the user's, or for a repository that in the
-    local cache, fetched if need be. Raises what :func:`load_text_encoder` raises."""
+    """Return the folder of the frozen encoder ``--text_encoder name``.
+
+    A repository on the hub has its folder in the local cache, and is downloaded if it is missing there. Raises as
+    :func:`load_text_encoder`.
+    """
     return _folder(name, FILES, TOKENIZER_FILES)
 
 
 def _load(name: str, folder: Path):
-    """Load (model, tokenizer) with transformers. Raises ValueError for a folder that can't be loaded without running
-    its code."""
+    """Load (model, tokenizer) with transformers. Raises ValueError if loading fails or would run the folder's code."""
     config = _read_config(name, folder)
     with loading(f"--text_encoder {name}: {folder}", f"; {_needs()}"):
         check_tokenizer(folder)
@@ -245,16 +261,16 @@ def _load(name: str, folder: Path):
 
 
 def check_vocabulary(tokenizer: Any, model: Any) -> None:
-    """Raise ValueError if the tokenizer makes tokens that the model has no embeddings of."""
+    """Raise ValueError if the tokenizer has tokens for which the model has no embeddings."""
     words, known = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
     if words >= known:
         raise ValueError(f"its tokenizer has tokens up to {words}, and its weights {known} embeddings")
 
 
 def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) -> None:
-    """Raise ValueError if the tokenizer needs other code than transformers' own, or is too large.
+    """Raise ValueError if the tokenizer needs code from outside transformers, or a file of it is too large.
 
-    classes: values of tokenizer_class that are accepted; None is a missing one.
+    classes: accepted values of tokenizer_class; None accepts a configuration without tokenizer_class.
     """
     for name in (*TOKENIZER_FILES, CHAT_TEMPLATE):
         path = folder / name
@@ -267,14 +283,15 @@ def check_tokenizer(folder: Path, classes: tuple[str | None, ...] = TOKENIZERS) 
 
 
 def _is_folder(name: str) -> bool:
-    """Return True for a path, and False for a repository of the hub."""
+    """Return True if ``name`` is a path, False if it is a repository on the hub."""
     return name not in HUB and (Path(name).expanduser().exists() or name.count("/") != 1 or name[0] in "./~")
 
 
 def _folder(name: str, files: tuple[str, ...], also: tuple[str, ...]) -> Path:
-    """Return the folder of an encoder: the user's, or for a repository that in the local cache, fetched if need be.
+    """Return the folder of an encoder. A repository on the hub is downloaded to the local cache if it is missing there.
 
-    Raises FileNotFoundError if it doesn't exist, ValueError for a repository without a commit.
+    files: required files. also: optional files. Raises FileNotFoundError if the repository can't be downloaded, and
+    ValueError for a repository without a commit.
     """
     if _is_folder(name):
         return Path(name).expanduser()
@@ -314,7 +331,7 @@ def _geometry(config: dict[str, Any]) -> tuple[str, int, int]:
     if CLASSES[config["model_type"]][0] == "t5":
         return "t5", config["d_model"], T5_TOKENS
     text = config.get("text_config") or config
-    # Some configurations leave out values equal to CLIP's defaults, e.g. that of openai/clip-vit-base-patch32.
+    # Some configurations omit values that equal CLIP's defaults, for example that of openai/clip-vit-base-patch32.
     return "clip", text.get("hidden_size", 512), text.get("max_position_embeddings", 77)
 
 

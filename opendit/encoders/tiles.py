@@ -1,6 +1,6 @@
-"""Decode large frames in overlapping tiles of one size and blend the seams.
+"""Decode large frames in overlapping tiles of one size, and blend the seams.
 
-Tiles are independent of each other: a batch holds several, and ranks can share them.
+Tiles don't depend on each other, so a batch can hold several tiles and ranks can share them.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cuts of latents (B, C, ..., h, w) into overlapping tiles.
+    """A division of latents (B, C, ..., h, w) into overlapping tiles.
 
-    sides: (h, w) of the latents. size: of a tile, at most ``sides``. overlap: of neighbours, in latent values, less
-    than ``size``; the last tile of a row or column ends where the latents do, and may overlap more.
+    The last tile of a row or column ends at the border of the latents, so its overlap may be larger.
+
+    Attributes:
+        sides: (h, w) of the latents.
+        size: height and width of a tile, at most ``sides``.
+        overlap: overlap of neighbouring tiles in latent values, along height and width; less than ``size``.
     """
 
     sides: tuple[int, int]
@@ -23,7 +27,7 @@ class Tiles:
 
     @property
     def starts(self) -> tuple[list[int], list[int]]:
-        """Return where tiles start along height and along width."""
+        """Start positions of the tiles along height and along width."""
         rows, columns = (
             [*range(0, side - size, size - overlap), side - size]
             for side, size, overlap in zip(self.sides, self.size, self.overlap, strict=True)
@@ -37,10 +41,10 @@ class Tiles:
         return len(rows) * len(columns)
 
     def cut(self, latents: Tensor, scale: int = 1) -> Tensor:
-        """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size), those of a sample next to each other,
-        row by row.
+        """Cut latents (B, C, ..., h, w) into tiles (B * count, C, ..., *size).
 
-        scale: pixels per latent value along a side, if pixels are cut instead of latents.
+        The tiles of one sample follow each other, row by row. scale: to cut pixels instead of latents, the number of
+        pixels per latent value along a side.
         """
         rows, columns = ([scale * start for start in starts] for starts in self.starts)
         height, width = (scale * side for side in self.size)
@@ -50,8 +54,8 @@ class Tiles:
     def join(self, tiles: Tensor, downscale: int = 1) -> Tensor:
         """Blend the decoded tiles of :meth:`cut` into pixels (B, ..., h * downscale, w * downscale) fp32.
 
-        Every pixel is the mean of the tiles that contain it, each weighted by the distance to its borders inside the
-        frame, up to the overlap.
+        Every pixel is the weighted mean of the tiles that contain it. The weight of a tile at a pixel rises with the
+        pixel's distance to those borders of the tile that are inside the frame, up to the overlap.
         """
         (rows, columns), sides = self.starts, [side * downscale for side in self.sides]
         tiles = tiles.unflatten(0, (-1, self.count))
@@ -71,8 +75,10 @@ class Tiles:
 
 
 def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device) -> Tensor:
-    """Return a tile's weights (length,) along one side, which rise to 1 over ``overlap`` from a border inside the
-    frame."""
+    """Return a tile's weights (length,) along one side.
+
+    From a border inside the frame the weights rise to 1 over ``overlap`` values. At a border of the frame they are 1.
+    """
     places = torch.arange(length, device=device) + 0.5
     up = (places / overlap).clamp(max=1) if start > 0 else torch.ones_like(places)
     down = ((length - places) / overlap).clamp(max=1) if start + length < side else torch.ones_like(places)
@@ -80,7 +86,7 @@ def _ramp(start: int, length: int, side: int, overlap: int, device: torch.device
 
 
 def tiles_of(sides: tuple[int, int], size: tuple[int, int], overlap: tuple[int, int]) -> Tiles | None:
-    """Return tiles of at most this size, or None if one holds everything."""
+    """Return tiles of at most this size; None if one tile covers the whole latents."""
     (height, width), (rows, columns) = sides, map(min, sides, size)
     if (rows, columns) == (height, width):
         return None

@@ -1,8 +1,8 @@
-"""Pixels <-> latents: Stable Diffusion's image VAE, or the pixels themselves.
+"""Convert pixels to latents and back, with an image VAE or without any (latents = pixels).
 
-An encoder gives moments, the mean and standard deviation of every latent value. A latent is sampled from them with
-noise that the caller keys by the sample, mean + std * noise, then shifted and scaled to unit variance. A codec is a
-plain object, not a module, so that it never becomes part of a model's state.
+An encoder computes moments: the mean and the standard deviation of every latent value. A latent is sampled as
+mean + std * noise and then shifted and scaled to unit variance. The caller supplies the noise, keyed by the sample. A
+codec is a plain object and not a module, so that it never becomes part of a model's state.
 """
 
 from abc import ABC, abstractmethod
@@ -35,16 +35,16 @@ from opendit.encoders.folder import (
 from opendit.encoders.image_vaes import OneFrame, Packed, of_batch_norm
 from opendit.encoders.tiles import Tiles, tiles_of
 
-# Pixels (of one channel) that go through the VAE at once unless a chunk is given: 32 pictures of 256x256, which took
-# 3.7 GiB to encode and 4.7 GiB to decode in half precision. 64 were no faster.
+# Number of pixels (of one channel) that the VAE processes at once by default: 32 pictures of 256x256. This number of
+# pictures took 3.7 GiB to encode and 4.7 GiB to decode in half precision. 64 pictures at once were not faster.
 PIXELS_AT_ONCE = 32 * 256 * 256
-TILE = 512  # side in pixels of the tiles that larger pictures are decoded in; they overlap by a quarter
+TILE = 512  # side of a tile in pixels; tiles of larger pictures overlap by a quarter
 
-PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one for each
+PerChannel = float | Sequence[float]  # one number for all channels of a latent, or one per channel
 
 
 def sample_moments(moments: Tensor, noise: Tensor, scaling: PerChannel, shift: PerChannel) -> Tensor:
-    """Latents (B, C, ...) fp32 from moments (B, 2C, ...) = [mean, std] and standard normal noise (B, C, ...)."""
+    """Return latents (B, C, ...) fp32 for moments (B, 2C, ...) = [mean, std] and standard normal noise (B, C, ...)."""
     mean, std = moments.float().chunk(2, dim=1)
     return (mean + std * noise - _over_channels(shift, mean)) * _over_channels(scaling, mean)
 
@@ -57,11 +57,16 @@ def _over_channels(values: PerChannel, latents: Tensor) -> float | Tensor:
 
 
 class Codec(ABC):
-    """Pixels in [-1, 1] <-> latents of about unit variance. Shapes are those of pictures; clips have frames before the
-    height (see opendit.encoders.video_vae).
+    """Converts pixels in [-1, 1] to latents of about unit variance, and back.
 
-    latent_channels: C of the latents. downscale: pixels per latent value along a side. scaling_factor, shift_factor:
-    see ``sample_moments``. name: the value of ``--vae``.
+    The shapes below are those of pictures. Clips have a dimension of frames before the height (see
+    opendit.encoders.video_vae).
+
+    Attributes:
+        name: the value of ``--vae``.
+        latent_channels: C of the latents.
+        downscale: number of pixels per latent value along a side.
+        scaling_factor, shift_factor: see ``sample_moments``.
     """
 
     name: str
@@ -72,40 +77,42 @@ class Codec(ABC):
 
     @abstractmethod
     def moments(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, 1 or 3, H, W) in [-1, 1] -> mean and standard deviation (B, 2C, h, w) fp32."""
+        """Encode pixels (B, 1 or 3, H, W) in [-1, 1] to mean and standard deviation (B, 2C, h, w) fp32."""
 
     def sample(self, moments: Tensor, noise: Tensor) -> Tensor:
-        """Moments (B, 2C, h, w) and standard normal noise (B, C, h, w) -> latents (B, C, h, w) fp32."""
+        """Sample latents (B, C, h, w) fp32 from moments (B, 2C, h, w) and standard normal noise (B, C, h, w)."""
         return sample_moments(moments, noise, self.scaling_factor, self.shift_factor)
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Pixels (B, 1 or 3, H, W) in [-1, 1] and noise (B, C, h, w) -> latents (B, C, h, w) fp32. Only ``--vae none``
-        needs no noise."""
+        """Encode pixels (B, 1 or 3, H, W) in [-1, 1] with noise (B, C, h, w) to latents (B, C, h, w) fp32.
+
+        Only ``--vae none`` needs no noise.
+        """
         assert noise is not None
         return self.sample(self.moments(pixels), noise)
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, h, w) -> pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
+        """Decode latents (B, C, h, w) to pixels (B, 1 or 3, H, W) fp32 in [-1, 1]."""
 
     def decode_in_slices(self, latents: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of :meth:`decode`, as many at a time as the codec works on at once."""
+        """Yield the rows of :meth:`decode` in slices. A slice has as many rows as the codec processes at once."""
         yield self.decode(latents)
 
     def tiles(self, latents: Tensor) -> Tiles | None:
-        """Return the tiles that latents (B, C, ..., h, w) are decoded in; None if they are decoded in one piece."""
+        """Return the tiles for decoding latents (B, C, ..., h, w); None if the latents are decoded without tiles."""
         return None
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hash everything that latents depend on."""
+        """Hash all values that latents depend on."""
 
 
 class ImageCodec(Codec):
     """A codec of pictures."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """Return (C, h, w) of a picture's latent. Raises ValueError if a side isn't divisible."""
+        """Return (C, h, w) of a picture's latent. Raises ValueError if a side is not a multiple of ``downscale``."""
         for side in (height, width):
             if side < 1 or side % self.downscale:
                 raise ValueError(f"--image_size {side}: no multiple of {self.downscale}; --vae {self.name} needs one")
@@ -135,21 +142,25 @@ class PixelCodec(ImageCodec):
 
 
 class FrozenVAE(Codec):
-    """An autoencoder, ours or of diffusers, frozen, run without gradients and on a bounded number of pixels at a time.
+    """A frozen autoencoder, from this package or from diffusers.
+
+    The autoencoder runs without gradients, on a bounded number of pixels at a time.
 
     Args:
-        device: where it runs; inputs are moved there, and results stay there.
-        dtype: of its weights and activations on a GPU; a CPU always computes in fp32.
-        chunk: samples at once, by default as many as PIXELS_AT_ONCE allows.
+        vae: the autoencoder.
+        name: the value of ``--vae``.
+        device: device of the autoencoder. Inputs are moved there, and results stay there.
+        dtype: dtype of the weights and activations on a GPU; a CPU always computes in fp32.
+        chunk: number of samples to process at once; by default as many as PIXELS_AT_ONCE allows.
         tiling: process large pictures in overlapping tiles with blended seams (opendit.encoders.tiles). The result is
-            close to that of the whole picture, not equal, and the memory is that of a few tiles.
-        compiled: compile the decoder, once for every size of frames; a batch smaller than the first one is padded to
-            it.
+            close to the result without tiles, but not equal. It needs the memory of a few tiles only.
+        compiled: compile the decoder, once for every frame size. A batch that is smaller than the largest batch so far
+            is padded to that size.
     """
 
     def __init__(
         self,
-        vae: Any,  # ours or of diffusers: the same methods, without a common class
+        vae: Any,  # Any: both kinds have the same methods, but no common class
         *,
         name: str = "vae",
         device: torch.device | str = "cpu",
@@ -164,20 +175,20 @@ class FrozenVAE(Codec):
         self.dtype = dtype if self.device.type == "cuda" else torch.float32
         self.scaling_factor, self.shift_factor = scale_and_shift(config | statistics_of(vae.state_dict()))
         # The memory format stays contiguous: channels_last encoded 555 instead of 728 pictures of 256x256 a second and
-        # decoded 284 instead of 315 (SD's VAE in fp16 on an H200). torch's own Module.to is called, because diffusers'
-        # warns that a cast may harm layers kept in fp32, of which this VAE has none.
+        # decoded 284 instead of 315 (SD's VAE in fp16 on an H200). Module.to of torch is called, because that of
+        # diffusers warns that a cast may harm layers kept in fp32. This VAE has no such layers.
         self.vae: Any = torch.nn.Module.to(vae.eval().requires_grad_(False), self.device, self.dtype)
         self._compiled = torch.compile(self.vae.decode, dynamic=False) if compiled else None
-        self._rows: dict[tuple[int, ...], int] = {}  # sides of latents -> rows of the batch that is compiled for them
+        self._rows: dict[tuple[int, ...], int] = {}  # shape of a latent -> batch size for which the decoder is compiled
 
     @torch.no_grad()
     def moments(self, pixels: Tensor) -> Tensor:
         parts = []
         for part in pixels.split(self._samples_at_once(pixels.shape[-2] * pixels.shape[-1])):
             part = _with_channels(part.to(self.device, self.dtype, non_blocking=True), 3)
-            # fp32 from here on: exp() of a logarithm in half precision would cost a digit of the deviation.
+            # Continue in fp32, because exp() of a logarithm in half precision would cost a digit of the deviation.
             found = self.vae.encode(part)
-            found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # diffusers' own classes
+            found = found if isinstance(found, Tensor) else found.latent_dist.parameters  # result of diffusers
             mean, logvar = found.float().chunk(2, dim=1)
             parts.append(torch.cat((mean, torch.exp(0.5 * logvar.clamp(-30, 20))), dim=1))
         return torch.cat(parts)
@@ -195,7 +206,7 @@ class FrozenVAE(Codec):
 
     @torch.no_grad()
     def decode_whole(self, latents: Tensor) -> Iterator[Tensor]:
-        """Decode latents that are complete frames or tiles; see :meth:`decode_in_slices`."""
+        """Decode latents of whole frames or of tiles without cutting them; see :meth:`decode_in_slices`."""
         latents = latents.to(self.device, torch.float32)
         latents = latents / _over_channels(self.scaling_factor, latents) + _over_channels(self.shift_factor, latents)
         at_once = self._samples_at_once(latents.shape[-2] * latents.shape[-1] * self.downscale**2)
@@ -205,7 +216,7 @@ class FrozenVAE(Codec):
     def _decoded(self, latents: Tensor) -> Tensor:
         if self._compiled is None:
             decoded = self.vae.decode(latents)
-            return decoded if isinstance(decoded, Tensor) else decoded.sample  # diffusers' own classes
+            return decoded if isinstance(decoded, Tensor) else decoded.sample  # result of diffusers
         count, sides = len(latents), tuple(latents.shape[1:])
         self._rows[sides] = rows = max(count, self._rows.get(sides, 0))
         filled = torch.cat([latents, latents[:1].expand(rows - count, *sides)]) if rows > count else latents
@@ -216,12 +227,12 @@ class FrozenVAE(Codec):
         return module_fingerprint(self.vae, f"{self.scaling_factor} {self.shift_factor}")
 
     def _samples_at_once(self, pixels: int) -> int:
-        """Return how many samples go through the VAE together. pixels: of one picture or frame."""
+        """Return how many samples the VAE processes at once. pixels: number of pixels of one picture or frame."""
         return self.chunk or max(1, PIXELS_AT_ONCE // pixels)
 
 
 class VAECodec(FrozenVAE, ImageCodec):
-    """A VAE of IMAGE_CLASSES, ours or diffusers'; ``chunk`` counts pictures."""
+    """A VAE of pictures, of one of IMAGE_CLASSES. ``chunk`` counts pictures."""
 
     def __init__(self, vae: Any, **settings: Any):
         super().__init__(vae, **settings)
@@ -242,13 +253,13 @@ class VAECodec(FrozenVAE, ImageCodec):
 
 
 def square_tiles(sides: tuple[int, int], pixels: int, downscale: int) -> Tiles | None:
-    """Return tiles of ``pixels`` a side that overlap by a quarter, for latents of these sides."""
-    size = max(pixels // downscale, 4)  # so that the overlap is at least one latent value
+    """Return square tiles of ``pixels`` pixels a side that overlap by a quarter. sides: (h, w) of the latents."""
+    size = max(pixels // downscale, 4)  # at least 4, so that the overlap is at least one latent value
     return tiles_of(sides, (size, size), (size // 4, size // 4))
 
 
 def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
-    """Hash a module's weights and buffers, and the settings it is used with."""
+    """Hash a module's weights and buffers, and its settings."""
     parts: list[str | HashedStream] = list(settings)
     for name, weight in sorted(module.state_dict().items()):
         parts += [name, HashedStream(weight.numel() * weight.element_size(), _bytes_of(weight))]
@@ -256,12 +267,12 @@ def module_fingerprint(module: torch.nn.Module, *settings: str) -> str:
 
 
 def _bytes_of(weight: Tensor) -> Iterator[bytes]:
-    """Yield a weight's bytes, when they are asked for: a text encoder's in all would fill the memory."""
+    """Yield the bytes of a weight. The copy is made only on iteration, because copies of all weights may not fit."""
     yield weight.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def _with_channels(pixels: Tensor, channels: int) -> Tensor:
-    """Repeat grey pictures (B, 1, ...) to ``channels``; other pictures must have that many already."""
+    """Repeat grey pictures (B, 1, ...) to ``channels`` channels. Raises ValueError for another number of channels."""
     if pixels.shape[1] == 1:
         return pixels.expand(-1, channels, *pixels.shape[2:])
     if pixels.shape[1] != channels:
@@ -270,10 +281,10 @@ def _with_channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling, shift) of ``sample_moments`` from a VAE's configuration.
+    """Return (scaling, shift) for ``sample_moments`` from a VAE's configuration.
 
-    diffusers has two forms: the numbers scaling_factor and shift_factor, or the lists latents_mean and latents_std with
-    one number for each channel.
+    A configuration of diffusers has either the numbers scaling_factor and shift_factor, or the lists latents_mean and
+    latents_std with one number per channel.
     """
     scaling = config.get("scaling_factor")
     scaling = 1.0 if scaling is None else float(scaling)
@@ -285,7 +296,7 @@ def scale_and_shift(config: dict[str, Any]) -> tuple[PerChannel, PerChannel]:
 
 # ------------------------------------------------------------------------------------------ folders of VAEs
 
-# Short name -> repository of the hub and its commit.
+# Short name -> (repository on the hub, commit).
 HUB = {
     "ema": ("stabilityai/sd-vae-ft-ema", "f04b2c4b98319346dad8c65879f680b1997b204a"),
     "mse": ("stabilityai/sd-vae-ft-mse", "31f26fdeee1355a5c34592e401dd41e45d25a493"),
@@ -295,16 +306,16 @@ FILES = (CONFIG, f"{STEM}.safetensors")
 
 
 def picture_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """Return (latent channels, pixels per latent value along a side) of an ``AutoencoderKL`` of this configuration."""
+    """Return (latent channels, pixels per latent value along a side) for a configuration of ``AutoencoderKL``."""
     return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
 
 
-Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # configuration of one of diffusers' classes -> its sizes
+Geometry = Callable[[dict[str, Any]], tuple[int, ...]]  # function from a configuration to the sizes of the VAE
 KL, FLUX2 = AutoencoderKL.__name__, "AutoencoderKLFlux2"
 
 
 def one_frame_geometry(config: dict[str, Any]) -> tuple[int, int]:
-    """Return the same of an ``AutoencoderKLWan`` or an ``AutoencoderKLQwenImage``."""
+    """Return the same as :func:`picture_geometry` for ``AutoencoderKLWan`` or ``AutoencoderKLQwenImage``."""
     return config["z_dim"], 2 ** (len(config["dim_mult"]) - 1) * (config.get("patch_size") or 1)
 
 
@@ -314,7 +325,7 @@ IMAGE_CLASSES: dict[str, Geometry] = {
     "AutoencoderKLWan": one_frame_geometry,
     FLUX2: lambda config: (4 * config["latent_channels"], 2 * picture_geometry(config)[1]),
 }
-# Classes whose encode and decode are not those of AutoencoderKL -> what gives them these.
+# Class of diffusers -> wrapper with the encode and decode of AutoencoderKL.
 ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
     "AutoencoderKLQwenImage": OneFrame,
     "AutoencoderKLWan": OneFrame,
@@ -323,12 +334,14 @@ ADAPTED: dict[str, Callable[[Any], torch.nn.Module]] = {
 
 
 def load_vae(name: str, classes: dict[str, Geometry], own: bool = True) -> torch.nn.Module:
-    """Load the autoencoder of ``--vae name``, which must be of one of diffusers' ``classes``.
+    """Load the autoencoder of ``--vae name``.
 
-    Stable Diffusion's is loaded as our own class, unless ``own`` is false. Others, and variants of it, are loaded as
-    diffusers' classes, whose import takes seconds.
+    Stable Diffusion's autoencoder is loaded as this package's ``AutoencoderKL``, unless ``own`` is false. Variants of
+    it and all other autoencoders are loaded as classes of diffusers, whose import takes seconds.
 
-    Raises FileNotFoundError or ValueError, with the flag and the fix.
+    classes: the classes of diffusers that are accepted.
+
+    Raises FileNotFoundError or ValueError; the message names the flag and the fix.
     """
     folder = vae_folder(name)
     class_name, config = read_vae_config(str(folder), classes)
@@ -350,7 +363,7 @@ def _own(folder: Path, config: dict[str, Any]) -> AutoencoderKL:
     stored: dict[str, torch.Tensor] = {}
     for path in weight_files(folder, STEM):
         with open_safetensors(path) as file:
-            # Copies, because the mapped file could still be changed by others.
+            # Copy the tensors, because another program could still change the mapped file.
             stored |= {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     state = canonical_names(stored)
     for name, parameter in vae.state_dict().items():
@@ -365,7 +378,7 @@ def _own(folder: Path, config: dict[str, Any]) -> AutoencoderKL:
 
 def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     shapes = weight_shapes(folder, STEM)
-    import diffusers  # takes seconds, so only where it is needed
+    import diffusers  # imported here only, because the import takes seconds
 
     vae_class = getattr(diffusers, class_name)
     made = vae_class.load_config(folder, local_files_only=True)
@@ -373,7 +386,7 @@ def _of_diffusers(folder: Path, class_name: str) -> torch.nn.Module:
     vae, report = vae_class.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, low_cpu_mem_usage=False, output_loading_info=True
     )
-    if report["missing_keys"]:  # diffusers would initialise them at random
+    if report["missing_keys"]:  # diffusers would initialise missing weights at random
         raise ValueError(f"its weights lack {sorted(report['missing_keys'])[0]}")
     return vae
 
@@ -386,7 +399,7 @@ Shift = Annotated[float, Interval(ge=-1e6, le=1e6)]
 
 
 class VaeConfig(PretrainedConfig):
-    """The config.json of an autoencoder of diffusers: bounds of the fields that its classes have."""
+    """The config.json of an autoencoder of diffusers, with bounds for the fields of all supported classes."""
 
     class_name: Word = Field("", alias="_class_name")
     latent_channels: int = Field(1, ge=1, le=1024)
@@ -416,7 +429,7 @@ class VaeConfig(PretrainedConfig):
 VAE_CONFIG = FileKind(VaeConfig, 4 * MIB)
 
 
-# Class -> the tensors among its weights that are the mean of its latents, and their deviation or variance.
+# Class -> names of two tensors among its weights: the mean of the latents, and their standard deviation or variance.
 STATISTICS = {
     FLUX2: ("bn.running_mean", "bn.running_var"),
     "AutoencoderKLLTXVideo": ("latents_mean", "latents_std"),
@@ -424,12 +437,15 @@ STATISTICS = {
 
 
 def statistics_of(weights: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return the latents' mean and standard deviation that are among a VAE's weights, if they are."""
+    """Return the mean and standard deviation of the latents if a VAE's weights contain them."""
     return {key: weights[key].tolist() for key in ("latents_mean", "latents_std") if key in weights}
 
 
 def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[str, Any]]:
-    """Return (class, configuration) of the VAE in a folder; the class must be one of diffusers' ``classes``."""
+    """Return (class, configuration) of the VAE in a folder.
+
+    Raises FileNotFoundError or ValueError; ValueError also if the class is not one of ``classes``.
+    """
     path = Path(name).expanduser() / FILES[0]
     try:
         config = read_file(path, VAE_CONFIG)
@@ -442,7 +458,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
                 if config.get(key) is not None and len(config[key]) != channels:
                     raise ValueError(f"{path}: {key} has {len(config[key])} numbers for {channels} channels")
     except (FileNotFoundError, NotADirectoryError) as error:
-        if path.is_file():  # its weights are not there
+        if path.is_file():  # only the weights are missing
             raise
         raise FileNotFoundError(f"--vae {name}: {path} doesn't exist; use ema, mse or a folder: {_needs()}") from error
     except KeyError as error:
@@ -457,7 +473,7 @@ def read_vae_config(name: str, classes: dict[str, Geometry]) -> tuple[str, dict[
 
 
 def _stored_statistics(folder: Path, class_name: str, config: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the settings by which latents are normalised, of the statistics among a VAE's weights."""
+    """Return latents_mean and latents_std, computed from the statistics among a VAE's weights."""
     found: dict[str, Tensor] = {}
     for path in weight_files(folder, STEM):
         with open_safetensors(path) as file:
@@ -477,8 +493,10 @@ def _needs() -> str:
 
 
 def vae_folder(name: str) -> Path:
-    """Return the folder of ``--vae name``: the user's, or for a VAE of the hub that in the local cache, downloaded if
-    need be."""
+    """Return the folder of ``--vae name``.
+
+    A VAE of the hub is in the local cache, and is downloaded if it is missing there.
+    """
     if name not in HUB:
         return Path(name).expanduser()
     repository, commit = HUB[name]
@@ -486,9 +504,10 @@ def vae_folder(name: str) -> Path:
 
 
 def codec_geometry(name: str, channels: int) -> tuple[int, int]:
-    """Return (latent channels, pixels per latent value along a side) of ``--vae name``, without its weights.
+    """Return (latent channels, pixels per latent value along a side) of ``--vae name`` without reading its weights.
 
-    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_codec`` does.
+    channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or ValueError as
+    ``load_codec`` does.
     """
     if name == "none":
         return channels, 1
@@ -508,12 +527,16 @@ def load_codec(
     tiling: bool = False,
     compiled: bool = False,
 ) -> ImageCodec:
-    """Load the codec of ``--vae name``: "none" (the latents are the pixels, of ``channels`` channels), "ema" or "mse"
-    (Stable Diffusion's fine-tuned VAEs, from the local cache or the hub), or a folder with a VAE in diffusers' format.
+    """Load the codec of ``--vae name``.
 
-    tiling, compiled: see :class:`FrozenVAE`; they don't apply to "none".
+    Args:
+        name: "none" (the latents are the pixels), "ema" or "mse" (Stable Diffusion's fine-tuned VAEs, from the local
+            cache or the hub), or a folder with a VAE in diffusers' format.
+        channels: number of channels of the pixels, used for "none".
+        device, dtype, chunk, tiling, compiled: see :class:`FrozenVAE`; "none" ignores them.
 
-    Raises FileNotFoundError or ValueError, with the flag and the fix, if there is no such VAE.
+    Raises:
+        FileNotFoundError, ValueError: there is no such VAE; the message names the flag and the fix.
     """
     if name == "none":
         return PixelCodec(channels)

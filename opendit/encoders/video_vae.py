@@ -1,7 +1,8 @@
-"""Clips <-> latents: a picture's codec frame by frame, or a video autoencoder of diffusers (CogVideoX, LTX, Wan).
+"""Convert clips to latents and back, with a picture codec per frame or a video autoencoder (CogVideoX, LTX, Wan).
 
-Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video autoencoder is causal: the first frame is
-one latent frame, each group of ``temporal_downscale`` frames after it is another, and a picture is a clip of one frame.
+Video autoencoders are those of diffusers. Pixels are (B, 1 or 3, T, H, W) in [-1, 1], latents (B, C, t, h, w). A video
+autoencoder is causal: the first frame becomes one latent frame, and each following group of ``temporal_downscale``
+frames becomes another. A picture is a clip of one frame.
 """
 
 from abc import abstractmethod
@@ -30,15 +31,18 @@ from opendit.encoders.vae import (
     square_tiles,
 )
 
-# Frames of more pixels go through a video autoencoder in overlapping tiles with blended seams; the result is close to
-# that of the whole frame, not equal. Tiles have TILE pixels a side in the decoder; the encoder chooses its own.
+# A video autoencoder processes frames of more pixels in overlapping tiles with blended seams. The result is close, but
+# not equal, to the result without tiles. In the decoder, tiles have TILE pixels a side; the encoder uses diffusers'
+# tiles.
 TILED_ABOVE = 768 * 768
 TILE = 256
 
 
 def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -> int:
-    """Return the number of latent frames of a clip. Raises ValueError, with the nearest valid numbers, if it can't be
-    encoded."""
+    """Return the number of latent frames of a clip of ``frames`` frames.
+
+    Raises ValueError, with the nearest valid numbers, if a clip of this length can't be encoded.
+    """
     if frames >= 1 and (frames - 1) % temporal_downscale == 0:
         return (frames - 1) // temporal_downscale + 1
     below = max(1, frames - (frames - 1) % temporal_downscale)
@@ -49,7 +53,10 @@ def latent_frames(frames: int, temporal_downscale: int, what: str = "the VAE") -
 
 
 class VideoCodec(Codec):
-    """A codec of clips. temporal_downscale: frames per latent frame after the first one."""
+    """A codec of clips.
+
+    temporal_downscale: number of frames per latent frame, except for the first latent frame, which is one frame.
+    """
 
     temporal_downscale: int = 1
 
@@ -63,18 +70,18 @@ class VideoCodec(Codec):
 
     @abstractmethod
     def moments(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, 1 or 3, T, H, W) in [-1, 1] -> mean and standard deviation (B, 2C, t, h, w) fp32.
+        """Encode pixels (B, 1 or 3, T, H, W) in [-1, 1] to mean and standard deviation (B, 2C, t, h, w) fp32.
 
         Raises ValueError for a size that ``latent_shape`` rejects.
         """
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Latents (B, C, t, h, w) -> pixels (B, 1 or 3, T, H, W) fp32 in [-1, 1]."""
+        """Decode latents (B, C, t, h, w) to pixels (B, 1 or 3, T, H, W) fp32 in [-1, 1]."""
 
 
 class FrameCodec(VideoCodec):
-    """A picture's codec applied to every frame; the codec itself bounds how many frames it works on at once."""
+    """A picture codec applied to every frame. The picture codec bounds how many frames it processes at once."""
 
     def __init__(self, codec: ImageCodec):
         self.codec, self.name = codec, codec.name
@@ -97,20 +104,20 @@ class FrameCodec(VideoCodec):
 
 
 def frames_of(clips: Tensor) -> Tensor:
-    """(B, C, T, H, W) -> (B * T, C, H, W)."""
+    """Reshape clips (B, C, T, H, W) to frames (B * T, C, H, W)."""
     return clips.transpose(1, 2).flatten(0, 1)
 
 
 def _clips(frames: Tensor, batch: int) -> Tensor:
-    """(B * T, C, H, W) -> (B, C, T, H, W)."""
+    """Reshape frames (B * T, C, H, W) to clips (B, C, T, H, W)."""
     return frames.unflatten(0, (batch, -1)).transpose(1, 2).contiguous()
 
 
 class VideoVAECodec(FrozenVAE, VideoCodec):
-    """A video autoencoder of diffusers; ``chunk`` counts clips, one by default.
+    """A video autoencoder of diffusers. ``chunk`` counts clips and is 1 by default.
 
-    Within a clip these autoencoders work on a few frames at a time and cache what their causal convolutions need of
-    earlier frames, so that their memory does not grow with the clip's length.
+    Within a clip the autoencoder processes a few frames at a time, and caches the parts of earlier frames that its
+    causal convolutions need. So its memory does not grow with the clip's length.
     """
 
     def __init__(self, vae: Any, *, chunk: int | None = None, **settings: Any):
@@ -119,7 +126,7 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         self.latent_channels, self.downscale, self.temporal_downscale = VIDEO_CLASSES[type(vae).__name__](vae.config)
 
     def moments(self, pixels: Tensor) -> Tensor:
-        # Both classes would silently drop excess frames.
+        # The classes of diffusers would silently drop excess frames.
         _, *expected = self.latent_shape(*pixels.shape[2:])
         tiled = self._tiled(pixels.shape[-2] * pixels.shape[-1])
         self.vae.enable_tiling() if tiled else self.vae.disable_tiling()
@@ -136,15 +143,16 @@ class VideoVAECodec(FrozenVAE, VideoCodec):
         height, width = (side * self.downscale for side in sides)
         frames = (count - 1) * self.temporal_downscale + 1
         self.vae.disable_tiling()
-        # CogVideoX decodes two latent frames at a time and recognises the first frame by an odd number of them. With an
-        # even number it decodes the first latent frame to temporal_downscale frames, too; the last of them is valid.
+        # CogVideoX decodes two latent frames at a time. It treats the first one specially only if the clip has an
+        # odd number of latent frames. With an even number it decodes the first latent frame to temporal_downscale
+        # frames, of which only the last is valid. So keep the last frames.
         for pixels in super().decode_whole(latents):
             yield self._checked(pixels[:, :, -frames:], [frames, height, width], (height, width))
 
     def _decoded(self, latents: Tensor) -> Tensor:
         if not self.vae.config.get("timestep_conditioning"):
             return super()._decoded(latents)
-        return self.vae.decode(latents, latents.new_zeros(len(latents))).sample  # the time of latents without noise
+        return self.vae.decode(latents, latents.new_zeros(len(latents))).sample  # time 0: the latents have no noise
 
     def _checked(self, result: Tensor, expected: list[int], frame: tuple[int, int]) -> Tensor:
         if list(result.shape[2:]) != expected:
@@ -175,8 +183,8 @@ def _ltx_geometry(config: dict[str, Any]) -> tuple[int, int, int]:
     return config["latent_channels"], sides, int(frames)
 
 
-# diffusers' class -> function from its configuration to (latent channels, pixels per latent value along a side, frames
-# per latent frame).
+# Class of diffusers -> function from the configuration to (latent channels, pixels per latent value along a side,
+# frames per latent frame).
 VIDEO_CLASSES: dict[str, Geometry] = {
     "AutoencoderKLCogVideoX": _cogvideox_geometry,
     "AutoencoderKLLTXVideo": _ltx_geometry,
@@ -185,7 +193,7 @@ VIDEO_CLASSES: dict[str, Geometry] = {
 
 
 def class_of(name: str) -> str | None:
-    """Return diffusers' class of ``--vae name``; None if that is no folder.
+    """Return the diffusers class of ``--vae name``; None if ``name`` is not a folder.
 
     Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
     """
@@ -193,17 +201,17 @@ def class_of(name: str) -> str | None:
 
 
 def _video_vae(name: str) -> tuple[str, dict[str, Any]] | None:
-    """Return (class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture's codec."""
+    """Return (class, configuration) if ``--vae name`` is a video autoencoder, None if it is a picture codec."""
     if (found := class_of(name)) not in VIDEO_CLASSES:
         return None
     return found, read_vae_config(name, VIDEO_CLASSES)[1]
 
 
 def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
-    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``,
-    without its weights.
+    """Return (latent channels, pixels per latent value along a side, frames per latent frame) of ``--vae name``.
 
-    channels: of the pixels, for ``none``. Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
+    This reads no weights. channels: number of channels of the pixels, used for ``none``. Raises FileNotFoundError or
+    ValueError as ``load_video_codec`` does.
     """
     video = _video_vae(name)
     if video is None:
@@ -214,7 +222,7 @@ def video_geometry(name: str, channels: int) -> tuple[int, int, int]:
 
 
 def codec_scale(name: str) -> tuple[PerChannel, PerChannel]:
-    """Return (scaling factor, shift factor) of ``--vae name``, for pictures or clips, without its weights.
+    """Return (scaling factor, shift factor) of ``--vae name``, for pictures or clips. This reads no weights.
 
     Raises FileNotFoundError or ValueError as ``load_video_codec`` does.
     """
@@ -232,20 +240,22 @@ def load_video_codec(
     compiled: bool = False,
     **settings: Any,
 ) -> VideoCodec:
-    """Load the codec of ``--vae name``: any of ``load_codec``, applied frame by frame, or a folder with one of
-    VIDEO_CLASSES in diffusers' format.
+    """Load the codec of ``--vae name`` for clips.
 
     Args:
-        settings: dtype, chunk and tiling, as in ``load_codec`` but for this: chunk counts frames (a picture's codec) or
-            clips (a video autoencoder) that are worked on at once; tiling makes a video autoencoder use tiles for any
-            frame larger than a tile, which it otherwise does above TILED_ABOVE pixels.
-        compiled: for a picture's codec only.
+        name: a name that ``load_codec`` accepts, for a picture codec that is applied to every frame; or a folder with
+            one of VIDEO_CLASSES in diffusers' format.
+        channels, device: see ``load_codec``.
+        compiled: see ``load_codec``; only a picture codec can be compiled.
+        settings: dtype, chunk and tiling, see ``load_codec``. chunk is the number of frames (picture codec) or clips
+            (video autoencoder) to process at once. With tiling, a video autoencoder uses tiles for all frames larger
+            than a tile; without, only for frames of more than TILED_ABOVE pixels.
 
     Raises:
         FileNotFoundError, ValueError: there is no such VAE; the message names the flag and the fix.
     """
     if (video := _video_vae(name)) is None:
         return FrameCodec(load_codec(name, channels=channels, device=device, compiled=compiled, **settings))
-    if compiled:  # the cache of earlier frames would make torch.compile compile anew for every frame
+    if compiled:  # the cache of earlier frames would make torch.compile recompile for every frame
         raise ValueError(f"--vae_compile: --vae {name} is an {video[0]}, and only pictures' are compiled; leave it out")
     return VideoVAECodec(load_vae(name, VIDEO_CLASSES), name=name, device=device, **settings)

@@ -1,5 +1,7 @@
-"""Pictures -> features: a frozen vision transformer of transformers (DINOv2, DINOv3, ViT, ...) from a folder, which a
-model's tokens are aligned with (``--repa``)."""
+"""Compute the features of pictures with which a model's tokens are aligned (``--repa``).
+
+The features are those of a frozen vision transformer of transformers (DINOv2, DINOv3, ViT, ...) from a folder.
+"""
 
 import inspect
 import json
@@ -14,12 +16,12 @@ from opendit.common.json_file import MIB, read_bounded
 from opendit.encoders.folder import loading, transformers_model
 from opendit.models.alignment import Alignment, without_mean
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's colours, unless the folder says otherwise
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # colour statistics of ImageNet, used if the folder has none
 NEEDS = "give the folder of a vision transformer of transformers, such as DINOv2's"
 
 
 def vision_config(folder: str) -> Any:
-    """Return transformers' configuration of a vision encoder. Raises ValueError for a folder of anything else."""
+    """Return transformers' configuration of the vision encoder in ``folder``. Raises ValueError if there is none."""
     import transformers
 
     with loading(f"--repa {folder}: the vision encoder", f"; {NEEDS}"):
@@ -30,13 +32,15 @@ def vision_config(folder: str) -> Any:
 
 
 class VisionTeacher:
-    """Computes the features of clean pictures, one for each token of a model.
+    """Computes features of clean pictures, one feature for each token of a model.
 
     Args:
-        folder: with the encoder.
-        grid: the model's tokens, (H, W); pictures are resized so that the encoder has as many patches.
-        weight: of the term in the loss.
-        spatial: iREPA's normalisation of the features.
+        folder: folder of the encoder.
+        grid: grid of the model's tokens, (H, W). Pictures are resized so that the encoder has one patch per token.
+        weight: weight of the alignment term in the loss.
+        spatial: apply iREPA's normalisation to the features.
+        device: device of the encoder.
+        dtype: dtype of the encoder.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class VisionTeacher:
 
     @torch.no_grad()
     def alignment(self, pixels: Tensor) -> Alignment:
-        """Return the features of pictures (B, 1 or 3, H, W) in [-1, 1], to align the tokens of a model with."""
+        """Return the features of pictures (B, 1 or 3, H, W) in [-1, 1], as the target of an alignment term."""
         x = F.interpolate(pixels.float(), self._size, mode="bicubic", antialias=True).clamp(-1, 1)
         x = ((x.expand(-1, 3, -1, -1) + 1) / 2 - self._mean) / self._std
         tokens = self._model(pixel_values=x.to(self._dtype), **self._how).last_hidden_state

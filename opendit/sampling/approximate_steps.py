@@ -1,12 +1,11 @@
-"""Steps that leave out a part of the network's work and reuse what earlier steps computed.
+"""Approximate sampling steps: skip a part of the network's work and reuse the results of earlier steps.
 
-:func:`plan_steps` decides beforehand what every step evaluates. A :class:`BlockStack` runs the network's blocks in a
-step, all of them or fewer, and :class:`ReusedGuidance` skips guidance's unconditional half.
-``opendit.config.approximations`` describes the methods and names their papers, [T] and [F]; docs/sampling.md has their
-errors.
+:func:`plan_steps` decides beforehand what every step evaluates. A :class:`BlockStack` runs all or some of the network's
+blocks in a step. :class:`ReusedGuidance` skips the unconditional half of guidance. ``opendit.config.approximations``
+describes the methods and names their papers, [T] and [F]; docs/sampling.md lists their errors.
 
-What is kept between steps lies in memory that does not move, so that recorded steps find it. It belongs to one batch
-size, and there is one set of it for each evaluation of the network in a step (Heun's method has two).
+Tensors that are kept between steps stay at fixed addresses, because CUDA graphs of recorded steps read them. These
+tensors belong to one batch size. Every evaluation of the network in a step (Heun's method has two) has its own set.
 """
 
 import math
@@ -22,7 +21,7 @@ from opendit.models.attention import TokenGrid
 from opendit.models.blocks import Block, run_blocks
 from opendit.sampling.prepared_model import GatheredContexts, GatheredModulations
 
-LOW, HIGH = 1e-2, 1e2  # noise levels below or above count as clean, or as pure noise
+LOW, HIGH = 1e-2, 1e2  # noise levels below LOW count as clean; levels above HIGH count as pure noise
 ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
@@ -30,10 +29,13 @@ ALL, FIRST, REST, REUSED = "all", "first", "rest", "reused"
 
 
 class Mode(NamedTuple):
-    """The work that a step does. Steps with different modes are recorded as different graphs.
+    """The work that a step does. Steps with different modes are recorded as different CUDA graphs.
 
-    null: evaluate guidance's unconditional half, if the step has one. blocks: ALL, FIRST, then REST or REUSED after it;
-    or the number n >= 1 of evaluations to extrapolate from.
+    Attributes:
+        null: evaluate the unconditional half of guidance, if the step is guided.
+        blocks: ALL runs all blocks. FIRST runs the first block only; the same step then continues with REST (run the
+            other blocks) or REUSED (reuse their earlier results). A number n >= 1 runs no block and extrapolates from
+            the last n evaluations.
     """
 
     null: bool = True
@@ -41,8 +43,13 @@ class Mode(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the plan. slot: where it stores its evaluation of the blocks. weights: of the slots, for its
-    extrapolation."""
+    """A step of the plan.
+
+    Attributes:
+        mode: the work that the step does.
+        slot: index at which the step stores its evaluation of the blocks.
+        weights: weight of every slot in the step's extrapolation.
+    """
 
     mode: Mode
     slot: int = 0
@@ -50,10 +57,13 @@ class Step(NamedTuple):
 
 
 def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: Sequence[float]) -> list[Step]:
-    """Return how every step is run.
+    """Return the plan of all steps.
 
-    starts: True where a step calls another model than the one before (guided or not), so that nothing of earlier steps
-    can be used; True for the first step. levels: the noise level where each step begins.
+    Args:
+        approximations: the approximations to plan for.
+        starts: True for the first step, and for each step that can't reuse earlier results because guidance is switched
+            on or off before it.
+        levels: the noise level at which each step begins.
     """
     first = [i for i, start in enumerate(starts) if start]
     runs = [range(i, after) for i, after in zip(first, [*first[1:], len(starts)], strict=True)]
@@ -61,7 +71,7 @@ def plan_steps(approximations: Approximations, starts: Sequence[bool], levels: S
 
 
 def _plan_run(approximations: Approximations, run: range, levels: Sequence[float]) -> list[Step]:
-    """Plan consecutive steps that may use each other's evaluations."""
+    """Plan consecutive steps that may reuse results of each other."""
     if isinstance(approximations.cache, TaylorCache):
         return _plan_taylor(approximations.cache, run, [levels[i] for i in run])
     if isinstance(approximations.cache, FirstBlockCache):
@@ -86,11 +96,14 @@ def _plan_taylor(cache: TaylorCache, run: range, levels: Sequence[float]) -> lis
 
 
 def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
-    """Choose one in ``every`` of the steps that begin at these noise ``levels``: the first, the last, and others spaced
-    about evenly in the mean of the step's number and the logarithm of its level.
+    """Return the indices of the steps to evaluate: about one in ``every`` steps, always the first and the last.
 
-    Even spacing in the number alone leaves samplers with long steps at the end (a shifted flow) few evaluations there,
-    where the log level changes most; even spacing in the log level alone leaves few to the noisy half of all others.
+    The steps in between are spaced about evenly in the mean of two coordinates: the step's index and the logarithm of
+    its noise level. Index alone would leave few evaluations at the end of samplers whose last steps are long (a shifted
+    flow), where the log level changes most. Log level alone would leave few evaluations in the noisy half of all other
+    samplers.
+
+    levels: the noise level at which each step begins.
     """
     last, count = len(levels) - 1, -(-len(levels) // every)
     logs = [math.log(min(max(level, LOW), HIGH)) for level in levels]
@@ -99,15 +112,18 @@ def evaluated_steps(levels: Sequence[float], every: int) -> list[int]:
     chosen: list[int] = []
     for number in range(count):
         want = places[last] * number / max(1, count - 1)
-        # After the previous one, and early enough to leave room for those that follow.
+        # The step must come after the previous choice, and early enough that the remaining choices fit after it.
         free = range(chosen[-1] + 1 if chosen else 0, last - (count - number) + 2)
         chosen.append(min(free, key=lambda i: abs(places[i] - want)))
     return chosen
 
 
 def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
-    """Return the weights w of values at ``known`` positions for which sum(w f) is f(``at``) for all polynomials f of a
-    degree below the number of positions: Newton's series of divided differences in Lagrange's form."""
+    """Return the weights of polynomial extrapolation from the positions ``known`` to the position ``at``.
+
+    The sum of weight times value is exact for polynomials of a degree below the number of positions. The weights are
+    Lagrange's form of Newton's series of divided differences.
+    """
     return [math.prod((at - other) / (own - other) for other in known if other != own) for own in known]
 
 
@@ -115,7 +131,7 @@ def extrapolation_weights(known: Sequence[float], at: float) -> list[float]:
 
 
 def make_stack(approximations: Approximations, plan: Sequence[Step], device: torch.device) -> "BlockStack":
-    """Return the stack of a cache for the steps of a plan; without a cache, the exact one."""
+    """Return the block stack for the cache in ``approximations``, or the exact stack if it has no cache."""
     cache = approximations.cache
     if cache is None:
         return BlockStack()
@@ -123,10 +139,10 @@ def make_stack(approximations: Approximations, plan: Sequence[Step], device: tor
 
 
 class BlockStack:
-    """Runs all blocks; called instead of :func:`opendit.models.blocks.run_blocks`. The base class of stacks that leave
-    blocks out.
+    """Runs all blocks, in place of :func:`opendit.models.blocks.run_blocks`. Base class of stacks that skip blocks.
 
-    ``evaluated`` counts blocks times rows of the batch as they are called; replaying a recording calls nothing.
+    ``evaluated`` adds up, over all calls, the number of blocks times the number of batch rows. Replaying a CUDA graph
+    does not call the stack and is not counted.
     """
 
     def __init__(self):
@@ -135,14 +151,15 @@ class BlockStack:
         self._evaluation = 0
 
     def begin(self, blocks: int | str) -> None:
-        """Begin a step; blocks: see :class:`Mode`."""
+        """Begin a step. blocks: see :class:`Mode`."""
         self.blocks, self._evaluation = blocks, 0
 
     def prepare(self, i: int) -> None:
-        """Write what differs between steps of one mode where step i reads it, before the step runs or is replayed."""
+        """Write the inputs of step i that differ between steps of one mode. Call this before the step is run or
+        replayed."""
 
     def clear(self) -> None:
-        """Forget what is kept between steps: the tokens of the next batch may be of another number."""
+        """Drop the tensors kept between steps, because the next batch may have another number of tokens."""
 
     def __call__(
         self,
@@ -154,17 +171,17 @@ class BlockStack:
         *,
         checkpointed: bool = False,
     ) -> Tensor:
-        """Run the blocks; see ``run_blocks``. Modulations and contexts are gathered only for evaluated blocks."""
+        """Run the blocks; see ``run_blocks``. Gather modulations and contexts for the evaluated blocks only."""
         number, self._evaluation = self._evaluation, self._evaluation + 1
         return self.run(number, _Blocks(self, blocks, modulations, context, grid), x)
 
     def run(self, number: int, blocks: "_Blocks", x: Tensor) -> Tensor:
-        """Return the output of the blocks for x (B, N, D), in evaluation ``number`` of the step."""
+        """Return the output of the blocks for x (B, N, D). number: index of the evaluation in the step."""
         return blocks.run(x)
 
 
 class _Blocks:
-    """The blocks of one call, to be run or skipped from the first to the last."""
+    """The blocks of one call of a stack, which runs or skips them in order."""
 
     def __init__(
         self,
@@ -182,35 +199,38 @@ class _Blocks:
         return slice(first, self._done)
 
     def run(self, x: Tensor, count: int | None = None) -> Tensor:
-        """Return x after the next ``count`` blocks; after all that are left by default."""
+        """Run the next ``count`` blocks on x and return the result; None runs all remaining blocks."""
         which = self._next(count)
         blocks = self._blocks[which]
         context = None if self._context is None else self._context.of(which)
-        # The last layer's modulation is gathered with the last blocks': one kernel.
+        # The modulation of the final layer is gathered together with those of the last blocks, in one kernel.
         self._modulations.gather(len(blocks) + (self._done == len(self._blocks)))
         self._stack.evaluated += len(blocks) * len(x)
         return run_blocks(blocks, x, self._modulations, context, self._grid)
 
     def skip(self, count: int | None = None) -> None:
-        """Skip the next ``count`` blocks; all that are left by default."""
+        """Skip the next ``count`` blocks; None skips all remaining blocks."""
         which = self._next(count)
         self._modulations.skip(which.stop - which.start)
 
 
 class TaylorStack(BlockStack):
-    """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, between the steps that evaluate it,
-    as TaylorSeer [T] does with the output of every attention and MLP.
+    """Extrapolates the blocks' contribution to the residual stream, F = x_L - x_0, in the steps that don't evaluate it.
 
-    [T] eq. 4 has a Taylor series whose derivatives are finite differences. Here it is Newton's series of the same
-    differences, which is exact where F is a polynomial of the step's number of a degree up to ``order``; [T]'s is not
-    beyond degree 1, and was less exact on the digits from order 2 on. Both are sums w_0 F_0 + w_1 F_1 + ... of the last
-    evaluations, with weights that depend on the steps' numbers only. So one sum for all blocks equals, up to rounding,
-    the sum over blocks of each block's extrapolation, at 1 / L of the memory. The gates, which [T] applies after
-    extrapolating, are part of F. Order 0 reuses the last F.
+    TaylorSeer [T] extrapolates the output of every attention and MLP instead. Eq. 4 of [T] is a Taylor series whose
+    derivatives are finite differences. This class uses Newton's series of the same differences, which is exact if F is
+    a polynomial in the step's index of degree ``order`` or less. The series of [T] is exact up to degree 1 only, and
+    was less accurate on the digits from order 2 on.
+
+    Both series are sums w_0 F_0 + w_1 F_1 + ... over the last evaluations, and the weights depend on the steps' indices
+    only. Therefore one sum for all L blocks equals, up to rounding, the sum of the blocks' separate extrapolations, and
+    takes 1 / L of the memory. F includes the gates, while [T] applies them after extrapolating. Order 0 reuses the last
+    F.
 
     The schedule is fixed, so a sample depends on its seed only and not on its batch.
 
-    kept: F of the last evaluations, (evaluation, rows) -> (slots, rows, N, D).
+    Attributes:
+        kept: F of the last evaluations, (evaluation, rows) -> (slots, rows, N, D).
     """
 
     def __init__(self, cache: TaylorCache, plan: Sequence[Step], device: torch.device):
@@ -243,7 +263,7 @@ class TaylorStack(BlockStack):
 def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
     """Return x + sum_i weights[i] kept[i] in x's dtype, summed in float32 or wider.
 
-    kept: (n, *x.shape). weights: float64, n or more.
+    kept: (n, *x.shape). weights: float64, at least n; surplus weights are ignored.
     """
     total = x.to(torch.promote_types(x.dtype, torch.float32))
     weights = weights.to(total.dtype)
@@ -253,22 +273,24 @@ def weighted_sum(x: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
 
 
 class FirstBlockDone(Exception):
-    """Ends a step after its first block, before it is decided whether the step needs the others."""
+    """Raised after the first block of a step; the caller then decides whether the step runs the other blocks."""
 
 
 class FirstBlockStack(BlockStack):
     """First-block cache [F].
 
-    With x_1 the first block's output for x_0, the other blocks are left out where
+    Let x_1 be the first block's output for the input x_0, and r = x_1 - x_0. Primes mark values of the last step that
+    evaluated all blocks. A step skips the other blocks if
 
-        mean |r - r'| < threshold mean |r'|,  r = x_1 - x_0,  r' = r of the last step that evaluated all blocks
+        mean |r - r'| < threshold mean |r'|
 
-    with means over the whole batch, including both halves of guidance. Then x_L = x_1 + (x_L' - x_1').
+    and then uses x_L = x_1 + (x_L' - x_1'). The means are over the whole batch, including both halves of guidance.
 
-    The host reads one number a step, after the first block. The first evaluation decides for all evaluations of a step.
-    As it decides for a whole batch, a sample depends on the others in its batch.
+    The host reads one number per step, after the first block. The first evaluation decides for all evaluations of a
+    step. Because the decision is made for a whole batch, a sample depends on the other samples in its batch.
 
-    kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
+    Attributes:
+        kept: x_L' - x_1', (evaluation, rows) -> (rows, N, D).
     """
 
     def __init__(self, cache: FirstBlockCache):
@@ -283,7 +305,7 @@ class FirstBlockStack(BlockStack):
         self._first.clear()
 
     def reuses(self) -> bool:
-        """Return True if the step whose first block was evaluated last can reuse the other blocks' results."""
+        """Return True if the current step, whose first block has just run, can reuse the other blocks' results."""
         assert self._change is not None  # the first step evaluates all blocks
         return self._change.item() < self._threshold
 
@@ -320,7 +342,7 @@ class FirstBlockStack(BlockStack):
             raise FirstBlockDone
 
     def _keep(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Copy a tensor over the kept one of this key, or keep a clone if there is none."""
+        """Copy ``tensor`` into the tensor kept under this key, or keep a clone if the key is new."""
         if key in self.kept:
             self.kept[key].copy_(tensor)
         else:
@@ -331,26 +353,29 @@ class FirstBlockStack(BlockStack):
 
 
 class ReusedGuidance:
-    """``model(x, t, y)`` as guidance calls it, on a batch of the conditional half and then the unconditional one.
+    """Wraps ``model(x, t, y)`` so that some steps skip the unconditional half of a guided batch.
 
-    Steps that skip the unconditional half replace its output by the conditional one minus the last difference between
-    the two that was computed; guidance, which adds a multiple of that difference, needs no change. This reuses
-    guidance's direction between neighbouring steps: Lv et al., "FasterCache", 2024, sec. 3.3, without its weights in
-    frequency. The differences lie in memory that does not move, one for each evaluation of a step.
+    A guided batch has 2 B rows: the conditional half, then the unconditional half. A full step computes both halves and
+    stores their difference. A step that skips the unconditional half replaces its output by the conditional output
+    minus the stored difference. Guidance adds a multiple of this difference, so its formula does not change.
+
+    This reuses the direction of guidance in neighbouring steps: Lv et al., "FasterCache", 2024, sec. 3.3, without that
+    paper's weights in frequency. Every evaluation of a step has its own stored difference, at a fixed address.
 
     Args:
-        model: of (x, t, y); called with the first half of the rows in steps that skip the second.
-        samples: B. A batch of B rows has no unconditional half and is passed on.
+        model: the wrapped ``model(x, t, y)``. A step that skips the unconditional half calls it on the first half of
+            the rows.
+        samples: B. A batch of B rows has no unconditional half and is passed to ``model`` unchanged.
     """
 
     def __init__(self, model: Callable[[Tensor, Tensor, Tensor], Tensor], samples: int):
         self._model, self._samples = model, samples
         self._differences: list[Tensor] = []
         self._fresh, self._evaluation = True, 0
-        self.rows = 0  # that guidance has asked for
+        self.rows = 0  # number of rows that guidance has asked for, including skipped ones
 
     def begin(self, fresh: bool) -> None:
-        """Begin a step; fresh: it evaluates the unconditional half."""
+        """Begin a step. fresh: True if the step evaluates the unconditional half."""
         self._fresh, self._evaluation = fresh, 0
 
     def __call__(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The frames that clips begin with, for models that are conditioned on them: pictures and clips, read and encoded."""
+"""Read and encode conditioning frames: the pictures or clips with which generated clips begin."""
 
 import threading
 from collections.abc import Sequence
@@ -27,8 +27,10 @@ from opendit.sampling.output_files import VideoClip
 
 
 def note_on_missing_frames(config: DiTConfig) -> list[str]:
-    """Return a note for a model with conditioning frames that draws without them; empty for other models. Raises
-    ValueError for one that can't."""
+    """Return a note if a model with conditioning frames draws without any; an empty list for other models.
+
+    Raises ValueError if the model can't draw without conditioning frames.
+    """
     if config.given_beside:
         raise ValueError("a model of image to video is given a picture; draw with sample.py --image")
     if config.given_frames is None or config.given_in_place:
@@ -37,7 +39,7 @@ def note_on_missing_frames(config: DiTConfig) -> list[str]:
 
 
 def describe_frames(frames: Tensor | None, files: Sequence[str]) -> dict[str, str]:
-    """Return the summary's row about conditioning frames: how many of them, and from which files. Empty for None.
+    """Return the summary's row with the number of conditioning frames and their files; an empty dict without frames.
 
     frames: (n, 1 + C, T, H, W), masks and latents.
     """
@@ -60,25 +62,28 @@ def encode_frames(
     fps: float | None = None,
     path: str,
 ) -> Tensor | None:
-    """Read and encode the conditioning frames from pictures or clips.
+    """Read and encode conditioning frames from pictures or clips.
 
-    The last frames of a clip are used: as many as the model was trained on, or for a model trained on a random number,
-    ``frames``, or by default half of those that are drawn.
+    The conditioning frames are the last frames of a clip. Their number is the number that the model was trained on. For
+    a model that was trained on random numbers, it is ``frames``, or by default half of the frames to draw.
 
     Args:
+        config: the model's configuration.
+        codec: encodes the frames.
         size: (t, h, w) of the latents.
-        image, clip: one or a list of file names, ``PIL.Image``s or ``VideoClip``s, or uint8 arrays (H, W, 3) or
-            (T, H, W, 3).
-        frames: number of frames of a clip.
-        interval: between the frames of clips in files.
-        fps: take the frames of clips in files that are shown at this rate instead.
-        path: of the model, for messages.
+        device: device of the result.
+        image: one or a list of file names, ``PIL.Image``s or uint8 arrays (H, W, 3).
+        clip: one or a list of file names, ``VideoClip``s or uint8 arrays (T, H, W, 3).
+        frames: number of frames to use from a clip.
+        interval: interval between the frames that are read from a file.
+        fps: frame rate at which to read frames from a file, instead of an interval.
+        path: path of the model, for messages.
 
     Returns:
-        Masks and latents (n, 1 + C, T, H, W), fp32 on ``device``, for n pictures or clips; None without any.
+        Masks and latents (n, 1 + C, T, H, W), fp32 on ``device``, for n pictures or clips; None if there are none.
 
     Raises:
-        ValueError: the model has no conditioning frames or was trained on another number of them, or a file can't be
+        ValueError: the model has no conditioning frames or was trained on another number of frames, or a file can't be
             read. The message names the flag and the fix.
     """
     flag, media = ("--image", image) if image is not None else ("--clip", clip)
@@ -94,17 +99,18 @@ def encode_frames(
         what = "draws pictures" if not config.is_video else "was trained without --given_frames"
         advice = "leave it out" + ", or fine-tune the model with it (docs/video.md)" * config.is_video
         raise ValueError(f"{flag}: {path} {what}; {advice}")
-    assert isinstance(codec, VideoCodec)  # every model of clips has one
+    assert isinstance(codec, VideoCodec)  # every model of clips has a VideoCodec
     count = _latent_count(config.given_frames, flag, size[0], frames, codec.temporal_downscale, path)
     pixels = (count - 1) * codec.temporal_downscale + 1
     height, width = (side * codec.downscale for side in size[1:])
     read = [_frames(flag, each, pixels, interval, fps, (height, width)) for each in _as_list(media)]
-    if config.given_beside:  # grey after the first frame
+    if config.given_beside:  # the frames after the first are grey
         whole = (size[0] - 1) * codec.temporal_downscale + 1
         read, count = [pad(frame, (0, 0, 0, 0, 0, whole - 1)) for frame in read], size[0]
     encoded = []
     for clip_pixels in read:
-        mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)  # zero noise: the posterior's mean
+        # With zero noise the latent is the posterior's mean.
+        mean = torch.zeros(1, config.in_channels, count, *size[1:], device=device)
         encoded.append(codec.encode(clip_pixels[None].to(device), mean).float())
     latents = torch.zeros(len(read), config.in_channels, *size, device=device)
     latents[:, :, :count] = torch.cat(encoded)
@@ -114,8 +120,10 @@ def encode_frames(
 
 
 def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any = None) -> Tensor | None:
-    """Return the tokens (n, tokens, width) of n pictures, or of the last frames of clips, as of :func:`encode_frames`,
-    for a model that attends to them; None for others."""
+    """Encode n pictures, or the last frames of n clips, to tokens (n, tokens, width).
+
+    pictures: the model's image encoder, or None; then the result is None. image, clip: see :func:`encode_frames`.
+    """
     if pictures is None:
         return None
     if image is not None:
@@ -124,20 +132,22 @@ def encode_pictures(pictures: PictureTokens | None, image: Any = None, clip: Any
 
 
 def with_pictures(y: Condition, tokens: Tensor | None, index: Tensor) -> Condition:
-    """Return the conditions y of the samples ``index`` (B,) with the pictures' tokens, which they use in turn."""
+    """Add the tokens of pictures to the conditions y of the samples ``index`` (B,). Samples use the rows in turn."""
     if tokens is None or not isinstance(y, TextCondition):
         return y
     return replace(y, pooled=tokens[index.to(tokens.device) % len(tokens)])
 
 
 def frames_of_samples(frames: Tensor | None, index: Tensor) -> Tensor | None:
-    """Return the conditioning frames of the samples ``index`` (B,), which use the rows of ``frames`` in turn."""
+    """Return the conditioning frames of the samples ``index`` (B,). Samples use the rows of ``frames`` in turn."""
     return None if frames is None else frames[index.to(frames.device) % len(frames)]
 
 
 def _latent_count(mode: str, flag: str, drawn: int, frames: int | None, temporal: int, path: str) -> int:
-    """Return the number of conditioning frames, in latents. Raises ValueError if the model or the clip has no such
-    number."""
+    """Return the number of conditioning frames, counted in latent frames.
+
+    Raises ValueError if the number does not fit the model or the clip to draw.
+    """
     trained = parse_given(mode)
     if frames is not None:
         if (frames - 1) % temporal:
@@ -161,7 +171,7 @@ def _as_list(media: Any) -> Sequence[Any]:
 
 
 def _frames(flag: str, media: Any, count: int, interval: int, fps: float | None, size: tuple[int, int]) -> Tensor:
-    """Return the picture, or the last frames of the clip, (3, count, *size) fp32 in [-1, 1]."""
+    """Read a picture, or the last frames of a clip, as (3, count, *size) fp32 in [-1, 1]."""
     try:
         frames = _picture(media) if flag == "--image" else _last_frames(media, count, interval, fps)
     except BadSample as bad:
@@ -192,7 +202,7 @@ def _last_frames(clip: Any, count: int, interval: int, fps: float | None) -> np.
             return decode_frames(name, lambda timeline: _last_shown_at(name, timeline, count, fps), threading.Event())
         return decode_frames(name, lambda timeline: choose(len(timeline.seconds)), threading.Event())
     frames = np.asarray(clip.frames if isinstance(clip, VideoClip) else clip)
-    interval = 1  # clips in memory are taken as they are: generated ones already have the interval of training
+    interval = 1  # use every frame of a clip in memory: generated clips already have the interval of training
     return frames[choose(len(frames))]
 
 

@@ -1,13 +1,15 @@
-"""Sampling steps in few kernels, for samplers whose update is a weighted sum: the blocks, and a kernel at each end.
+"""Run sampling steps in few kernels, for samplers whose update is a weighted sum.
 
-    take_step        every sample's rows of the tables
-    embed_patches    the sampler's x to tokens, for both halves of guidance
-    ...              the network
-    guided_update    the last layer's output to guidance, the sampler's update and the next x
+A step runs:
 
-This computes ``guidance.cfg_model`` and the sampler's ``advance`` with the weights that the sampler states
-(``Sampler.weights``), and draws the same up to fp32 rounding. All inputs of a step lie in static memory, as in
-``SamplingLoop``.
+    take_step        select every sample's rows of the tables
+    embed_patches    convert the sampler's x to tokens, for both halves of guidance
+    ...              the network's blocks and final layer
+    guided_update    apply guidance and the sampler's update to the final layer's output, giving the next x
+
+These kernels replace ``guidance.cfg_model`` and the sampler's ``advance``. They use the weights from
+``Sampler.weights``, and their samples are the same up to fp32 rounding. All inputs of a step are in static memory, as
+in ``SamplingLoop``.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from opendit.sampling.prepared_model import PreparedModel
 
 
 class StepKind(NamedTuple):
-    """The structure of a step, apart from numbers in tables; one recording serves all steps of a kind."""
+    """The structure of a step, without the numbers that are in tables. All steps of a kind replay one CUDA graph."""
 
     guided: bool
     evaluations: int
@@ -37,17 +39,20 @@ class StepKind(NamedTuple):
 
 
 def can_fuse(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if a model's steps can be fused: it runs kernels, on one rank, on patches that they accept."""
+    """Return True if a model's steps can be fused: the model uses kernels, without autocast, and fits these kernels."""
     available, _ = kernels_available(model.device, model.x_embedder.proj.weight.dtype)
     autocast = torch.is_autocast_enabled(model.device.type)
     return available and bool(model.ops.replaced) and not autocast and fits_kernels(model, size)
 
 
 def fits_kernels(model: DiT, size: tuple[int, ...]) -> bool:
-    """Return True if the kernels support a model: no other rank shares its samples, it has no conditioning frames, its
-    patches don't repeat frames and become tokens in one product and a bias, and its sequence has no captions."""
+    """Return True if the kernels support a model.
+
+    The model must have no conditioning frames and no captions in its token sequence, and ranks must not share its
+    samples. Its patches must not repeat frames, and its patch embedding must be one matrix product with a bias.
+    """
     patch = model.config.patch
-    repeated = size[:-2] == (1,) and patch[0] > 1  # a picture in a clip model, see DiT.forward
+    repeated = size[:-2] == (1,) and patch[0] > 1  # a clip model drawing a picture, see DiT.forward
     config = model.config
     plain = config.given_frames is None and config.patch_bottleneck is None and not config.joint_sequence
     return model.sequence is None and not repeated and plain and model.x_embedder.proj.bias is not None
@@ -57,12 +62,12 @@ class FusedSteps:
     """The fused steps of one batch size.
 
     Args:
-        network: prepared for the conditions of the batch.
+        network: the network, prepared for the conditions of the batch.
         linear: the weights of every step of the sampler.
-        guided: True for the steps that have guidance.
-        state: the sampler's static state, x first; (B, C, ...) fp32, contiguous.
-        step: (B,) int64, static: every sample's step, counted from the first one in the tables.
-        cfg_scale, cfg_channels: of guidance.
+        guided: for every step, True if it has guidance.
+        state: the sampler's static state; x is the first tensor. Every tensor is (B, C, ...) fp32, contiguous.
+        step: (B,) int64, static: every sample's step, counted from the first step in the tables.
+        cfg_scale, cfg_channels: scale of guidance, and the number of guided channels.
     """
 
     channels: int | None
@@ -94,7 +99,7 @@ class FusedSteps:
         self._all = torch.tensor(table, dtype=torch.float64).to(device, torch.float32)
         self._noisy = any(kind.noise for kind in self.kinds)
         self._guidance = torch.full((len(step),), cfg_scale, dtype=torch.float32, device=device)
-        # Between a step's evaluations: the network's next input, and the prediction.
+        # Two tensors for each evaluation: the network's input in the next evaluation, and the prediction.
         self._between = [
             (torch.empty_like(x), torch.empty_like(x)) for _ in range(max(k.evaluations for k in self.kinds))
         ]
@@ -102,13 +107,13 @@ class FusedSteps:
         self._kernels = kernels_available(device, torch.float32)[0]
 
     def reserve(self, capacity: int) -> None:
-        """Allocate the numbers and the noise of ``capacity`` steps."""
+        """Allocate the tables of numbers and of noise for ``capacity`` steps."""
         x, self.capacity = self.state[0], capacity
         self._numbers = self._all[:capacity].clone()
         self._noise = x.new_empty(capacity * len(x), *x.shape[1:]) if self._noisy else None
 
     def fill(self, first: int, count: int, noise_of: Callable[[int], Tensor]) -> None:
-        """Write the numbers and the noise of steps ``first`` to ``first + count`` where the steps read them."""
+        """Write the numbers and the noise of ``count`` steps from ``first`` on into the tables."""
         self._numbers[:count].copy_(self._all[first : first + count])
         for i in range(count):
             if self._noise is not None and self.kinds[first + i].noise:
@@ -116,7 +121,7 @@ class FusedSteps:
                 self._noise[rows].copy_(noise_of(first + i))
 
     def advance(self, kind: StepKind) -> int:
-        """Run a step of this kind; return the number of rows that the network has evaluated."""
+        """Run a step of this kind. Return the number of rows that the network has evaluated."""
         model, network, halves = self.network.model, self.network, 1 + kind.guided
         take_step = step_rows.take_step if self._kernels else step_rows.take_step_reference
         embed = embedding.embed_patches if self._kernels else embedding.embed_patches_reference
@@ -151,9 +156,12 @@ class FusedSteps:
 
 
 def numbers_of(step: StepWeights) -> list[float]:
-    """Return a step's numbers in the order in which :meth:`FusedSteps.advance` reads them: the factor of x for the
-    network's input; for each evaluation but the last, the weights of the next input and of the prediction itself; for
-    the last one, those of the state; p and q of a learned variance."""
+    """Return the numbers of a step in the order in which :meth:`FusedSteps.advance` reads them.
+
+    The order is: the factor that scales x for the network's input; for each evaluation but the last, the weights of the
+    next input and then of the prediction; for the last evaluation, the weights of the new state; and p and q of a
+    learned variance.
+    """
     numbers = [step.inputs[0][0]]
     for weights in step.inputs[1:]:
         numbers += [*weights, *[0.0] * (len(weights) - 1), 1.0]
@@ -172,7 +180,7 @@ def fused_steps(
     cfg_scale: float,
     cfg_channels: int | None,
 ) -> FusedSteps | None:
-    """Return the fused steps of ``sampler``; None if it states no weights, or more than the kernels support."""
+    """Return the fused steps of ``sampler``; None if it has no weights, or more than the kernels support."""
     stated = [sampler.weights(i, objective.learn_sigma) for i in range(sampler.steps)]
     found = [weights_of_network(one, objective, sampler, i) for i, one in enumerate(stated) if one is not None]
     if len(found) < len(stated):
@@ -184,12 +192,14 @@ def fused_steps(
 
 
 def weights_of_network(step: StepWeights, objective: Objective, sampler: Sampler, i: int) -> StepWeights:
-    """Return a step whose weights apply to the network's output, from one whose weights apply to the objective's
-    reading of that output."""
+    """Convert a step's weights so that they apply to the network's output.
+
+    ``step`` has weights for the prediction that the objective computes from the network's output.
+    """
     of_input, of_output = objective.network_weights(sampler.trajectory, i)
     if (of_input, of_output) == (0.0, 1.0):
         return step
-    (scales,) = step.inputs  # objectives that read the output differently have samplers with one evaluation a step
+    (scales,) = step.inputs  # samplers of such objectives have one evaluation per step
     parts = len(scales)
     after = []
     for weights in step.after:

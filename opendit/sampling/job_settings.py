@@ -1,4 +1,4 @@
-"""The settings that identify a sampling job, so that it can resume: everything that determines a sample, by name."""
+"""Settings that identify a sampling job, so that it can resume: all values that determine a sample, by name."""
 
 import hashlib
 import json
@@ -18,53 +18,56 @@ from opendit.parallel.tensor import layout_of
 from opendit.sampling.sample_cache import SamplingJob, samples_a_part
 from opendit.sampling.sampling_run import SamplingRun
 
-GRID_PICTURES, SHEET_CLIPS = 100, 16  # at most on the sheet; the single files and the .npz hold all samples
-ODD = -7046029254386353131  # odd, near 2^64 / golden ratio, as int64: its multiples are spread over all bits
-# Words that are summed at a time: as many as fit in a CPU's caches, or as many as keep a GPU busy.
+GRID_PICTURES, SHEET_CLIPS = 100, 16  # maximum on the sheet of samples; the single files and the .npz hold all samples
+ODD = -7046029254386353131  # odd int64 near 2^64 / golden ratio; its multiples change all bits
+# Number of words to sum at a time: small enough for the caches of a CPU, large enough to keep a GPU busy.
 WORDS_AT_ONCE = {"cpu": 1 << 14, "cuda": 1 << 22}
 
 
 def job_of(sampling: SamplingRun, weights: str) -> SamplingJob:
-    """Return the job of a run, with parts of the size that a new job gets. weights: see :func:`digest_of_weights`."""
+    """Return the job of a run, with the part size of a new job. weights: from :func:`digest_of_weights`."""
     shape, count = pixel_shape(sampling), len(sampling.choices)
     size = samples_a_part(count, sampling.flags.batch_size, int(torch.tensor(shape).prod()))
     return SamplingJob(settings_of(sampling, weights), count, kept(sampling), shape, size)
 
 
 def kept(sampling: SamplingRun) -> int:
-    """Return how many of the first samples are needed again at the end: all for an .npz, else those on the sheet."""
+    """Return how many of the first samples are read again at the end: all for an .npz, else those on the sheet."""
     if sampling.flags.npz:
         return len(sampling.choices)
     return SHEET_CLIPS if sampling.model.config.is_video else GRID_PICTURES
 
 
 def pixel_shape(sampling: SamplingRun) -> tuple[int, ...]:
-    """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip. A channel number other than 1 or 3
-    is kept."""
+    """Return the shape of a decoded sample: (H, W, 3), or (T, H, W, 3) for a clip.
+
+    A VAE with one channel gives 3 channels here. Other channel counts stay as they are.
+    """
     codec, (*frames, height, width) = sampling.codec, sampling.size
     inner = codec.codec if isinstance(codec, FrameCodec) else codec
     channels = inner.latent_channels
     if isinstance(inner, FrozenVAE):
         config = inner.vae.config
         channels = config.get("out_channels", 3)
-        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some count those of patches
+        channels = channels // (config.get("patch_size") or 1) ** 2 or channels  # some count a patch's channels
     if frames and isinstance(codec, VideoCodec):
         frames = [(frames[0] - 1) * codec.temporal_downscale + 1]
     return (*frames, height * codec.downscale, width * codec.downscale, 3 if channels == 1 else channels)
 
 
 def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, str]:
-    """Return everything that determines a sample or what is stored of it, under names that are shown if two starts
-    differ. weights: from :func:`digest_of_weights`, if that is known.
+    """Return all settings that determine a sample or the stored files, by the names shown when two starts differ.
 
-    The number of processes and ``--batch_size`` are left out: they change a sample only by the rounding of matrix
-    products.
+    The number of processes and ``--batch_size`` are left out, because they change a sample only by the rounding of
+    matrix products.
+
+    weights: result of :func:`digest_of_weights`, if it is known.
     """
     flags, objective, conditioner = sampling.flags, sampling.objective, sampling.conditioner
     codec = sampling.codec.codec if isinstance(sampling.codec, FrameCodec) else sampling.codec
     vae = tensors_digest(codec.vae.state_dict())[:16] if isinstance(codec, FrozenVAE) else ""
     encoder = conditioner.encoder if isinstance(conditioner, CaptionConditioner) else None
-    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # json makes ASCII of any text
+    choices = sampling.choices.numpy().tobytes(), json.dumps(sampling.names)  # json converts any text to ASCII
     settings = {
         "weights": weights or digest_of_weights(sampling),
         "model": hash_parts(json.dumps(sampling.model.config.to_dict(), sort_keys=True))[:16],
@@ -99,14 +102,14 @@ def settings_of(sampling: SamplingRun, weights: str | None = None) -> dict[str, 
 
 
 def digest_of_weights(sampling: SamplingRun) -> str:
-    """Hash the model's full tensors. Collective over ranks that hold parts of them."""
+    """Hash the model's full tensors. This is a collective operation of the ranks that hold parts of the model."""
     model, mesh = sampling.model, sampling.mesh
     divided = mesh.tp_size > 1
     return tensors_digest(_GatheredTensors(model, layout_of(model, mesh)) if divided else model.state_dict())[:16]
 
 
 class _GatheredTensors(Mapping[str, Tensor]):
-    """The full tensors of a model that is divided over ranks; each is gathered when it is read."""
+    """The full tensors of a model that is divided over ranks. Each tensor is gathered when it is read."""
 
     def __init__(self, model: DiT, layout: Layout):
         self._own, self._layout = model.state_dict(), layout
@@ -125,8 +128,9 @@ class _GatheredTensors(Mapping[str, Tensor]):
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors' names, dtypes, shapes and contents, on their device.
 
-    The contents enter as a sum modulo 2^64 of every word times an odd number that depends on its position. This is not
-    cryptographic, but a change of any one word changes the sum. A GPU takes milliseconds where SHA-256 takes seconds.
+    The hash covers contents through a sum modulo 2^64 of every word times an odd number that depends on the word's
+    position. The sum is not cryptographic, but a change of any one word changes it. A GPU takes milliseconds for the
+    sum; SHA-256 takes seconds.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
@@ -137,9 +141,11 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weighted_sum(words: Tensor) -> int:
-    """Return the sum of word i times (i + 1) * ODD | 1, modulo 2^64.
+    """Return the sum over i of words[i] * ((i + 1) * ODD | 1), modulo 2^64.
 
-    For an even s, (s + i + 1) * ODD | 1 is s * ODD + ((i + 1) * ODD | 1), so all pieces share one tensor of factors."""
+    The words are summed in pieces. For an even start s, (s + i + 1) * ODD | 1 equals s * ODD + ((i + 1) * ODD | 1), so
+    all pieces use the same tensor of factors.
+    """
     size, device = WORDS_AT_ONCE[words.device.type], words.device
     factors = torch.arange(1, 1 + min(size, len(words)), device=device) * ODD | 1
     products, total = torch.empty_like(factors), torch.zeros((), dtype=torch.int64, device=device)
@@ -151,7 +157,7 @@ def weighted_sum(words: Tensor) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return a number modulo 2^64 as int64 represents it."""
+    """Return the int64 value that equals ``value`` modulo 2^64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

@@ -1,7 +1,7 @@
-"""Load a model from its weights, with its objective, VAE, text encoder and class names.
+"""Load a model for sampling: its weights, objective, VAE, text encoder and class names.
 
-Used by sample.py and by Python's ``Pipeline``. The messages of ValueErrors name flags of sample.py;
-``opendit.sampling.pipeline`` replaces them with the names of its arguments.
+sample.py and the Python class ``Pipeline`` use this module. The messages of ValueErrors name flags of sample.py;
+``opendit.sampling.pipeline`` replaces the flags by the names of its arguments.
 """
 
 import os
@@ -43,15 +43,24 @@ from opendit.models.weights import Weights
 from opendit.parallel.engines import PRECISIONS
 from opendit.parallel.mesh import Mesh
 
-PUBLIC_FPS = 16.0  # of Wan 2.1
-SOURCE_FPS = 24  # assumed rate of the training clips' files, where the weights don't store it
+PUBLIC_FPS = 16.0  # frame rate of Wan 2.1
+SOURCE_FPS = 24  # assumed frame rate of the training files if the weights don't store it
 
 
 def checkpoint_at(
     ckpt: str | os.PathLike[str], outputs: str | os.PathLike[str], model: str | None = None, video: bool = False
 ) -> Path:
-    """Return the path of ``ckpt``; for "latest", of the newest run under ``outputs`` with a checkpoint: of ``model`` if
-    one is named, else of any clip model if ``video``. Raises ValueError if there is no such run."""
+    """Return ``ckpt`` as a path; for "latest", return the newest run under ``outputs`` that has a checkpoint.
+
+    Args:
+        ckpt: a path, or "latest".
+        outputs: the folder of runs.
+        model: consider only runs of this model.
+        video: if ``model`` is None, consider only runs of clip models.
+
+    Raises:
+        ValueError: there is no such run.
+    """
     if str(ckpt) != "latest":
         return Path(ckpt).expanduser()
     if (found := newest_run(os.fspath(Path(outputs).expanduser()), model, video)) is None:
@@ -60,7 +69,7 @@ def checkpoint_at(
 
 
 def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
-    """Raise ValueError for guidance with a model that has no null class."""
+    """Raise ValueError if guidance is requested from a model that has no null class."""
     if not config.null_class and scale != 1:
         raise ValueError(
             f"--cfg_scale {scale:g}: {weights.path} was trained without class dropout, and has no null class "
@@ -69,20 +78,27 @@ def check_guidance(config: DiTConfig, weights: Weights, scale: float) -> None:
 
 
 def vae_of(vae: str | None, weights: Weights) -> str:
-    """Return the VAE to draw with: ``vae``, or by default the one that the weights' metadata names. Raises ValueError
-    if that name is unknown."""
+    """Return the name or folder of the VAE: ``vae``, or by default the VAE that the weights' metadata names.
+
+    Raises ValueError if the name is unknown.
+    """
     stored: Any = weights.info.get("vae")
     if vae is None and stored is None and weights.path.is_dir():
         raise ValueError(f"{weights.path} holds a network alone; give --vae and --text_encoder, its pipeline's folders")
-    if vae is None and stored is not None and weights.path.is_dir():  # a diffusers pipeline, whose folder holds its VAE
+    if vae is None and stored is not None and weights.path.is_dir():  # the folder of a diffusers pipeline holds the VAE
         return str(stored)
     return encoder_name("--vae", vae, stored, weights.path) or "ema"
 
 
 @dataclass(frozen=True)
 class VaeLoader:
-    """Loads VAEs for decoding the latents of a model in this precision (fp32, bf16, fp16). ``tiling`` and ``compiled``:
-    see ``load_codec``."""
+    """Loads VAEs that decode a model's latents.
+
+    Attributes:
+        device: device of the VAE.
+        precision: precision of the model: fp32, bf16 or fp16.
+        tiling, compiled: see ``load_codec``.
+    """
 
     device: torch.device
     precision: str
@@ -90,16 +106,19 @@ class VaeLoader:
     compiled: bool = False
 
     def load(self, name: str, config: DiTConfig | None) -> ImageCodec | VideoCodec:
-        """Load the VAE that :func:`vae_of` names. config: of the model; None for a model of pictures in latents."""
+        """Load the VAE ``name``, as returned by :func:`vae_of`.
+
+        config: the model's configuration; None for a model that draws pictures in latent space.
+        """
         load = load_video_codec if config is not None and config.is_video else load_codec
-        channels = 0 if config is None else config.in_channels  # read only for "none", whose latents are pixels
+        channels = 0 if config is None else config.in_channels  # used by the VAE "none" only, whose latents are pixels
         settings: dict[str, Any] = dict(tiling=self.tiling, compiled=self.compiled, dtype=encoder_dtype(self.precision))
         return load(name, channels=channels, device=self.device, **settings)
 
     def begin(self, path: str | Path, which: str, vae: str | None) -> "VaeLoading":
-        """Start loading the VAE in a thread while the weights are read; importing diffusers alone takes seconds.
+        """Start loading the VAE in a thread, so that the weights are read meanwhile. Importing diffusers takes seconds.
 
-        The weights' metadata tells which VAE it is. If it doesn't, or if anything is wrong, nothing is started.
+        The weights' metadata names the VAE. If the metadata has no name, or anything fails, no thread is started.
 
         Args:
             path, which: see ``find_weights``.
@@ -119,7 +138,10 @@ class VaeLoader:
 class VaeLoading:
     """A VAE that another thread may be loading.
 
-    begun: name and model configuration that it is being loaded for.
+    Attributes:
+        loader: loads the VAE if no thread is loading it.
+        begun: the VAE's name and the model configuration that the thread loads it for; None without a thread.
+        work: the thread; None if none was started.
     """
 
     loader: VaeLoader
@@ -127,7 +149,7 @@ class VaeLoading:
     work: Background[ImageCodec | VideoCodec] | None = None
 
     def get(self, name: str, config: DiTConfig) -> ImageCodec | VideoCodec:
-        """Return the VAE ``name``, waiting for the thread if it is loading this one. Raises as ``load_codec``."""
+        """Return the VAE ``name``. Wait for the thread if it is loading this VAE. Raises as ``load_codec``."""
         if self.work is None or self.begun not in ((name, config), (name, None)):
             return self.loader.load(name, config)
         return self.work.result()
@@ -135,9 +157,15 @@ class VaeLoading:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its weights and its objective, and its VAE, which another thread may still be loading.
+    """A model with its weights, objective and VAE. Another thread may still be loading the VAE.
 
-    vae: name, see :func:`vae_of`. notes: remarks about the weights for the user, one line each.
+    Attributes:
+        network: the model.
+        weights: where the weights come from, and their metadata.
+        objective: the objective that the model was trained with.
+        vae: name of the VAE, see :func:`vae_of`.
+        vae_loading: the VAE, or the thread that loads it.
+        notes: remarks about the weights for the user, one line each.
     """
 
     network: DiT
@@ -167,8 +195,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model onto the loader's device and in its precision, and start loading its VAE.
 
-    second: the run of the other one of two networks than ``path`` holds. vae: see :func:`vae_of`. The other arguments
-    and errors are those of ``load_pretrained``.
+    second: for a model of two networks, a run of the network that ``path`` does not hold. vae: see :func:`vae_of`. The
+    other arguments and the errors are those of ``load_pretrained``.
     """
     notes: list[str] = []
     begun = loader.begin(path if is_published(path) or not lora else lora[0][0], which, vae)
@@ -188,7 +216,7 @@ def load_model(
 
 
 class BothNetworks(NamedTuple):
-    """Where the two networks of a model are, and its configuration."""
+    """The configuration of a model of two networks, and the paths of its high-noise and low-noise network."""
 
     config: PublicConfig
     high: str | Path
@@ -196,8 +224,13 @@ class BothNetworks(NamedTuple):
 
 
 def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | None, which: str) -> BothNetworks | None:
-    """Return where the networks of a model of two are; None for a model of one. second: a run of the one that ``path``
-    does not hold. Raises ValueError if one is missing, and for a ``second`` that is not the other one."""
+    """Return the paths of both networks for a model of two networks; None for a model of one network.
+
+    second: a run of the network that ``path`` does not hold.
+
+    Raises:
+        ValueError: a network is missing, or ``second`` does not hold the other network.
+    """
     two = config if isinstance(config, PublicConfig) and config.boundary is not None else None
     if second is not None and (two is None or two.expert is None):
         raise ValueError(f"--second_ckpt {second}: {path} is no run of one network of two; leave it out")
@@ -226,8 +259,10 @@ def _both_of(path: str | Path, config: DiTConfig | None, second: str | Path | No
 
 
 def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, list[WeightedLora]]:
-    """Return the LoRAs of either of two networks. Raises ValueError for files of others, which don't say whose they
-    are."""
+    """Return the LoRAs of each of a model's two networks, by "high" and "low".
+
+    Raises ValueError for a file that does not state its network.
+    """
     found: dict[str, list[WeightedLora]] = {expert: [] for expert in EXPERTS.values()}
     for each, weight in lora:
         file = find_weights(each, which)
@@ -245,17 +280,22 @@ def _loras_of_experts(lora: Sequence[WeightedLora], which: str) -> dict[str, lis
 
 
 def encoder_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the VAE and the text encoder for a model's precision. fp16 is closer to fp32 than bf16."""
+    """Return the dtype of the VAE and the text encoder for a model's precision.
+
+    bf16 models use fp16 here, because its results are closer to those of fp32.
+    """
     return torch.float32 if precision == "fp32" else torch.float16
 
 
 def text_encoder_of(name: str | None, weights: Weights) -> str:
-    """Return the text encoder of a model's captions, chosen as by :func:`vae_of`. Raises ValueError also if its kind or
-    width is not the model's."""
+    """Return the text encoder for a model's captions: ``name``, or by default the one in the weights' metadata.
+
+    Raises ValueError if the name is unknown, or if the encoder's kind or width differs from the model's.
+    """
     text = weights.config and weights.config.text
-    assert text is not None  # called for models of captions only
+    assert text is not None  # this function is called for models of captions only
     stored: str = weights.info.get("text_encoder") or text.name
-    if name is None and weights.path.is_dir():  # a public model's, whose folder holds its encoders
+    if name is None and weights.path.is_dir():  # the folder of a public model holds its encoders
         return stored
     name = encoder_name("--text_encoder", name, stored, weights.path) or stored
     kind, width, _ = text_geometry(name)
@@ -268,7 +308,7 @@ def text_encoder_of(name: str | None, weights: Weights) -> str:
 
 
 def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError if a text encoder is named for a model that needs none."""
+    """Raise ValueError if ``name`` is given for a model that needs no text encoder."""
     if name is not None and (config.text is None or config.text.inside):
         has = "is conditioned on classes" if config.text is None else "holds its encoder of captions"
         raise ValueError(f"--text_encoder: {weights.path} {has}; leave the flag out")
@@ -277,7 +317,7 @@ def check_text_encoder(name: str | None, config: DiTConfig, weights: Weights) ->
 def make_conditioner(
     config: DiTConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
 ) -> Conditioner:
-    """Return the conditioner of a model, with its frozen text encoder if it has one. Raises as
+    """Return a model's conditioner, with the frozen text encoder if the model needs one. Raises as
     :func:`text_encoder_of`."""
     if config.text is None:
         assert config.num_classes is not None
@@ -294,8 +334,10 @@ def make_conditioner(
 def published_conditioner(
     config: PublicConfig, weights: Weights, text_encoder: str | None, device: torch.device, precision: str
 ) -> PublishedConditioner:
-    """Return the conditioner of a public model, with the text encoders of its pipeline's folder. Raises ValueError and
-    FileNotFoundError, with the file that is missing or another's."""
+    """Return the conditioner of a public model, with the text encoders from its pipeline's folder.
+
+    Raises ValueError or FileNotFoundError, naming the file, if a file is missing or belongs to another model.
+    """
     from opendit.encoders.published_text import load_published_text, text_widths
 
     stored = weights.info.get("text_encoder")
@@ -318,19 +360,19 @@ def published_conditioner(
 
 
 def guidance_of(config: DiTConfig, scale: float) -> float:
-    """Return the scale of guidance in the engine's form, of one in the form of the model's own pipeline."""
+    """Convert a guidance scale from the convention of the model's own pipeline to that of the sampling engine."""
     if not isinstance(config, PublicConfig):
         return scale
     guidance = family_of(config.family).guidance
-    if guidance.formula == "embedded" and not config.spec.guidance:  # as FLUX.1-schnell
+    if guidance.formula == "embedded" and not config.spec.guidance:  # for example FLUX.1-schnell
         return 1.0
     return scale_of_family(guidance, scale)
 
 
 def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: Mapping[str, Any]) -> None:
-    """Raise ValueError for flags of guidance's second pass where a public model makes none.
+    """Raise ValueError if a flag about guidance's second pass is given for a public model that makes no second pass.
 
-    asked: flag -> a true value if it was given.
+    asked: flag name -> a true value if the flag was given.
     """
     if not isinstance(config, PublicConfig) or guidance_of(config, scale) != 1.0:
         return
@@ -346,7 +388,7 @@ def check_second_pass(config: DiTConfig, weights: Weights, scale: float, asked: 
 
 
 def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights | None = None) -> tuple[int, float]:
-    """Return the number of steps and the scale of guidance that are used by default: a family's, or those given."""
+    """Return the default number of steps and guidance scale: those of a public model's family, else the arguments."""
     if not isinstance(config, PublicConfig):
         made_for_few = weights is not None and weights.info.get("objective", {}).get("name") == "meanflow"
         return (2, 1.0) if made_for_few else (steps, scale)
@@ -357,14 +399,14 @@ def usual_settings(config: DiTConfig, steps: int, scale: float, weights: Weights
 
 
 def class_names(config: DiTConfig, weights: Weights) -> list[str]:
-    """Return the names of a model's classes; classes without a name are called by their number."""
+    """Return the names of a model's classes. The name of an unnamed class is its number."""
     assert config.num_classes is not None
     names = [*(weights.info.get("class_names") or [])]
     return names + [str(number) for number in range(len(names), config.num_classes)]
 
 
 def check_negative(negative: str | None, config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError for a negative prompt with a class-conditional model."""
+    """Raise ValueError if a negative prompt is given for a class-conditional model."""
     if negative is not None and config.text is None:
         raise ValueError(
             f"--negative_prompt: {weights.path} is conditioned on classes, and has none that a picture should be "
@@ -373,7 +415,7 @@ def check_negative(negative: str | None, config: DiTConfig, weights: Weights) ->
 
 
 def null_of(conditioner: Conditioner, negative: str | None) -> Condition:
-    """Return the condition of guidance's other half, one row: the negative prompt's, or the null condition."""
+    """Return the condition of guidance's unconditional half, one row: the negative prompt or the null condition."""
     if negative is None:
         return conditioner.null()
     assert isinstance(conditioner, CaptionConditioner)
@@ -389,10 +431,11 @@ def latent_size(
 ) -> tuple[int, ...]:
     """Return the size of the latents to draw, (h, w) or (t, h, w).
 
-    num_frames: of a clip; by default as trained. image_size: the expected side, or (height, width), in pixels.
+    num_frames: number of frames of a clip; by default the number that the model was trained on. image_size: the side,
+    or (height, width), in pixels.
 
     Raises:
-        ValueError: ``num_frames`` or ``image_size`` don't fit the model or its VAE.
+        ValueError: ``num_frames`` or ``image_size`` does not fit the model or its VAE.
     """
     *frames, height, width = config.input_size
     if frames:
@@ -410,8 +453,8 @@ def latent_size(
         raise ValueError(
             f"--image_size {image_size}: {weights.path} draws {pixels[0]} x {pixels[1]}; leave the flag out"
         )
-    grid = config.grid_of((*frames, height, width))  # raises ValueError if the patch does not divide the frames
-    if config.positions == "learned" and grid[0] > config.grid[0]:  # height and width are always the model's own
+    grid = config.grid_of((*frames, height, width))  # raises ValueError if the frames are not a multiple of the patch
+    if config.positions == "learned" and grid[0] > config.grid[0]:  # height and width are those of training
         most = (config.grid[0] * config.patch[0] - 1) * temporal + 1
         raise ValueError(f"--num_frames {num_frames}: {weights.path} has learned fewer positions; give {most} at most")
     return (*frames, height, width)
@@ -420,9 +463,10 @@ def latent_size(
 def _any_size(
     config: PublicConfig, image_size: int | tuple[int, int] | None, frames: tuple[int, ...], downscale: int
 ) -> tuple[int, ...]:
-    """Return the size of latents of pictures or clips of any size; by default the configuration's.
+    """Return the size of the latents for a public model, which draws any ``image_size``.
 
-    Raises ValueError if it does not divide by what a patch covers.
+    The default is the size in the configuration. Raises ValueError if a side is not a multiple of the pixels that one
+    patch covers.
     """
     if image_size is None:
         return (*frames, *config.input_size[-2:])
@@ -436,8 +480,11 @@ def _any_size(
 
 
 def frames_per_second(weights: Weights, frame_interval: int | None = None) -> float:
-    """Return the frame rate of generated clips, from the rate stored with the weights or else from the interval between
-    the frames of training. frame_interval: replaces that interval."""
+    """Return the frame rate of generated clips.
+
+    The rate comes from the metadata of the weights, else from the interval between training frames. frame_interval:
+    replaces the interval stored in the metadata.
+    """
     if weights.path.is_dir() and weights.config is not None and isinstance(weights.config, PublicConfig):
         return weights.info.get("clip_fps", PUBLIC_FPS)
     if (known := weights.info.get("clip_fps")) is not None:

@@ -1,4 +1,4 @@
-"""The files of samples: names, pictures and clips, .npz archives, and the files of earlier runs in an output folder."""
+"""Name and write the files of samples (pictures, clips, .npz archives), and delete those of earlier runs."""
 
 import base64
 import io
@@ -17,14 +17,14 @@ from PIL import Image
 from opendit.common.safe_files import remove, replacing, write_whole
 from opendit.data.video_file import write_mp4
 
-INDEX = ".samples.json"  # lists the files in a folder that sample.py wrote, and deletes when it draws there again
-LONGEST = 100  # bytes of a label in a file name; file systems take 255 (143 if encrypted)
+INDEX = ".samples.json"  # lists the files that sample.py wrote in a folder, to delete when it draws there again
+LONGEST = 100  # maximum bytes of a label in a file name; file systems allow 255 (143 if encrypted)
 
 
 def file_name(number: int, label: str) -> str:
     """Return a file name, without suffix, that every file system accepts.
 
-    (7, "a cat, asleep") gives "000007-a_cat__asleep".
+    For (7, "a cat, asleep") the name is "000007-a_cat__asleep".
     """
     name = ""
     for character in label[:40]:
@@ -45,23 +45,24 @@ class OutputFolder:
     """The files of one run in its output folder. Only rank 0 calls :meth:`begin` or :meth:`resume`.
 
     Args:
-        names: of the files that the run will write.
+        folder: the output folder.
+        names: names of the files that the run will write.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]):
         self.folder, self.names = folder, list(names)
 
     def resume(self) -> None:
-        """Delete the temporary files of an earlier start of the same run that was killed. Raises OSError."""
+        """Delete the temporary files that a killed start of the same run left. Raises OSError."""
         names = set(self.names)
         for name in os.listdir(self.folder):
             if _unfinished(name) in names and not (self.folder / name).is_symlink():
                 remove(self.folder / name)
 
     def begin(self) -> list[str]:
-        """Delete the files that an earlier run wrote here, and no others; return notes for the user. Raises OSError."""
+        """Delete the files that an earlier run wrote here, and no others. Return notes for the user. Raises OSError."""
         earlier = self._earlier()
-        self._write_index({*earlier, *self.names})  # before the first file, in case this run is killed
+        self._write_index({*earlier, *self.names})  # written before the first file, in case this run is killed
         for name in os.listdir(self.folder):
             path = self.folder / name
             if (name in earlier or _unfinished(name) in earlier) and path.is_file() and not path.is_symlink():
@@ -88,7 +89,7 @@ class OutputFolder:
 
 
 def _unfinished(name: str) -> str | None:
-    """Return the name that a temporary file would have been given, or None for any other file."""
+    """Return the final name of a temporary file; None if ``name`` is not that of a temporary file."""
     found = re.fullmatch(r"\.(.+)\.\d+(\.\w+)", name) or re.fullmatch(r"(.+\.mp4)()\.\d+\.partial", name)
     return found and found[1] + found[2]
 
@@ -96,10 +97,11 @@ def _unfinished(name: str) -> str | None:
 def write_npz(
     path: Path, arrays: dict[str, tuple[str, tuple[int, ...], Iterable[np.ndarray]]], mark: str | None = None
 ) -> None:
-    """Write an .npz as np.savez does, from arrays that arrive in blocks and need not fit in memory.
+    """Write an .npz like np.savez does, but from blocks, so that the arrays need not fit in memory.
 
     Args:
-        arrays: name -> dtype in numpy's notation ("|u1"), shape, and blocks of the values in C order.
+        path: path of the .npz.
+        arrays: name -> (dtype in numpy's notation such as "|u1", shape, blocks of the values in C order).
         mark: see :func:`replacing`.
     """
     with replacing(path, mark) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -107,7 +109,7 @@ def write_npz(
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 file.write(npy_header(shape, descr))
                 for block in blocks:
-                    # As bytes: a memoryview can't hold unicode, and tobytes() would copy a large block.
+                    # Write bytes, because a memoryview can't hold unicode and tobytes() would copy a large block.
                     file.write(np.ascontiguousarray(block, dtype=descr).reshape(-1).view(np.uint8).data)
 
 
@@ -119,7 +121,7 @@ def npy_header(shape: tuple[int, ...], descr: str = "|u1") -> bytes:
 
 
 def texts(captions: list[str]) -> tuple[str, tuple[int, ...], Iterator[np.ndarray]]:
-    """Return captions as an array for :func:`write_npz`."""
+    """Convert captions to an array for :func:`write_npz`: (dtype, shape, blocks)."""
     descr = f"<U{max([1, *map(len, captions)])}"
     blocks = (np.array(captions[first : first + 256], dtype=descr) for first in range(0, len(captions), 256))
     return descr, (len(captions),), blocks
@@ -142,7 +144,7 @@ class VideoClip:
     fps: float
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write an .mp4 (H.264) or a looping .gif, atomically; return its path.
+        """Write an .mp4 (H.264) or a looping .gif atomically, and return its path.
 
         Raises:
             ValueError: the path has another suffix.
@@ -153,7 +155,7 @@ class VideoClip:
         elif path.suffix.lower() == ".gif":
             first, *others = map(Image.fromarray, self.frames)
             with replacing(path, make=True) as new:
-                milliseconds = max(20, round(1000 / self.fps))  # viewers slow down faster ones
+                milliseconds = max(20, round(1000 / self.fps))  # viewers play faster GIFs slowly
                 first.save(new, "GIF", save_all=True, append_images=others, duration=milliseconds, loop=0)
         else:
             raise ValueError(f"{path}: a clip is saved as .mp4 or .gif")
@@ -164,7 +166,7 @@ class VideoClip:
         return f"VideoClip({frames} frames of {height} x {width}, {self.fps:g} a second)"
 
     def _repr_html_(self) -> str:
-        """Return an HTML player, which notebooks show for a clip."""
+        """Return an HTML player that notebooks show for a clip."""
         with tempfile.TemporaryDirectory() as folder:
             content = self.save(Path(folder) / "clip.mp4").read_bytes()
         source = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"

@@ -1,7 +1,8 @@
-"""Decode latents and write files while the next batch is drawn.
+"""Decode latents and write files while the model draws the next batch.
 
-On a GPU the VAE decodes on a side stream while the model draws the next batch on the main one, pictures reach the host
-through pinned memory, and a few threads encode and write them. On a CPU only the threads run concurrently.
+On a GPU the VAE decodes on a side stream while the model draws the next batch on the main stream. The pictures are
+copied to the host through pinned memory, and a few threads encode and write the files. On a CPU only these threads run
+concurrently.
 """
 
 import threading
@@ -24,10 +25,12 @@ from opendit.parallel.collectives import Group, start_gather
 
 
 class Writers:
-    """Threads that run tasks, with at most ``waiting`` tasks in the queue. After the first error no further task is
-    run, and the next call raises it.
+    """Threads that run queued tasks. At most ``waiting`` tasks are in the queue.
 
-    A context manager: on exit it waits for all tasks, or after an exception only for those that are running."""
+    After a task fails, no further task is run, and the next call of :meth:`put` or :meth:`close` raises the error.
+
+    As a context manager, this waits on exit for all tasks, or after an exception only for the running tasks.
+    """
 
     def __init__(self, threads: int, waiting: int):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="writer")
@@ -62,7 +65,7 @@ class Writers:
         try:
             if self._error is None:
                 task(*args)
-        except BaseException as error:  # raised in the calling thread, by its next call
+        except BaseException as error:  # the next call of put or close raises the error
             self._error = self._error or error
         finally:
             self._room.release()
@@ -76,9 +79,13 @@ class Writers:
 class _Batch:
     """A batch that is being decoded.
 
-    rows: number of pictures, frames or tiles in the batch. tiles: how pictures are cut, if ranks share their tiles.
-    pixels: this rank's rows, after the exchange between ranks all of them, at last on the host. ready: recorded on the
-    side stream after the last work on them.
+    Attributes:
+        index: numbers of the samples, (B,).
+        rows: number of pictures, frames or tiles in the batch.
+        tiles: how pictures are cut into tiles, if ranks share the tiles of a picture.
+        pixels: decoded rows: first this rank's share on the device, after the exchange between ranks all rows, and in
+            the end all rows on the host.
+        ready: event on the side stream, recorded after the last operation on ``pixels``; None on a CPU.
     """
 
     index: Tensor
@@ -89,17 +96,18 @@ class _Batch:
 
 
 class OutputPipeline:
-    """Decodes batches of latents, a share on each rank of a replica, and passes the pictures to ``deliver``.
+    """Decodes batches of latents and passes the pictures to ``deliver``.
 
-    A context manager: on exit everything is delivered, after an exception nothing more. Every rank of a replica puts
-    the same batches.
+    Every rank of a replica calls :meth:`put` with the same batches and decodes its share of them. As a context manager,
+    this delivers all batches on exit, but none after an exception.
 
     Args:
-        device: of the latents.
-        ranks: the ranks that have the same latents; None for a single rank.
-        leads: this rank delivers.
-        deliver: ``deliver(index, pictures)`` is called with the samples' numbers (B,) and their uint8 pixels
-            (B, H, W, 3) or (B, T, H, W, 3), on the thread that calls :meth:`put`, one or two batches later.
+        codec: decodes the latents.
+        device: device of the latents.
+        deliver: ``deliver(index, pictures)`` receives the samples' numbers (B,) and their uint8 pixels (B, H, W, 3) or
+            (B, T, H, W, 3). The thread that calls :meth:`put` calls it, one or two batches later.
+        ranks: the ranks of the replica, which have the same latents; None for a single rank.
+        leads: True if this rank calls ``deliver``.
     """
 
     def __init__(
@@ -125,7 +133,7 @@ class OutputPipeline:
             self.finish()
 
     def put(self, index: Tensor, latents: Tensor) -> None:
-        """Start decoding a batch, and deliver an earlier one. Raises what ``deliver`` raises.
+        """Start to decode a batch, and deliver an earlier batch. Raises the errors of ``deliver``.
 
         index: (B,) on the CPU. latents: (B, C, ...).
         """
@@ -133,13 +141,13 @@ class OutputPipeline:
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         self._in_flight.append(batch)
-        # The batch delivered now was started before the one that the GPU is drawing, so the GPU has work while the host
-        # waits. With several ranks, their exchange takes one batch more.
+        # Wait for an older batch than the one that the GPU is working on, so that the GPU stays busy while the host
+        # waits. The exchange between several ranks delays delivery by one more batch.
         while len(self._in_flight) > (1 if self._ranks is None else 2):
             self._deliver_batch(self._in_flight.popleft())
 
     def finish(self) -> None:
-        """Deliver all batches that have been put."""
+        """Deliver all remaining batches."""
         if self._ranks is not None and self._in_flight:
             self._gather(self._in_flight[-1])
         while self._in_flight:
@@ -147,13 +155,13 @@ class OutputPipeline:
 
     def _start(self, index: Tensor, latents: Tensor) -> _Batch:
         """Launch the decoding of this rank's share."""
-        latents = latents.clone()  # the next batch's recorded steps may write to this memory
+        latents = latents.clone()  # the CUDA graph of the next batch may overwrite this memory
         rows = frames_of(latents) if self._frames else latents
         decode, form, tiles = self._codec.decode_in_slices, to_bytes, None
         if self._ranks is not None and (tiles := self._codec.tiles(rows)) is not None:
-            # Tiles are exchanged before they are rounded to bytes: blending bytes would round twice.
+            # Ranks exchange tiles before rounding to bytes, because blending bytes would round twice.
             rows, codec = tiles.cut(rows), self._codec
-            assert isinstance(codec, FrozenVAE)  # the only codecs with tiles
+            assert isinstance(codec, FrozenVAE)  # no other codec has tiles
             decode, form = codec.decode_whole, lambda part: part.to(codec.dtype)
         count, mine = len(rows), rows
         if self._ranks is not None:
@@ -167,7 +175,7 @@ class OutputPipeline:
             return _Batch(index, count, tiles, pixels, self._record())
 
     def _gather(self, batch: _Batch) -> None:
-        """Exchange the ranks' shares, on the main stream, where all ranks communicate in the same order."""
+        """Exchange the ranks' shares. This runs on the main stream, so that all ranks communicate in the same order."""
         assert self._ranks is not None
         if self._side is not None and batch.ready is not None:
             main = torch.cuda.current_stream()
@@ -194,8 +202,10 @@ class OutputPipeline:
     # ------------------------------------------------------------------------------------ CUDA streams, no-ops on a CPU
 
     def _on_side(self, after: Tensor):
-        """Return a context on the side stream, which first waits for the main stream's work so far, including
-        ``after``."""
+        """Return a context that runs on the side stream, after the work on the main stream so far.
+
+        after: tensor from the main stream that the side stream will read.
+        """
         if self._side is None:
             return nullcontext()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -211,7 +221,7 @@ class OutputPipeline:
 
     @staticmethod
     def _to_host(pixels: Tensor) -> Tensor:
-        """Start a copy to pinned memory; an event recorded after it tells when it is complete."""
+        """Start a copy to pinned memory. The caller records an event after this call to know when the copy is done."""
         if pixels.device.type == "cpu":
             return pixels
         host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)

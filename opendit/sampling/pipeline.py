@@ -56,9 +56,9 @@ from opendit.sampling.sampling_engine import SamplingEngine
 
 Place = str | os.PathLike[str]
 LoraArgument = Place | Sequence[Place | tuple[Place, float]] | None
-ENGINES = 2  # settings whose recorded steps are kept
-MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # as sample.py's flags
-# flag of sample.py -> argument here, where their names differ
+ENGINES = 2  # number of engines, with their CUDA graphs, to keep
+MOST_SAMPLES, MOST_STEPS, MOST_GUIDANCE, MOST_SEED = 10**7, 1000, 1000.0, 2**63 - 1  # the limits of sample.py's flags
+# Flags of sample.py -> arguments of this module, where the names differ.
 ARGUMENTS = {
     "ckpt": "path",
     "mixed_precision": "precision",
@@ -74,7 +74,7 @@ ARGUMENTS = {
 
 
 def weighted(lora: LoraArgument) -> list[tuple[Path, float]]:
-    """Return the paths and weights of the argument ``lora`` of :func:`load`. Raises ValueError for another weight."""
+    """Return the paths and weights in :func:`load`'s argument ``lora``. Raises ValueError for an invalid weight."""
     found = []
     for each in [lora] if isinstance(lora, str | os.PathLike) else lora or ():
         path, weight = each if isinstance(each, tuple) else path_and_weight(os.fspath(each))
@@ -107,30 +107,31 @@ def load(
     Args:
         path: a run's folder (its newest intact checkpoint), a checkpoint, a .safetensors file, Meta's .pt, a folder of
             diffusers' ``DiTPipeline``, or "latest": the newest run under ``outputs`` that has a checkpoint.
-        outputs: where runs are, for "latest".
-        device: None for the GPU if there is one.
-        precision: of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU, fp32 on a CPU.
-        weights: "ema" or "model", of a run or checkpoint.
-        model: its name, where the file does not say (Meta's .pt): "DiT-XL/2".
-        num_classes: the number of classes, where the file does not say.
-        lora: runs of ``train.py --lora`` and, for a public model, LoRA files of others, merged into the weights of
-            ``path``: a path, or a list of paths and of (path, weight) pairs. A path may end in ":0.8", its weight.
-        second: of Wan 2.2 A14B, the run of the network that ``path`` does not hold.
-        vae: "ema", "mse", "none" or a folder; None for what the checkpoint names.
-        vae_tiling: the VAE decodes tile by tile, for large pictures and long clips.
-        vae_compile: the decoder of pictures and frames is compiled.
-        text_encoder: "clip", "t5" or a folder; None for what the checkpoint names.
-        fp8: the blocks' linear layers in FP8 (Hopper and newer).
-        kernels: the fused kernels and the fastest attention, on GPUs that have them.
-        download: fetch a public model that ``path`` names as the hub does, OWNER/NAME or OWNER/NAME@REVISION.
+        outputs: the folder of runs, for "latest".
+        device: the device; None for the GPU if there is one, else the CPU.
+        precision: precision of the network: "bf16", "fp16" or "fp32"; None for bf16 on a GPU and fp32 on a CPU.
+        weights: the weights of a run or checkpoint to load: "ema" or "model".
+        model: name of the model, such as "DiT-XL/2", if the file does not name it (Meta's .pt).
+        num_classes: number of classes, if the file does not name it.
+        lora: LoRAs to merge into the weights of ``path``: a path, or a list of paths and (path, weight) pairs. A path
+            may end in its weight, as in ":0.8". Each path is a run of ``train.py --lora`` or, for a public model, also
+            a LoRA file from another program.
+        second: for Wan 2.2 A14B, the run of the network that ``path`` does not hold.
+        vae: "ema", "mse", "none" or a folder; None for the VAE that the checkpoint names.
+        vae_tiling: decode tile by tile, for large pictures and long clips.
+        vae_compile: compile the decoder of pictures and frames.
+        text_encoder: "clip", "t5" or a folder; None for the text encoder that the checkpoint names.
+        fp8: run the blocks' linear layers in FP8 (Hopper and newer).
+        kernels: use the fused kernels and the fastest attention, on GPUs that support them.
+        download: download the public model that ``path`` names on the hub, OWNER/NAME or OWNER/NAME@REVISION.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
-        ValueError: it is damaged or holds another model than ``model``, or an argument does not fit it; the message
-            names the argument.
+        ValueError: the checkpoint is damaged or holds another model than ``model``, or an argument does not fit the
+            checkpoint; the message names the argument.
 
-    Warns of what is no error: a damaged newer checkpoint, a number of classes that had to be assumed, FP8 on a GPU
-    without it.
+    Warns if a newer checkpoint is damaged, if the number of classes had to be assumed, or if the GPU does not support
+    FP8.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = precision or ("fp32" if device.type == "cpu" else "bf16")
@@ -168,27 +169,27 @@ def load(
         notes.append(chosen.ops_note)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    described = Weights({}, found.path, found.info)  # without the tensors, which the network holds
+    described = Weights({}, found.path, found.info)  # without the tensors, because the network already holds them
     notes += [f"kernels: {chosen.ops_note}", f"attention: {chosen.attention_note}"]
     return Pipeline(network, loaded.objective, codec, conditioner, described, precision, notes)
 
 
 @dataclass(eq=False, repr=False)
 class Pipeline:
-    """A model with all that is needed to draw from it. :func:`load` returns one; call it to draw.
+    """A model with everything that is needed to draw from it. :func:`load` returns a Pipeline; call it to draw.
 
         pipe = opendit.load("outputs/000-DiT-XL-2")
         pictures = pipe([207, 360], steps=50, guidance=4, seed=0)
 
     Attributes:
         model: the network.
-        objective: the objective that it was trained with.
+        objective: the objective that the model was trained with.
         codec: converts between latents and pixels.
         conditioner: converts classes or captions to conditions.
-        weights: where the weights are from (``path``) and their file's metadata (``info``).
-        precision: of the network.
+        weights: the path of the weights (``path``) and the metadata of their file (``info``).
+        precision: precision of the network.
         notes: remarks about the loading, one line each.
-        engines: the engines used last, by their settings, with their recorded steps.
+        engines: the most recently used engines, with their CUDA graphs, by their settings.
     """
 
     model: DiT
@@ -215,7 +216,7 @@ class Pipeline:
 
     @property
     def class_names(self) -> list[str]:
-        """Names of all classes; empty for a model of captions."""
+        """Names of all classes. The list is empty for a model of captions."""
         return [] if self.config.text else class_names(self.config, self.weights)
 
     def __repr__(self) -> str:
@@ -249,39 +250,40 @@ class Pipeline:
     ) -> list[Any]:
         """Draw one picture or clip for each element of ``what``.
 
-        The noise of sample number i depends on ``seed`` and i only, as in sample.py, which draws the same pictures.
+        The noise of sample i depends only on ``seed`` and i. sample.py draws the same pictures from the same seed.
 
         Args:
-            what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the count
+            what: a list of class numbers and names, or of captions; or one name or caption. A bare number is the number
                 of samples to draw without a class or caption (a single class is a list: ``[207]``).
             steps: number of sampler steps; None for 50, or for a public model's usual number.
-            guidance: scale of classifier-free guidance; 1 is none, at half the work. None for 4. Of a public model as
-                its pipeline in diffusers counts it; None for its usual one.
-            sampler: one of ``samplers``; None for the model's own.
-            interval: (low, high), the noise levels sigma between which guidance is on; None for all.
-            negative: a caption to guide away from, instead of the empty one.
+            guidance: scale of classifier-free guidance; None for 4. With 1 there is no guidance, and half the work. A
+                public model has the scale and the default of its diffusers pipeline.
+            sampler: one of ``samplers``; None for the model's default.
+            interval: (low, high), guide only at noise levels sigma between these values; None for all levels.
+            negative: a caption to guide away from, instead of the empty caption.
             guidance_every: an approximation: evaluate guidance's unconditional half every N-th step only.
-            cache: an approximation: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]" leave blocks out of steps
-                (docs/sampling.md has their errors).
-            guided_channels: guide only this many of the latents' channels, the first ones; None for all (Meta's
+            cache: an approximation that skips blocks in some steps: "taylor:K[:ORDER]" or "first_block[:THRESHOLD]"
+                (docs/sampling.md lists the errors).
+            guided_channels: guide only the first ``guided_channels`` channels of the latents; None for all (Meta's
                 figures: 3).
-            size: (height, width) or a side in pixels. A public model draws any; of others, which draw one only, this
-                checks it.
-            frames: number of frames of a clip; None for as many as the model was trained on.
+            size: (height, width) or a side in pixels. A public model draws any size. Any other model draws one size
+                only, and another value raises ValueError.
+            frames: number of frames of a clip; None for the number that the model was trained on.
             image: first frames for a model with conditioning frames: a file, a ``PIL.Image``, uint8 (H, W, 3), or a
-                list of these, which samples use in turn.
-            clip: clips to continue, for such a model: a file, a :class:`VideoClip`, uint8 (T, H, W, 3), or a list of
-                these. Samples begin with a clip's last frames: as many as the model was trained on, or ``clip_frames``.
-            batch_size: samples at a time.
+                list of these that the samples use in turn.
+            clip: clips to continue, for a model with conditioning frames: a file, a :class:`VideoClip`, uint8
+                (T, H, W, 3), or a list of these. Samples begin with the last frames of a clip.
+            clip_frames: number of frames to take from ``clip``; None for the number that the model was trained on.
+            batch_size: number of samples to draw at a time.
             progress: show a progress bar.
-            callback: ``callback(step, latents)`` is called after every step of every batch with the number of finished
-                steps and the latents (B, C, ...), which it must not change. An exception in it ends the sampling.
+            callback: ``callback(step, latents)`` is called after every step of every batch, with the number of finished
+                steps and the latents (B, C, ...). It must not change the latents. If it raises, the sampling ends.
 
         Returns:
             ``PIL.Image``s, or :class:`VideoClip`s for a model of clips.
 
         Raises:
-            ValueError: a class is unknown (the message has the most similar name), or an argument does not fit.
+            ValueError: a class is unknown (the message names the most similar class), or an argument does not fit.
         """
         check_number("batch_size", batch_size, 1, 65_536, int)
         usual = usual_settings(self.config, 50, 4.0, self.weights)
@@ -327,7 +329,7 @@ class Pipeline:
         return drawn
 
     def _conditioning_frames(self, size: tuple[int, ...], image: Any, clip: Any, frames: int | None) -> Tensor | None:
-        """Return the samples' conditioning frames, see :func:`encode_frames`."""
+        """Return the conditioning frames of the samples, see :func:`encode_frames`."""
         media = dict(image=image, clip=clip, frames=frames, interval=self.weights.info.get("frame_interval", 1))
         media["fps"] = self.weights.info.get("fps")
         with arguments_named():
@@ -336,14 +338,16 @@ class Pipeline:
     def _resolve(
         self, what: int | str | Sequence[int | str], settings: "DrawSettings"
     ) -> tuple[Condition, Condition, "EngineSettings"]:
-        """Check the arguments of a call. Return the samples' conditions, guidance's other condition (one row), and the
-        settings of the engine."""
+        """Check the arguments of a call.
+
+        Return the samples' conditions, the condition of guidance's unconditional half, and the engine's settings.
+        """
         settings.check(self.config.in_channels)
         guidance, interval, negative = settings.guidance, settings.interval, settings.negative
         if isinstance(what, bool):
             raise ValueError(f"what to draw is a list of classes or captions, or a count, not {what}")
         if isinstance(what, numbers.Integral):
-            what = int(what)  # numpy's integers too
+            what = int(what)  # also converts integers of numpy
         with arguments_named():
             latents = self._latent_size(settings.size, settings.frames)
             check_negative(negative, self.config, self.weights)
@@ -357,7 +361,7 @@ class Pipeline:
             self.conditioner.guidance = embedded_guidance(self.config, guidance)
         y, scale = self._conditions(what), guidance_of(self.config, float(guidance))
         if isinstance(what, int) and negative is None:
-            scale, interval = 1.0, None  # samples without a condition would be guided away from themselves
+            scale, interval = 1.0, None  # without a condition both halves of guidance would be the same
         plan = EngineSettings(
             steps=settings.steps,
             sampler=sampler,
@@ -372,7 +376,7 @@ class Pipeline:
         return y, null, plan
 
     def _engine(self, settings: "EngineSettings") -> SamplingEngine:
-        """Return the engine of these settings, a new one in exchange for the least recently used."""
+        """Return the engine for these settings. A new engine replaces the least recently used one."""
         if settings not in self.engines:
             while len(self.engines) >= ENGINES:
                 self.engines.popitem(last=False)
@@ -381,7 +385,7 @@ class Pipeline:
         return self.engines[settings]
 
     def decode(self, latents: Tensor) -> list[Any]:
-        """Return the pictures or clips of latents (B, C, ...)."""
+        """Decode latents (B, C, ...) to pictures or clips."""
         pixels = to_uint8(self.codec.decode(latents))
         if not self.config.is_video:
             return [Image.fromarray(picture) for picture in pixels]
@@ -389,7 +393,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _arithmetic(self) -> Iterator[None]:
-        """Compute on this pipeline's device, and fp32 matrix products in full fp32, as sample.py does."""
+        """Select this pipeline's device, and compute fp32 matrix products in full fp32, as sample.py does."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")
         try:
@@ -399,7 +403,7 @@ class Pipeline:
             torch.set_float32_matmul_precision(before)
 
     def _latent_size(self, size: int | tuple[int, int] | None, frames: int | None) -> tuple[int, ...]:
-        """Return the size of the latents. Raises ValueError for sizes that the model does not draw."""
+        """Return the size of the latents. Raises ValueError for a size that the model can't draw."""
         if frames is not None:
             if not self.config.is_video:
                 raise ValueError(f"frames: {self.weights.path} draws pictures; leave it out")
@@ -435,7 +439,7 @@ class Pipeline:
         return self.conditioner.null()[torch.zeros(count, dtype=torch.int64, device=self.device)]
 
     def _class(self, item: int | str) -> int:
-        """Return a class's number from its number or name."""
+        """Return the number of the class ``item``, a number or a name."""
         names = self.class_names
         if not isinstance(item, str):
             check_number("class", item, 0, len(names) - 1, int)
@@ -451,7 +455,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class DrawSettings:
-    """Arguments of a call of :class:`Pipeline`, which describes them."""
+    """Arguments of a call of :class:`Pipeline`; ``Pipeline.__call__`` describes them."""
 
     steps: int = 50
     guidance: float = 4.0
@@ -466,7 +470,7 @@ class DrawSettings:
     frames: int | None = None
 
     def check(self, channels: int) -> None:
-        """Raise ValueError for settings that no model could draw with. channels: of the model's latents."""
+        """Raise ValueError for invalid settings. channels: number of channels of the model's latents."""
         check_number("steps", self.steps, 1, MOST_STEPS, int)
         check_number("seed", self.seed, 0, MOST_SEED, int)
         check_number("guidance", self.guidance, 0, MOST_GUIDANCE)
@@ -487,7 +491,7 @@ class DrawSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Arguments of a :class:`SamplingEngine`, resolved for a model."""
+    """Arguments of a :class:`SamplingEngine`, with the defaults of a model filled in."""
 
     steps: int
     sampler: str
@@ -501,7 +505,7 @@ class EngineSettings:
 
 @contextlib.contextmanager
 def arguments_named() -> Iterator[None]:
-    """Replace the names of sample.py's flags in error messages with the names of arguments."""
+    """Replace the flags of sample.py in error messages by the names of this module's arguments."""
     try:
         yield
     except (ValueError, OSError) as error:

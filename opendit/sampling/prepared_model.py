@@ -1,4 +1,4 @@
-"""A network whose share of a sampling step that doesn't depend on x_t is computed beforehand, into tables."""
+"""A network that computes everything that does not depend on x_t before sampling, and stores it in tables."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,36 +15,38 @@ from opendit.models.blocks import Context, ResidualStream
 from opendit.models.conditioning import joined
 from opendit.models.given_frames import with_given
 
-PRODUCT_ROWS = 256  # rows of the matrix products that make modulations
+PRODUCT_ROWS = 256  # number of rows in every matrix product that computes modulations
 
 GatherRows = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreparedModel:
-    """``model(x, t, rows)`` for the steps of one batch of B samples, without embedding times or captions in a step.
+    """``model(x, t, rows)`` for the sampling steps of one batch of B samples. A step embeds no times and no captions.
 
-    The modulations of all blocks and of the final layer, whose weights are a third of DiT-XL/2's, are computed for many
-    steps at once with one matrix product a block. They fill a table with a row for each (step, evaluation, condition),
-    from which a step gathers the rows of its samples; samples may be at different steps. The conditions are those of
-    the B samples, then guidance's null condition, one for all or one a sample. Captions' keys and values and positions
-    are computed once.
+    The layers that compute the modulations of all blocks and of the final layer hold a third of DiT-XL/2's weights.
+    This class computes the modulations of many steps at once, with one matrix product per block, and writes them into a
+    table with one row for each (step, evaluation, condition). A step gathers its samples' rows from the table; samples
+    may be at different steps. The conditions are those of the B samples, followed by the null condition of guidance:
+    one for the whole batch or one per sample. The captions' keys and values, and the positions, are computed once.
 
-    All of it lies in memory that does not move, so a CUDA graph recorded with one batch, or at one step, also serves
-    others.
+    All tensors stay at fixed addresses, so a CUDA graph recorded with one batch and at one step can be replayed with
+    other batches and at other steps.
 
     Args:
         times: (steps, evaluations), the t of every evaluation of the network; (steps, evaluations, K) for K times.
         samples: B.
-        guided: there is a null condition.
-        size: of the latents, without channels.
-        memory: bytes of a table. The modulations' holds as many steps as fit, at least one; captions' keys and values
-            are recomputed in every step if they don't fit.
-        shared: ranks choose ``rows`` of a batch; otherwise ``rows`` are always the first ones.
+        guided: True if there is a null condition.
+        size: size of the latents, without channels.
+        memory: maximum size of a table in bytes. The table of modulations holds as many steps as fit, but at least one.
+            If the captions' keys and values don't fit, every step recomputes them.
+        shared: True if ranks share a batch, so that a call may be for any ``rows`` of it. If False, ``rows`` are always
+            the first rows.
 
     Attributes:
-        stack: runs the blocks, called as :class:`~opendit.sampling.approximate_steps.BlockStack`; the owner sets it.
+        stack: callable that runs the blocks, see :class:`~opendit.sampling.approximate_steps.BlockStack`. The owner of
+            this object sets it.
         table: modulations, (rows, sum of the widths of all blocks and the final layer); empty before the first batch.
-        capacity: number of steps in the table, known after the first :meth:`condition`.
+        capacity: number of steps that the table holds; final after the first :meth:`condition`.
     """
 
     stack: Callable[..., Tensor]
@@ -80,7 +82,10 @@ class PreparedModel:
     # ----------------------------------------------------------------------------------------------- before the steps
 
     def condition(self, y: Condition, null: Condition | None) -> None:
-        """Prepare for the conditions of a batch: B rows of y; one row or B of null, None without guidance."""
+        """Prepare for the conditions of a batch.
+
+        y: B rows. null: one row or B rows; None without guidance.
+        """
         both = y if null is None else joined((y, null))
         self._vector, context = self.model.embed_condition(both)
         rows = torch.arange(self.samples, device=self.model.device)
@@ -93,11 +98,14 @@ class PreparedModel:
         self._make_table(len(both))
 
     def set_conditioning_frames(self, frames: Tensor | None) -> None:
-        """Set the frames that the batch's clips begin with: (B, 1 + C, T, H, W), a mask and latents; None for none."""
+        """Set the conditioning frames of the batch: (B, 1 + C, T, H, W), a mask and latents; None if there are none."""
         self._keep("conditioning frames", [] if frames is None else [frames])
 
     def _keep_context(self, context) -> None:
-        """Store the contexts of cross-attention for every row of the batch: keys and values by block, if they fit."""
+        """Store the contexts of cross-attention for every row of the batch.
+
+        Store the keys and values of every block if they fit in ``memory``, else the captions' tokens.
+        """
         if context is None:
             self._parts = 0
             return
@@ -119,7 +127,7 @@ class PreparedModel:
         shape = self.capacity * rows + len(self._at_zero), width
         if self.table.shape != shape or self.table.dtype != dtypes[0]:
             self.table = torch.zeros(shape, dtype=dtypes[0], device=c.device)
-        if len(self._at_zero):  # of the tokens of given frames, in every step
+        if len(self._at_zero):  # modulations of the conditioning frames' tokens, the same in every step
             self._write(self._at_zero + self.capacity * rows, self.times.new_zeros(len(self._at_zero)), self._at_zero)
 
     def _modulations(self, c: Tensor) -> Iterator[Tensor]:
@@ -127,11 +135,11 @@ class PreparedModel:
         return cast(Iterator[Tensor], self.model.modulations(c))
 
     def _steps_of(self, rows: int, size: int) -> int:
-        """Return how many steps fit in the table. rows: of a step. size: bytes of these rows."""
+        """Return how many steps fit in the table. rows: table rows of one step. size: bytes of one step."""
         return max(1, min(len(self.times), self.memory // size))
 
     def _keep(self, name: str, tensors: list[Tensor]) -> None:
-        """Copy tensors over the stored ones of this name, or store clones if shapes or dtypes have changed."""
+        """Copy tensors into those stored under this name, or store clones if shapes or dtypes have changed."""
         kept = self._static.setdefault(name, [])
         if [(a.shape, a.dtype) for a in kept] == [(b.shape, b.dtype) for b in tensors]:
             for old, new in zip(kept, tensors, strict=True):
@@ -141,12 +149,12 @@ class PreparedModel:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all tensors; a recording is valid while they stay the same."""
+        """Addresses of all tensors. A CUDA graph stays valid while all addresses are the same."""
         tensors = [self.table, *(tensor for tensors in self._static.values() for tensor in tensors)]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def fill(self, first: int) -> int:
-        """Compute the modulations of step ``first`` and of as many after it as fit; return the number of steps."""
+        """Compute the modulations of as many steps as fit, from step ``first`` on. Return the number of steps."""
         times = self.times[first : first + self.capacity]
         evaluations = times.flatten(0, 1)
         conditions = torch.arange(self._conditions, device=self.table.device).repeat(len(evaluations))
@@ -154,9 +162,16 @@ class PreparedModel:
         return len(times)
 
     def _write(self, rows: Tensor | None, t: Tensor, conditions: Tensor) -> None:
-        """Write the modulations at times t of these conditions into these rows of the table (None: the first ones);
-        all are (n,), or t (n, K). Every product has the same number of rows, so that a modulation does not depend on
-        how many others are computed with it."""
+        """Compute modulations and write them into rows of the table.
+
+        Every matrix product has the same number of rows, so that a modulation does not depend on how many are computed
+        at once.
+
+        Args:
+            rows: (n,) rows of the table; None for the first n.
+            t: (n,) or (n, K) times.
+            conditions: (n,) indices of conditions.
+        """
         for part in range(0, len(t), PRODUCT_ROWS):
             some = slice(part, min(part + PRODUCT_ROWS, len(t)))
             count = some.stop - part
@@ -174,12 +189,12 @@ class PreparedModel:
 
     @property
     def rows(self) -> Tensor:
-        """Every sample's rows of the table at step 0, (halves, B) int64."""
+        """Row of the table for every sample at step 0, (halves, B) int64; two halves with guidance, else one."""
         return self._static["rows"][0]
 
     @property
     def conditions(self) -> int:
-        """Number of rows of the table from one evaluation of a step to the next."""
+        """Number of table rows of one evaluation, which is the number of conditions."""
         return self._conditions
 
     @property
@@ -193,29 +208,35 @@ class PreparedModel:
 
     @property
     def contexts(self) -> list[Tensor]:
-        """Contexts of cross-attention, each (2 B, tokens, ...): keys and values of every block, or tokens for all
-        blocks, and the mask last. Empty for a class-conditional model."""
+        """Contexts of cross-attention, each (2 B, tokens, ...); empty for a class-conditional model.
+
+        The list holds the keys and values of every block, or the tokens that all blocks share, and then the mask.
+        """
         return self._static["contexts"]
 
     def of_tokens(self, residual: ResidualStream, table_rows: Tensor) -> Tensor:
-        """Return the last layer's output for tokens (n, N, D), which ``residual`` lets go of.
+        """Return the final layer's output for the tokens (n, N, D) in ``residual``, and release them there.
 
-        table_rows: (n,) int64, of the first n of 2 B samples."""
+        table_rows: (n,) int64, the table rows of the first n of the batch's 2 B rows.
+        """
         usable, _ = kernels_available(self.table.device, self.table.dtype)
         modulations = GatheredModulations(self.table, table_rows, self._widths, gather_rows if usable else select_rows)
         grid = self.model.token_grid(self.grid, self.positions)
         return self.model.of_tokens(residual, grid, modulations, self._context(table_rows), self.stack)
 
     def begin(self, step: Tensor) -> None:
-        """Begin a step. step: (B,) int64, every sample's step, counted from the first one in the table."""
+        """Begin a step. step: (B,) int64, every sample's step, counted from the first step in the table."""
         self._rows = torch.add(self.rows, step, alpha=self.rows_of_a_step).flatten()
         self._evaluation = 0
 
     def __call__(self, x: Tensor, t: Tensor, rows: Tensor) -> Tensor:
         """Return the network's output for x (n, C, ...). Call it once for every evaluation of a step, in order.
 
-        t: ignored. rows: (n,) int64, which of the 2 B rows of a guided batch these are: sample b has row b in the
-        conditional half and B + b in the unconditional one.
+        Args:
+            x: (n, C, ...) the network's input.
+            t: ignored, because the table holds the times' modulations.
+            rows: (n,) int64, the rows of the guided batch that x holds. Sample b has row b in the conditional half and
+                row B + b in the unconditional half.
         """
         table_rows = self._rows[rows] if self.shared else self._rows[: len(x)]
         if self._evaluation:
@@ -223,7 +244,7 @@ class PreparedModel:
         self._evaluation += 1
         positions = self._static["positions"]
         position = positions[0] if positions else None
-        for frames in self._static.get("conditioning frames", []):  # the same in both halves of guidance
+        for frames in self._static.get("conditioning frames", []):  # both halves of guidance have the same frames
             given = frames[rows % self.samples]
             x = with_given(x, given)
             if len(self._at_zero):
@@ -232,13 +253,13 @@ class PreparedModel:
         modulations = GatheredModulations(self.table, table_rows, self._widths)
         return self.model.predict(x, modulations, self._context(rows), position, self.stack)
 
-    def _context(self, rows: Tensor) -> Any:  # GatheredContexts stands in for the list of contexts that models take
+    def _context(self, rows: Tensor) -> Any:  # the stack takes GatheredContexts instead of a list of contexts
         if not self._parts:
             return None
         return GatheredContexts(self.contexts, self._parts > 2, lambda part: self._rows_in(part, rows))
 
     def _rows_in(self, part: Tensor, rows: Tensor) -> Tensor:
-        """Return these rows of a tensor that has all 2 B."""
+        """Select rows of ``part``, which has all 2 B rows."""
         return part[rows] if self.shared else part[: len(rows)]
 
 
@@ -247,12 +268,13 @@ def select_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 class GatheredModulations:
-    """Iterator over the modulations of every block and then of the last layer, gathered from a table when needed.
+    """Iterator over the modulations of every block and then of the final layer, gathered from a table when needed.
 
     Args:
-        table: (R, sum of ``widths``), the modulations of all blocks and of the last layer side by side.
+        table: (R, sum of ``widths``), the modulations of all blocks and of the final layer side by side.
         rows: (n,) int64, rows of the table.
-        gather_rows: gathers rows of a table: :func:`select_rows`, or a kernel that does the same.
+        widths: width of the modulations of every block and of the final layer.
+        gather_rows: gathers rows of a table: :func:`select_rows`, or a kernel with the same result.
     """
 
     def __init__(self, table: Tensor, rows: Tensor, widths: Sequence[int], gather_rows: GatherRows = select_rows):
@@ -269,7 +291,7 @@ class GatheredModulations:
         return self._ready.popleft()
 
     def gather(self, count: int) -> None:
-        """Gather the next ``count`` with one call; ``next`` returns them one by one."""
+        """Gather the next ``count`` modulations with one call; ``next`` then returns them one by one."""
         if self._number == len(self._widths):
             raise StopIteration
         widths = self._widths[self._number : self._number + count]
@@ -278,7 +300,7 @@ class GatheredModulations:
         self.skip(count)
 
     def skip(self, count: int) -> None:
-        """Skip the next ``count``, of blocks that are not evaluated."""
+        """Skip the next ``count`` modulations, because their blocks are not evaluated."""
         self._column += sum(self._widths[self._number : self._number + count])
         self._number += count
 
@@ -287,16 +309,16 @@ class GatheredContexts:
     """The contexts of cross-attention, gathered only for blocks that are evaluated.
 
     Args:
-        kept: for all rows of a batch: one context, or every block's keys and values; and the mask.
-        every: ``kept`` has every block's keys and values.
-        rows_in: selects this call's rows of a tensor that has all rows.
+        kept: tensors for all rows of a batch: the tokens, or the keys and values of every block; the mask is last.
+        every: True if ``kept`` holds every block's keys and values.
+        rows_in: selects the rows of the current call from a tensor that has all rows.
     """
 
     def __init__(self, kept: Sequence[Tensor], every: bool, rows_in: Callable[[Tensor], Tensor]):
         (*self._parts, self._mask), self._every, self._rows_in = kept, every, rows_in
 
     def of(self, blocks: slice) -> Context | list[Context]:
-        """Return the context of these blocks, as ``run_blocks`` takes it."""
+        """Return the context of these blocks in the form that ``run_blocks`` takes."""
         mask = self._rows_in(self._mask)
         if not self._every:
             return self._rows_in(self._parts[0]), mask

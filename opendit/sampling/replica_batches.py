@@ -1,4 +1,4 @@
-"""The batches that a replica draws of a job, when all replicas share one queue."""
+"""Distribute the batches of a job over replicas, through one shared queue."""
 
 import contextlib
 import math
@@ -19,14 +19,14 @@ from opendit.sampling.output_pipeline import OutputPipeline
 from opendit.sampling.sample_cache import SampleCache, SamplingJob
 from opendit.sampling.sampling_run import SamplingRun
 
-POLL_S = 0.005  # between two looks of a rank that waits for its replica's first rank
+POLL_S = 0.005  # seconds between two polls while a rank waits for its replica's first rank
 
 
 class ReplicaBatches:
-    """Iterator over the batches of sample numbers that this replica draws. Hand the latents of each to :meth:`decode`.
+    """Iterable over the batches of sample numbers that this replica draws.
 
-    All ranks of a replica get the same batches. A free replica takes the next group of batches from the queue, so a
-    slow one gets fewer.
+    The caller passes the latents of every batch to :meth:`decode`. All ranks of a replica get the same batches. A free
+    replica takes the next group of batches from the queue, so that a slow replica gets fewer groups.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ReplicaBatches:
             yield from self._groups[number]
 
     def decode(self, index: Tensor, latents: Tensor) -> None:
-        """Decode a batch's latents (B, C, ...) while the next batch is drawn; then they are delivered."""
+        """Decode the latents (B, C, ...) of a batch while the next batch is drawn, and deliver the pictures later."""
         with self._stages("decoding"):
             self._pipeline.put(index, latents)
         if self._leads:
@@ -61,16 +61,20 @@ def replica_batches(
     deliver: Callable[[Tensor, np.ndarray], None],
     finish: Callable[[], None],
 ) -> Iterator[ReplicaBatches]:
-    """Share the missing parts of a cache over all replicas, with a progress bar; on exit, wait until all are drawn.
-    Collective.
+    """Distribute the missing parts of a cache over all replicas, and show a progress bar.
+
+    On exit, rank 0 waits until all samples are drawn. This call is collective.
 
     Args:
+        run: the run.
+        cache: the cache of samples.
+        missing: numbers of the parts to draw.
         deliver: see :class:`OutputPipeline`.
         finish: called after this rank's last batch has been delivered.
     """
     mesh, replica, stages = run.mesh, run.replica, run.stages
     groups = cache.batches_to_draw(missing, batch_size_of(cache.job, run.flags.batch_size, replica.count))
-    name = mesh.broadcast_object(secrets.token_hex(8))  # which no earlier queue in the store has had
+    name = mesh.broadcast_object(secrets.token_hex(8))  # a name that no earlier queue in the store has
     queue = SharedQueue(meet(find_place()), name, len(groups), replica)
     total = sum(len(batch) for group in groups for batch in group)
     with (
@@ -90,10 +94,10 @@ def replica_batches(
 
 
 def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
-    """Return the batch size, at most ``most``.
+    """Return the batch size of a job, at most ``most``.
 
-    In a small job, whose parts are single samples, batches are made smaller so that all replicas draw the same number
-    of them and finish at about the same time. The parts of a large job are full batches, and there are many.
+    In a small job the parts are single samples. Its batches are made smaller, so that all replicas draw the same number
+    of batches and finish at about the same time. A large job has many parts of whole batches, so its batch size stays.
     """
     if job.samples_a_part > 1:
         return min(most, math.ceil(job.count / replicas))
@@ -102,17 +106,17 @@ def batch_size_of(job: SamplingJob, most: int, replicas: int) -> int:
 
 
 class SharedQueue:
-    """The numbers 0 to ``count`` - 1, each given to one replica: the next one to whichever asks first. All ranks of a
-    replica get the same numbers.
+    """Iterable that hands out the numbers 0 to ``count`` - 1, each to the replica that asks first.
 
-    The store counts. A replica's first rank increments the counter and tells the other ranks through a key of the
-    replica. Those poll instead of waiting inside the store, whose connection other threads use as well.
+    All ranks of a replica get the same numbers. A counter in the store holds the next number. The first rank of a
+    replica increments the counter, and passes the number to the replica's other ranks through a key in the store. The
+    other ranks poll the key. They don't wait inside the store, because other threads use the same connection.
 
     Args:
-        store: shared by all ranks.
-        name: unique in the store.
-        count: number of pieces of work.
-        replica: this rank's.
+        store: store that all ranks share.
+        name: name of the queue, unique in the store.
+        count: how many numbers the queue hands out.
+        replica: the replica of this rank.
     """
 
     def __init__(self, store: Store, name: str, count: int, replica: Replica):
@@ -136,5 +140,5 @@ class SharedQueue:
         return int(self._store.get(key))
 
     def add_finished(self, amount: int) -> int:
-        """Add to the amount of work that is finished; return that of all replicas. Called by a replica's first rank."""
+        """Add to the number of finished samples, and return the total of all replicas. Only first ranks call this."""
         return self._store.add(f"{self._name}/finished", amount)

@@ -1,8 +1,8 @@
-"""Cache samples, or features computed from them, on disk, so that a job that was killed can resume.
+"""Cache samples, or features of samples, on disk, so that a killed job can resume.
 
-The cache is written in parts. A part holds a fixed range of sample numbers, the same for any number of processes. It is
-one file with a checksum, put in place atomically after the single files of its samples are written. A manifest beside
-the parts holds the settings that determine a sample; a job with other settings does not use the cache.
+The cache is written in parts. A part is one file with a checksum. It holds a fixed range of sample numbers, which does
+not depend on the number of processes. A part is written atomically, after the single files of its samples. A manifest
+in the same folder holds the settings that determine a sample; a job with other settings does not use the cache.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from opendit.sampling.output_files import npy_header
 
 FOLDER, MANIFEST = ".parts", "manifest.json"
 PART_BYTES = 16 * MIB
-FINE = 1024  # jobs of up to this many samples have one part for each, so that no process is idle
-BLOCK = 4 * MIB  # bytes that are read at a time
+FINE = 1024  # in jobs of up to this many samples every sample has its own part, so that no process is idle
+BLOCK = 4 * MIB  # bytes to read at a time
 DIGEST = hashlib.sha256().digest_size
 _FILES = re.compile(r"\d{8}\.npy|manifest\.json|\.\d{8}\.\d+\.npy|\.manifest\.\d+\.json")
 
@@ -48,7 +48,11 @@ _KIND = FileKind(_Manifest, MIB)
 
 
 def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
-    """Return the size of a part: one sample in small jobs, else full batches of about PART_BYTES, at least 64 parts."""
+    """Return the number of samples in a part.
+
+    A part holds one sample in jobs of up to ``FINE`` samples. In larger jobs a part holds whole batches, about
+    ``PART_BYTES`` of pixels, and there are at least about 64 parts.
+    """
     if count <= FINE:
         return 1
     return batch_size * max(1, min(PART_BYTES // (batch_size * sample_bytes), count // (64 * batch_size)))
@@ -58,9 +62,13 @@ def samples_a_part(count: int, batch_size: int, sample_bytes: int) -> int:
 class SamplingJob:
     """The job that a cache belongs to.
 
-    settings: everything that determines a sample or what is stored of it, by name. count: number of samples. kept: the
-    pixels of this many samples, the first ones, are cached. shape: of a sample's pixels. samples_a_part: size of every
-    part but the last. dtype: of the pixels, in numpy's notation; features are "<f4".
+    Attributes:
+        settings: all values that determine a sample or its stored files, by name.
+        count: number of samples.
+        kept: number of samples whose pixels are cached, counted from the first sample.
+        shape: shape of one sample's pixels.
+        samples_a_part: number of samples in every part but the last.
+        dtype: dtype of the pixels in numpy's notation; "<f4" for features.
     """
 
     settings: dict[str, str]
@@ -72,19 +80,21 @@ class SamplingJob:
 
     @property
     def identity(self) -> str:
-        """Hash of the settings and of the parts' size."""
+        """Hash of the settings, the number of samples and the size of the parts."""
         return hash_parts(str(self.count), str(self.samples_a_part), json.dumps(self.settings, sort_keys=True))
 
 
 class DamagedPart(OSError):
-    """A part differs from what was written; the message names its file."""
+    """A part is missing or differs from the part that was written. The message names its file."""
 
 
 class SampleCache:
-    """The cached samples of a job, in a subfolder of its output folder.
+    """The cached samples of a job, in a subfolder of the job's output folder.
 
     Args:
-        root: the folder below which no link is followed (opendit/common/safe_files.py); ``output`` by default.
+        output: the output folder.
+        job: the job.
+        root: folder below which symbolic links are not followed (opendit/common/safe_files.py); ``output`` by default.
 
     Raises:
         ValueError: the cache's folder is a symbolic link.
@@ -98,11 +108,11 @@ class SampleCache:
             raise ValueError(f"{self.folder} is a symbolic link; remove it, or give another --output")
 
     def samples(self, part: int) -> range:
-        """Return the numbers of a part's samples."""
+        """Return the sample numbers of a part."""
         return range(part * self.size, min(self.job.count, (part + 1) * self.size))
 
     def rows(self, part: int) -> int:
-        """Return how many of a part's samples, the first ones, have their pixels in it."""
+        """Return how many samples of a part, counted from its first, have their pixels in the part."""
         samples = self.samples(part)
         return min(max(0, self.job.kept - samples.start), len(samples))
 
@@ -112,7 +122,7 @@ class SampleCache:
     # ------------------------------------------------------------------------------------------ one part
 
     def write(self, part: int, pixels: np.ndarray) -> None:
-        """Write a part: a .npy file with a checksum after the array, which np.load ignores.
+        """Write a part as a .npy file with a checksum after the array. np.load ignores the checksum.
 
         pixels: (rows, *shape) in the job's dtype. Raises OSError, naming the file.
         """
@@ -126,7 +136,10 @@ class SampleCache:
             file.write(digest.digest())
 
     def blocks(self, part: int) -> Iterator[np.ndarray]:
-        """Yield the bytes of a part's pixels, (n,) uint8, up to BLOCK at a time. Raises DamagedPart after the last."""
+        """Yield the bytes of a part's pixels as (n,) uint8 arrays of up to BLOCK bytes.
+
+        Raises DamagedPart after the last array if the checksum does not match.
+        """
         header, digest = self._header(part), self._digest(part)
         left = self.rows(part) * int(np.prod(self.job.shape)) * np.dtype(self.job.dtype).itemsize
         try:
@@ -144,7 +157,7 @@ class SampleCache:
             raise DamagedPart(errno.EIO, "a part of the samples is damaged", str(self.path(part)))
 
     def is_intact(self, part: int) -> bool:
-        """Return True if a part of this job exists and is undamaged. Raises OSError."""
+        """Return True if a part exists, belongs to this job and is undamaged. Raises OSError."""
         try:
             for _ in self.blocks(part):
                 pass
@@ -158,7 +171,7 @@ class SampleCache:
             yield from self.blocks(part)
 
     def first(self, count: int) -> np.ndarray:
-        """Return the pixels (count, *shape) of the first samples, or of all cached ones if there are fewer."""
+        """Return the pixels (count, *shape) of the first ``count`` samples, or of all cached samples if fewer."""
         count, found = min(count, self.job.kept, self.job.count), []
         for part in range(self.count):
             if self.samples(part).start >= count:
@@ -184,8 +197,10 @@ class SampleCache:
         write_whole(self.folder / MANIFEST, text.encode(), root=self._root)
 
     def missing(self, finished: Callable[[int], bool]) -> tuple[list[int], list[str]]:
-        """Return the parts to draw, and a message for every existing part that can't be used: it is damaged, or
-        ``finished(number)`` is False for one of its samples."""
+        """Return the parts to draw, and a message for every existing part that can't be used.
+
+        A part can't be used if it is damaged, or if ``finished(number)`` is False for one of its sample numbers.
+        """
 
         def problem(part: int) -> str | None:
             if not self.path(part).exists():
@@ -200,21 +215,22 @@ class SampleCache:
         return [part for part, line in enumerate(problems) if line is not None], [line for line in problems if line]
 
     def count_cached(self) -> int:
-        """Return the number of samples in parts that have a file."""
+        """Return the number of samples in the parts whose file exists."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sum(len(self.samples(int(name[:8]))) for name in names if re.fullmatch(r"\d{8}\.npy", name))
 
     def count_outside(self, missing: Collection[int]) -> int:
-        """Return the number of samples in all parts but the ``missing`` ones."""
+        """Return the number of samples in the parts that are not in ``missing``."""
         return self.job.count - sum(len(self.samples(part)) for part in missing)
 
     def batches_to_draw(self, missing: Collection[int], batch_size: int) -> list[list[range]]:
-        """Return the batches, up to ``batch_size`` sample numbers each, that contain the missing parts. They are in
-        groups; all batches of a group must be drawn by one replica.
+        """Return the batches that contain the missing parts, in groups.
 
-        The limits of a batch don't depend on which parts are missing, so a sample has the same others in its batch
-        whenever the job is resumed. Where parts are smaller than a batch, a batch may therefore contain samples that
-        are not missing; these are drawn but not written again.
+        A batch has up to ``batch_size`` sample numbers. One replica must draw all batches of a group.
+
+        The boundaries of batches don't depend on which parts are missing, so a sample is always in the same batch,
+        however often the job is resumed. If parts are smaller than a batch, a batch may therefore contain samples that
+        are not missing; these samples are drawn, but not written again.
         """
         step = self.size * max(1, batch_size // self.size)
         groups = sorted({part * self.size // step * step for part in missing})
@@ -225,14 +241,16 @@ class SampleCache:
         ]
 
     def remove(self) -> None:
-        """Delete the cache's files, also another job's. The manifest goes first: without it no job resumes from the
-        rest."""
+        """Delete the files of the cache, including those of another job.
+
+        The manifest is deleted first, because no job resumes from a folder without a manifest.
+        """
         if not self.folder.is_dir():
             return
         names = sorted((name for name in os.listdir(self.folder) if _FILES.fullmatch(name)), key=lambda n: n[0] != "m")
         for name in names:
             remove(self.folder / name, root=self._root)
-        with contextlib.suppress(OSError):  # the folder holds a file that is not ours
+        with contextlib.suppress(OSError):  # the folder contains a file that OpenDiT did not write
             remove_folder(self.folder, root=self._root)
 
     def remove_unfinished(self) -> None:
@@ -243,8 +261,10 @@ class SampleCache:
 
 
 class CacheWriter:
-    """Collects the samples of missing parts, in any order and from any thread, and writes each part once it is
-    complete."""
+    """Collects the samples of missing parts and writes each part as soon as it is complete.
+
+    Samples may be added in any order and from any thread.
+    """
 
     def __init__(self, cache: SampleCache, missing: Collection[int]):
         self._cache, self._missing = cache, set(missing)
@@ -256,7 +276,7 @@ class CacheWriter:
         return number // self._cache.size in self._missing
 
     def add(self, number: int, pixels: np.ndarray) -> None:
-        """Add a sample, after its single file has been written if it has one. Raises OSError."""
+        """Add a sample. If the sample has a single file, write that file first. Raises OSError."""
         part, cache = number // self._cache.size, self._cache
         first = cache.samples(part).start
         with self._lock:
@@ -279,7 +299,7 @@ class CacheWriter:
 
 @dataclass(frozen=True)
 class UnfinishedJob:
-    """A job that left its cache in a folder: how many of its ``count`` samples are ``cached``, and its settings."""
+    """An earlier job that left its cache in a folder. ``cached`` of its ``count`` samples are in the cache."""
 
     cached: int
     count: int
@@ -287,17 +307,17 @@ class UnfinishedJob:
     settings: dict[str, str]
 
     def differences(self, settings: dict[str, str]) -> list[str]:
-        """Return a text for each setting that differs from the earlier job's."""
+        """Return one text for each setting in which ``settings`` differs from the earlier job."""
         names = [*self.settings, *(name for name in settings if name not in self.settings)]
         pairs = [(name, self.settings.get(name, "none"), settings.get(name, "none")) for name in names]
         return [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
 
 
 def find_unfinished_job(output: Path) -> UnfinishedJob | None:
-    """Return the unfinished job in an output folder; None if there is none, or none of its samples is cached.
+    """Return the unfinished job in an output folder; None if there is no such job or it has no cached samples.
 
     Raises:
-        ValueError: its manifest is damaged; the message says what to do.
+        ValueError: the manifest is damaged; the message says what to do.
     """
     path = output / FOLDER / MANIFEST
     try:

@@ -1,4 +1,4 @@
-"""The output of sample.py: single files, a sheet, an .npz, and the cache from which a killed job resumes."""
+"""Write the output of sample.py: single files, a sheet, an .npz, and the cache from which a killed job resumes."""
 
 import contextlib
 import errno
@@ -29,16 +29,16 @@ from opendit.sampling.sample_cache import CacheWriter, DamagedPart, SampleCache,
 from opendit.sampling.sampling_run import SamplingRun, announce
 
 PROFILE = "profile.json"
-WAITING_BYTES = 256 << 20  # of pictures that wait for a thread to write them
+WAITING_BYTES = 256 << 20  # maximum size of the pictures that wait to be written
 
 logger = logging.getLogger(__name__)
 
 
 def open_output(run: SamplingRun) -> "SampleOutput":
-    """Open a run's output folder, whose cache may hold samples of an earlier start. Collective.
+    """Open a run's output folder. Its cache may hold samples of an earlier start. This call is collective.
 
     Raises:
-        ValueError: on every rank: the cache belongs to a job with other settings, and --overwrite is not given.
+        ValueError: the cache belongs to a job with other settings, and --overwrite is not given. All ranks raise it.
     """
     with run.stages("digests of what decides a sample; an earlier start"):
         mesh, flags, output, job, problem = run.mesh, run.flags, Path(run.flags.output), None, None
@@ -70,7 +70,9 @@ class SampleOutput:
     """The output of a run, see :func:`open_output`.
 
     Args:
-        resumes: the cache holds samples of an earlier start of the same job.
+        run: the run.
+        cache: the cache of samples in the output folder.
+        resumes: True if the cache holds samples of an earlier start of the same job.
     """
 
     def __init__(self, run: SamplingRun, cache: SampleCache, resumes: bool):
@@ -79,17 +81,18 @@ class SampleOutput:
 
     @contextlib.contextmanager
     def missing_batches(self) -> Iterator[ReplicaBatches]:
-        """Prepare the folder, announce the run, and yield this replica's batches of the samples that are missing. On
-        exit, rank 0 makes the sheet and the .npz from all samples. Collective.
+        """Prepare the folder, print the run's summary, and yield this replica's batches of missing samples.
+
+        On exit, rank 0 makes the sheet and the .npz from all samples. This call is collective.
 
         Raises:
-            OSError: a disk is full or fails; the message says which samples are safe and what can be done.
+            OSError: a disk is full or fails; the message says which samples are on disk and what to do.
         """
         run, mesh = self.run, self.run.mesh
         try:
             missing = self._begin() if mesh.is_main else None
             announce(run)
-            missing = mesh.broadcast_object(missing)  # nobody writes before rank 0 has removed old files
+            missing = mesh.broadcast_object(missing)  # no rank writes before rank 0 has removed old files
             with self._written(missing) as batches:
                 yield batches
             mesh.barrier()
@@ -108,7 +111,7 @@ class SampleOutput:
     # ------------------------------------------------------------------------------------------ before the first sample
 
     def _begin(self) -> list[int]:
-        """Prepare the folder, on rank 0. Return the parts of the cache that are missing."""
+        """Prepare the folder on rank 0. Return the missing parts of the cache."""
         run, cache, folder = self.run, self.cache, self._folder
         missing = list(range(cache.count))
         if self._resumes:
@@ -128,7 +131,7 @@ class SampleOutput:
         return missing
 
     def _check_room(self, missing: list[int]) -> None:
-        """Raise OSError if the missing parts and the .npz won't fit on their disks."""
+        """Raise OSError if the missing parts and the .npz don't fit on their disks."""
         cache, npz = self.cache, self.run.flags.npz
         sample = math.prod(cache.job.shape)
         needs = [(cache.folder.parent, sum(map(cache.rows, missing)) * sample, str(cache.folder))]
@@ -146,7 +149,7 @@ class SampleOutput:
 
     @contextlib.contextmanager
     def _written(self, missing: list[int]) -> Iterator[ReplicaBatches]:
-        """Yield this replica's batches; threads write the decoded samples to their files and to the cache."""
+        """Yield this replica's batches. Threads write the decoded samples to files and to the cache."""
         run, stages = self.run, self.run.stages
         names, cache_writer = file_names(run), CacheWriter(self.cache, missing)
 
@@ -179,11 +182,11 @@ class SampleOutput:
     # ------------------------------------------------------------------------------------------ after the last sample
 
     def _finish(self) -> None:
-        """Write the sheet and the .npz, remove the cache, and print a summary, on rank 0."""
+        """Write the sheet and the .npz, remove the cache, and print a summary. Only rank 0 calls this."""
         run = self.run
         with run.stages("sheet, .npz"):
             rows = self.collect()
-            if run.engine.approximations.note and not run.replica.halves:  # with halves, this rank knows its own only
+            if run.engine.approximations.note and not run.replica.halves:  # with halves, this rank knows its share only
                 rows["approximate"] = f"{run.engine.share_evaluated:.1%} of the blocks' work was done"
             self.cache.remove()
         print_block("\nDone", rows)
@@ -193,7 +196,7 @@ class SampleOutput:
             logger.info("profile of rank 0 (%s):\n%s", path, run.stages.table())
 
     def collect(self) -> dict[str, str]:
-        """Write the .npz and the sheet from the cache. Return the summary's rows about what there is now."""
+        """Write the .npz and the sheet from the cache. Return the summary's rows about the written files."""
         run, flags, captions, output = self.run, self.run.flags, self.run.captions, self._folder.folder
         clips, rows = run.model.config.is_video, {}
         if flags.npz:
@@ -203,8 +206,8 @@ class SampleOutput:
                 "arr_0": ("|u1", shape, self.cache.all_blocks()),
                 "arr_1": texts(captions) if with_text else (labels.dtype.str, labels.shape, [labels]),
             }
-            # The mark names the temporary file by the output folder, which one job at a time writes to: what a killed
-            # job left is overwritten by the next.
+            # The temporary file is named after the output folder, and only one job at a time writes there. So the next
+            # job overwrites the file that a killed job left.
             write_npz(Path(flags.npz), arrays, mark=hash_parts(str(output.resolve()))[:12])
             of = " x ".join(map(str, shape))
             rows["npz"] = f"{flags.npz}: arr_0 {of}, arr_1 {'captions' if with_text else 'labels'}"
@@ -220,7 +223,7 @@ class SampleOutput:
         return rows
 
     def _what_is_safe(self, error: OSError) -> str:
-        """Return which samples are complete on disk after an error, and what to do."""
+        """Return a text that says which samples are complete on disk after an error, and what to do."""
         flags, cache, found, cached = self.run.flags, self.cache, "no sample is there", self.cache.count_cached()
         if flags.save_png:
             complete = f"{self._folder.count_samples():,} of {cache.job.count:,}"
@@ -236,7 +239,7 @@ class SampleOutput:
 
 
 def is_file(path: Path) -> bool:
-    """Return True if a file exists and is not empty; a power cut may leave empty files."""
+    """Return True if a file exists and is not empty. A power cut may leave empty files."""
     try:
         return path.stat().st_size > 0
     except FileNotFoundError:
@@ -261,7 +264,7 @@ def file_names(run: SamplingRun) -> list[str]:
 
 
 def writer_threads(mesh: Mesh) -> int:
-    """Return the number of threads that encode files: this process's share of the machine's cores, up to 8."""
+    """Return the number of threads that encode files: this process's share of the CPU cores, up to 8."""
     here = min(mesh.world_size, torch.cuda.device_count() or mesh.world_size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(1, cores // here))

@@ -1,6 +1,6 @@
-"""A run of sample.py: the model, its VAE and the conditions of all samples, loaded as the flags say.
+"""Load a run of sample.py from its flags: the model, its VAE and the conditions of all samples.
 
-Flags are checked against the checkpoint's metadata before its weights are read, wherever possible.
+Where possible, flags are checked against the checkpoint's metadata before the weights are read.
 """
 
 import functools
@@ -73,13 +73,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The files that sample.py and opendit evaluate write in --output, apart from single samples.
+# Files that sample.py and opendit evaluate write in --output, apart from the files of single samples.
 WRITTEN = (".samples.json", ".parts", "grid.png", "grid.gif", "profile.json", "results.jsonl", "sweep.csv")
 
 
 @dataclass
 class SamplingRun:
-    """A checked run of sample.py. Sample number i has condition ``choices[i]``: a class, or the number of a prompt."""
+    """A run of sample.py with checked flags. Sample i has the condition ``choices[i]``, a class or a prompt number."""
 
     flags: "SampleConfig"
     mesh: Mesh
@@ -90,30 +90,30 @@ class SamplingRun:
     kernels: KernelChoice
     sequence: SequenceParallel | None
     conditioner: Conditioner
-    conditions: Condition  # of all classes or prompts
-    null: Condition  # of guidance's unconditional half, one row
-    conditioning_frames: Tensor | None  # samples use the rows in turn
-    pictures: Tensor | None  # their tokens, likewise, for models that attend to them
+    conditions: Condition  # conditions of all classes or prompts
+    null: Condition  # condition of guidance's unconditional half, one row
+    conditioning_frames: Tensor | None  # (n, 1 + C, T, H, W); samples use the n rows in turn
+    pictures: Tensor | None  # tokens of pictures, for models that attend to pictures; samples use the rows in turn
     choices: Tensor
-    names: list[str]  # of all classes or prompts
-    size: tuple[int, ...]  # of the latents
+    names: list[str]  # names of all classes or prompts
+    size: tuple[int, ...]  # size of the latents
     fps: float
-    frame_interval: int  # of the training clips
-    trained_fps: float | None  # at which training clips were read, instead of an interval
-    source: Path  # of the weights
-    lock: AbstractContextManager[Any]  # on --output
-    notes: list[str]  # for the user
+    frame_interval: int  # interval between frames in training
+    trained_fps: float | None  # frame rate in training, for models trained with a rate instead of an interval
+    source: Path  # path of the weights
+    lock: AbstractContextManager[Any]  # lock on --output
+    notes: list[str]  # remarks for the user
     stages: Stages
     _profiled: set[int] = field(default_factory=set)
 
     @property
     def captions(self) -> list[str]:
-        """Return the caption of every sample."""
+        """Class name or prompt of every sample."""
         return [self.names[choice] for choice in self.choices.tolist()]
 
     @functools.cached_property
     def engine(self) -> SamplingEngine:
-        """The engine that draws all of this process's batches."""
+        """The engine that draws all batches of this process."""
         flags, halves = self.flags, self.replica.halves
         return SamplingEngine(
             self.model,
@@ -130,14 +130,19 @@ class SamplingRun:
         )
 
     def conditions_of(self, index: Tensor) -> tuple[Condition, Tensor | None]:
-        """Return the conditions of the samples ``index`` (B,) and their conditioning frames, if there are any."""
+        """Return the conditions of the samples ``index`` (B,), and the samples' conditioning frames or None."""
         rows = self.choices[index].to(self.mesh.device)
         y = with_pictures(self.conditions[rows], self.pictures, index)
         return y, frames_of_samples(self.conditioning_frames, index)
 
     def profiled_steps(self, samples: int) -> Callable[[Iterable[int]], Iterator[int]] | None:
-        """With --profile, wrap the steps of a batch of ``samples``: the first two steps of a batch size, which compile
-        kernels and record the CUDA graph, are a stage of their own. None without --profile."""
+        """Return a function that wraps the steps of a batch and measures their time; None without --profile.
+
+        The first two steps of each batch size are measured as a separate stage, because they compile kernels and record
+        the CUDA graph.
+
+        samples: the batch size.
+        """
         if not self.flags.profile:
             return None
         first = samples not in self._profiled
@@ -152,10 +157,10 @@ class SamplingRun:
 
 
 def load_run(flags: "SampleConfig", mesh: Mesh, stages: Stages) -> SamplingRun:
-    """Load the model, its VAE and the conditions of all samples, and lock --output. Collective.
+    """Load the model, its VAE and the conditions of all samples, and lock --output. This call is collective.
 
     Raises:
-        ValueError, OSError: with a message for the user.
+        ValueError, OSError: the message is for the user.
     """
     torch.set_float32_matmul_precision("highest")
     flags, notes = flags.resolve(mesh.world_size, mesh.device.type == "cuda")
@@ -178,7 +183,7 @@ def _load(
         ckpt = cast(Path, group.gather(made)[0])
     shared = (flags, flags.attention, flags.mixed_precision)
     if mesh.sharing > 1 and (stored := read_config(find_weights(ckpt, flags.weights))):
-        # Checks whether ranks can share samples or divide layers, before the weights are read.
+        # Check before the weights are read whether ranks can share samples or divide layers.
         check_tensor_parallel(stored, mesh.tp_size)
         if mesh.sp_size > 1:
             shape = sequence_shape(*shared, stored, samples_at_once(flags), tensor_parallel=mesh.tp_size)
@@ -226,10 +231,10 @@ def _load(
     shape = sequence_shape(*shared, config, samples_at_once(flags), size, mesh.tp_size)
     sequence = sequence_parallel(mesh, flags.sequence_parallel_type, shape)
     what, divided = (flags, mesh.device, dtype, config.head_dim, config.tokens), tensor_group(mesh)
-    # Operations for inference read a projection's full weight, so they don't work where ranks hold parts of it.
+    # Kernels for inference read the full weight of a projection, so they can't be used if ranks hold parts of weights.
     kernels = select_kernels(*what, inference=divided is None, shared=sequence is not None)
     shares = sequence if divided is None else TensorParallel(divided, sequence)
-    strategy: Any = shares  # has the methods that this model calls; SequenceShards names those of all models
+    strategy: Any = shares  # Any, because it has only those methods of SequenceShards that this model calls
     model.eval().use(ops=kernels.ops, attend=kernels.attend, sequence=strategy)
     with stages("VAE: waited for"):
         codec = loaded.codec()
@@ -290,7 +295,7 @@ def _load(
 
 
 def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> None:
-    """Raise ValueError for flags that don't apply to this model."""
+    """Raise ValueError if a flag does not apply to this model."""
     path = weights.path
     if config.text is None and flags.prompt:
         raise ValueError(f"--prompt: {path} is conditioned on classes; use --class_labels")
@@ -307,21 +312,28 @@ def check_fits(flags: "SampleConfig", config: DiTConfig, weights: Weights) -> No
 
 
 def is_endless(config: DiTConfig, device: torch.device) -> bool:
-    """Return True for a public model of clips on a CPU: attention among the tokens of a clip of its usual size alone
-    takes half an hour, even of a network of a few weights."""
+    """Return True for a public model of clips on a CPU.
+
+    For a clip of the model's default size, attention alone takes half an hour there, even in a tiny network.
+    """
     return isinstance(config, PublicConfig) and config.is_video and device.type == "cpu"
 
 
 def samples_at_once(flags: "SampleConfig") -> int:
-    """Return the rows of one call of the model: both halves of guidance, unless another process has one of them."""
+    """Return the number of rows in one call of the model.
+
+    The rows hold both halves of guidance, unless another process evaluates one half.
+    """
     return flags.batch_size * (1 if flags.cfg_scale == 1 or flags.cfg_parallel else 2)
 
 
 def conditions_to_draw(
     flags: "SampleConfig", config: DiTConfig, weights: Weights, conditioner: Conditioner
 ) -> tuple[Condition, Tensor, list[str]]:
-    """Return the conditions of all classes or prompts, the number of each sample's condition, and their names. Raises
-    ValueError for classes that the model does not have."""
+    """Return the conditions of all classes or prompts, the index of each sample's condition, and the conditions' names.
+
+    Raises ValueError for a class that the model does not have.
+    """
     if config.text is None:
         names = class_names(config, weights)
         return torch.arange(len(names), device=conditioner.device), choose_labels(flags, names), names
@@ -332,9 +344,9 @@ def conditions_to_draw(
 
 
 def choose_labels(flags: "SampleConfig", names: list[str]) -> Tensor:
-    """Return the label of every sample, (N,) int64. Raises ValueError for classes that the model does not have.
+    """Return the label of every sample, (N,) int64. Raises ValueError for a class that the model does not have.
 
-    names: of the model's classes. A number is a label, whatever the classes are called.
+    names: names of the model's classes. A number in --class_labels is always a label, even if a class has that name.
     """
     if flags.class_labels:
         labels = torch.tensor([_label(str(word), names) for word in flags.class_labels])
@@ -354,7 +366,7 @@ def _label(word: str, names: list[str]) -> int:
 
 
 def announce(run: SamplingRun) -> None:
-    """Print what the run draws, and how, on rank 0."""
+    """Print a summary of the run and its settings on rank 0."""
     if not run.mesh.is_main:
         return
     flags, device, replica, sequence = run.flags, run.mesh.device, run.replica, run.sequence

@@ -1,10 +1,11 @@
-"""The files that the page may read: the runs in one folder, and the checkpoints that were named when it was started.
+"""List the files that the page may read: the runs in one folder, and the checkpoints named on the command line.
 
-A browser only ever chooses among names that are listed here: what it sends is looked up in a listing and never becomes
-a part of a path. Listed files lie inside the folder of runs; symbolic links that lead out of it are refused.
+A browser can only choose names that this module lists. The names that a browser sends are looked up in a listing and
+never become part of a path. Listed files are inside the folder of runs; symbolic links that lead out of this folder are
+refused.
 
-:class:`Catalog` lists runs, sample grids and weights. The functions after it read a run's history: the curves in
-log.jsonl, the starts in config.json, and the results of evaluations.
+:class:`Catalog` lists runs, sample grids and weights. The functions after the class read the history of a run: the
+curves in log.jsonl, the starts in config.json, and the results of evaluations.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from opendit.models.weights import Weights
 from opendit.sampling.model_loading import class_names
 
 NEWEST = "newest"
-EXAMPLES, LONGEST_EXAMPLE = 3, 200  # captions that are shown of a model's, and their characters
+EXAMPLES, LONGEST_EXAMPLE = 3, 200  # maximum number of example captions of a model, and of characters in each
 MOST_GRIDS, GRID_BYTES = 10_000, 64 * MIB
 _GRID = re.compile(r"[0-9]{7,12}\.png")
 
@@ -43,8 +44,10 @@ _GRID = re.compile(r"[0-9]{7,12}\.png")
 class WeightsChoice:
     """Weights to draw from.
 
-    name: shown to users, "000-DiT-Ti-2, step_0001000, ema". path, which, lora: arguments ``path``, ``weights`` and
-    ``lora`` of ``opendit.load``. mark: changes when the file does.
+    Attributes:
+        name: text for users, such as "000-DiT-Ti-2, step_0001000, ema".
+        path, which, lora: arguments ``path``, ``weights`` and ``lora`` of ``opendit.load``.
+        mark: value that changes when the file changes.
     """
 
     name: str
@@ -56,11 +59,19 @@ class WeightsChoice:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The facts about a model that a request for samples needs.
+    """Properties of a model that are needed to check a drawing request.
 
-    classes: the names of all classes; empty for a model of captions. samplers: names of usable samplers, the default
-    one first. guided: the model has a null condition. size: a text such as "256 x 256 pixels". examples: captions that
-    it was trained on. begins: its clips can begin with a picture.
+    Attributes:
+        model: name of the model.
+        clips: True if the model draws clips, False if it draws pictures.
+        captions: True if the model is conditioned on captions, False if on classes.
+        classes: names of all classes; empty for a model of captions.
+        samplers: names of the usable samplers, the default sampler first.
+        guided: True if the model has a null condition.
+        size: text such as "256 x 256 pixels".
+        objective: name of the training objective.
+        examples: captions from the training data.
+        begins: True if clips can begin with a picture.
     """
 
     model: str
@@ -95,10 +106,12 @@ class ModelCard:
 
 @dataclass
 class Catalog:
-    """The runs in ``outputs`` and the checkpoints ``extra``, looked up again at every call.
+    """The runs in ``outputs`` and the checkpoints in ``extra``. Every call looks them up again.
 
-    outputs: the folder of runs; it may not exist yet. extra, lora: name -> path of the checkpoints and of the LoRAs
-    that were named at the start.
+    Attributes:
+        outputs: the folder of runs; it may not exist yet.
+        extra: name -> path of the checkpoints named on the command line.
+        lora: name -> path of the LoRAs named on the command line.
     """
 
     outputs: Path
@@ -110,7 +123,7 @@ class Catalog:
         return self.outputs.resolve()
 
     def inside(self, path: Path) -> bool:
-        """Return True if a path, with all links resolved, exists inside the folder of runs."""
+        """Return True if ``path`` exists and, with all links resolved, is inside the folder of runs."""
         try:
             return path.resolve(strict=True).is_relative_to(self.root)
         except (OSError, RuntimeError):  # RuntimeError: a loop of links
@@ -119,25 +132,28 @@ class Catalog:
     # ------------------------------------------------------------------------------------------ runs
 
     def runs(self) -> list[str]:
-        """Return the names of the runs, the newest first."""
+        """Return the names of the runs, newest first."""
         folders = reversed(run_folders(self.outputs))
         return [path.name for path in folders if path.is_dir() and self.inside(path) and _is_text(path.name)]
 
     def refused(self) -> list[str]:
-        """Return the names of runs that are links out of the folder, or whose names are not UTF-8."""
+        """Return the names of runs that are links out of the folder of runs, or that have a name that is not UTF-8."""
         folders = [path for path in run_folders(self.outputs) if path.is_dir()]
         return [path.name for path in folders if not self.inside(path) or not _is_text(path.name)]
 
     def run(self, name: str) -> Path:
-        """Return the folder of a run. Raises ValueError for a name that is not listed."""
+        """Return the folder of a run. Raises ValueError if the run is not listed."""
         if not isinstance(name, str) or name not in self.runs():
             raise ValueError("no such run: it is not, or no longer, in the folder of runs; refresh the page")
         return self.outputs / name
 
     def file(self, run: str, name: str) -> Path | None:
-        """Return a file of a run; None if it doesn't exist, leads out of the folder of runs, or is not a regular file.
+        """Return the path of a file in a run.
 
-        name: chosen by this program, never by a browser."""
+        Return None if the file doesn't exist, is not a regular file, or is a link out of the folder of runs.
+
+        name: name of the file. The caller must never take it from a browser.
+        """
         path = self.run(run) / name
         try:
             file_id(path, self.root)
@@ -148,7 +164,7 @@ class Catalog:
     # ------------------------------------------------------------------------------------------ grids
 
     def grids(self, run: str) -> list[str]:
-        """Return the names of a run's sample grids, by step."""
+        """Return the names of a run's sample grids, in the order of their steps."""
         folder = self.run(run) / "samples"
         if not folder.is_dir() or not self.inside(folder):
             return []
@@ -158,8 +174,10 @@ class Catalog:
         return found[-MOST_GRIDS:]
 
     def grid(self, run: str, name: str) -> Path:
-        """Return the file of a sample grid. Raises ValueError for names that are not listed and for links out of the
-        folder of runs."""
+        """Return the path of a sample grid.
+
+        Raises ValueError if the grid is not listed, is too large, or is a link out of the folder of runs.
+        """
         if name not in self.grids(run):
             raise ValueError("no such grid")
         path = self.run(run) / "samples" / name
@@ -170,14 +188,14 @@ class Catalog:
     # ------------------------------------------------------------------------------------------ weights
 
     def sources(self) -> list[str]:
-        """Return the names of what can be drawn from: runs with checkpoints, and checkpoints named at the start."""
+        """Return the names of runs with checkpoints and of the checkpoints named on the command line."""
         return [name for name in self.runs() if self.has_checkpoint(name)] + list(self.extra)
 
     def has_checkpoint(self, run: str) -> bool:
         return bool(self._checkpoints(run))
 
     def checkpoints(self, source: str) -> list[str]:
-        """Return ``NEWEST`` and the names of a run's checkpoints; ``NEWEST`` alone for one named at the start."""
+        """Return ``NEWEST`` and the names of a run's checkpoints; only ``NEWEST`` if ``source`` is in ``extra``."""
         if source in self.extra:
             return [NEWEST]
         return [NEWEST, *(path.name for path in self._checkpoints(source))]
@@ -186,7 +204,7 @@ class Catalog:
         return [path for path in checkpoints_in(self.run(run)) if step_of(path) >= 0 and not path.name.startswith(".")]
 
     def averages(self, source: str, checkpoint: str) -> list[str]:
-        """Return the names of a checkpoint's sets of weights: "ema", further averages, "model"."""
+        """Return the names of the sets of weights in a checkpoint: "ema", further averages, and "model"."""
         if source in self.extra:
             return ["ema", "model"] if self.extra[source].is_dir() and not self._is_pipeline(source) else ["ema"]
         folder = self._folder(source, checkpoint)
@@ -214,10 +232,10 @@ class Catalog:
         return found
 
     def weights(self, source: str, checkpoint: str, average: str) -> WeightsChoice:
-        """Return the weights that three listed names choose.
+        """Return the weights with these three listed names.
 
         Raises:
-            ValueError: a name is not listed, or a file leads out of the folder of runs.
+            ValueError: a name is not listed, or a file is a link out of the folder of runs.
         """
         if source in self.extra:
             if average not in ("ema", "model"):
@@ -226,28 +244,28 @@ class Catalog:
         folder = self._folder(source, checkpoint)
         if average not in self.averages(source, checkpoint):
             raise ValueError(f"{source}, {folder.name} does not have these weights; refresh the page")
-        # The newest checkpoint is loaded by the path of its run, which falls back to an older one if it is damaged.
+        # The newest checkpoint is loaded by its run's path, so that loading falls back to an older one if need be.
         by_run = checkpoint == NEWEST and average in ("ema", "model")
         for each in self._checkpoints(source) if by_run else [folder]:
             self._refuse_links_out(each)
         name, mark = f"{source}, {folder.name}, {average}", (folder.name, _mark(folder))
         if average in ("ema", "model"):
             return WeightsChoice(name, self.run(source) if by_run else folder, average, mark)
-        return WeightsChoice(name, find_weights(folder, average), "ema", mark)  # further averages are files
+        return WeightsChoice(name, find_weights(folder, average), "ema", mark)  # other averages are named by their file
 
     def loras(self) -> list[str]:
-        """Return the names of LoRAs: those named at the start, and runs of ``train.py --lora``."""
+        """Return the names of the LoRAs: those named on the command line, and the runs of ``train.py --lora``."""
         return [*self.lora, *(name for name in self.runs() if self.has_checkpoint(name) and self._is_lora(name))]
 
     def _is_lora(self, run: str) -> bool:
         try:
             choice = self.weights(run, NEWEST, self.averages(run, NEWEST)[0])
             return "lora" in read_info(find_weights(choice.path, choice.which))
-        except (ValueError, OSError):  # damaged: it says so where it is chosen to draw from
+        except (ValueError, OSError):  # a damaged checkpoint is reported when a user chooses it
             return False
 
     def with_loras(self, choice: WeightsChoice, chosen: list[tuple[str, float]]) -> WeightsChoice:
-        """Return weights with LoRAs, by their listed names and weights, on top. Raises ValueError for another name."""
+        """Return ``choice`` with LoRAs added. chosen: (name, weight) pairs. Raises ValueError for an unlisted name."""
         listed, found = self.loras() if chosen else [], []
         for name, weight in chosen:
             if name not in listed:
@@ -258,7 +276,7 @@ class Catalog:
         return replace(choice, name=named, mark=(choice.mark, marks), lora=tuple(found)) if found else choice
 
     def _refuse_links_out(self, checkpoint: Path) -> None:
-        """Raise ValueError if a checkpoint, or one of its files that are read, leads out of the folder of runs."""
+        """Raise ValueError if a checkpoint, or a file of it that is read, is a link out of the folder of runs."""
         if not self.inside(checkpoint):
             raise ValueError(f"{checkpoint.name} leads out of the folder of runs, and is not read")
         for path in checkpoint.iterdir():
@@ -266,8 +284,10 @@ class Catalog:
                 file_id(path, self.root)
 
     def card(self, choice: WeightsChoice) -> ModelCard | None:
-        """Return the card of weights from their metadata, without reading them; None if they have none. Raises
-        ValueError or OSError for a damaged file."""
+        """Return the card of a model from the metadata of its weights; None if the weights have no metadata.
+
+        This does not read the weights. Raises ValueError or OSError for a damaged file.
+        """
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
         weights = Weights({}, file, info)
@@ -276,7 +296,7 @@ class Catalog:
 
 
 def _is_text(name: str) -> bool:
-    """Return False for a name that is not UTF-8 on the disk, which a browser could not send back."""
+    """Return False if a file name is not UTF-8, because a browser could not send the name back."""
     try:
         return bool(name.encode())
     except UnicodeEncodeError:
@@ -294,13 +314,13 @@ def _mark(path: Path) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------------------- a run's history
 
 METRICS = {"loss": "loss", "grad_norm": "gradient norm", "samples_per_s": "samples a second"}
-POINTS = 400  # of a curve; longer ones are averaged over neighbours
-MOST_POINTS = 40_000  # that are kept of one
+POINTS = 400  # maximum number of points in a curve; neighbouring points of longer curves are averaged
+MOST_POINTS = 40_000  # maximum number of points of a curve in memory
 LOG_BYTES, LINE_BYTES = 512 * MIB, MIB
 
 
 def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float, str]]]:
-    """Return the points (step, value, run) of these runs for each of ``METRICS``."""
+    """Return, for each of ``METRICS``, the points (step, value, run) of all ``runs``."""
     found: dict[str, list[tuple[int, float, str]]] = {metric: [] for metric in METRICS}
     for run in runs:
         if (log := catalog.file(run, "log.jsonl")) is None:
@@ -311,7 +331,7 @@ def curves(catalog: Catalog, runs: list[str]) -> dict[str, list[tuple[int, float
 
 
 class LogReader:
-    """Reads a run's log on from where it ended at the last look."""
+    """Reads the lines that were added to a run's log since the last call."""
 
     def __init__(self, path: Path):
         self._path, self._lock = path, threading.Lock()
@@ -322,25 +342,25 @@ class LogReader:
         self._points: dict[str, list[tuple[int, float]]] = {metric: [] for metric in METRICS}
 
     def points(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the points (step, value) of each of ``METRICS``, thinned out. Raises OSError."""
+        """Return the points (step, value) for each of ``METRICS``, at most ``POINTS`` each. Raises OSError."""
         with self._lock, open(self._path, "rb") as log:
             known = os.fstat(log.fileno())
             log.seek(self._place - len(self._last))
             same = self._file == (known.st_dev, known.st_ino) and log.read(len(self._last)) == self._last
-            if not same:  # another file, or one that was cut off and has grown since
+            if not same:  # the file was replaced, or was truncated and has grown again
                 self._begin((known.st_dev, known.st_ino))
             if known.st_size - self._place > LOG_BYTES:
                 self._place, self._last = known.st_size - LOG_BYTES, b""
             log.seek(self._place)
             while line := log.readline(LINE_BYTES):
-                if not line.endswith(b"\n") and len(line) < LINE_BYTES:  # it is still being written
+                if not line.endswith(b"\n") and len(line) < LINE_BYTES:  # the line is still being written
                     break
                 self._place, self._last = self._place + len(line), line[-100:]
                 self.add(line)
             return {metric: thinned(sorted(points)) for metric, points in self._points.items()}
 
     def add(self, line: bytes) -> None:
-        """Add a line's values; a line without any is left out."""
+        """Add the values in a line of the log. A line without values is ignored."""
         try:
             entry = json.loads(line)
             step = entry["step"]
@@ -350,7 +370,7 @@ class LogReader:
             return
         for metric, points in self._points.items():
             value = entry.get(metric)
-            with contextlib.suppress(OverflowError):  # a whole number beyond floating point's
+            with contextlib.suppress(OverflowError):  # an integer outside the range of floats
                 if type(value) in (int, float) and math.isfinite(float(value)):
                     points.append((step, float(value)))
             if len(points) > MOST_POINTS:
@@ -359,12 +379,15 @@ class LogReader:
 
 @lru_cache(maxsize=64)
 def log_reader(log: Path) -> LogReader:
-    """Return the one reader of a log."""
+    """Return the reader of a log. The same log always has the same reader."""
     return LogReader(log)
 
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[tuple[int, float]]:
-    """Return at most ``most`` points: means over neighbours, each at its last step; the last point is kept as it is."""
+    """Reduce a curve to at most ``most`` points.
+
+    Each new point is the mean of neighbouring values, at the last of their steps. The last point does not change.
+    """
     if len(points) <= most:
         return points
     *earlier, last = points
@@ -379,8 +402,11 @@ RESULT_FIELDS = ("metric", "value", "interval", "count", "samples", "reference",
 
 
 def results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list[dict[str, Any]]:
-    """Return the results of ``opendit evaluate`` for a run, the newest first, from the run's folder and, for weights
-    that lie in that folder, from the folder ``evaluations``."""
+    """Return the results of ``opendit evaluate`` for a run, newest first.
+
+    The results are read from the run's folder and from the folder ``evaluations``. From ``evaluations``, only results
+    for weights inside the run's folder are returned.
+    """
     found, root = [], catalog.run(run).resolve()
     for name in RESULTS:
         if (path := catalog.file(run, name)) is not None:
@@ -392,13 +418,13 @@ def results(catalog: Catalog, run: str, evaluations: Path | None = None) -> list
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the results in a file's first RESULT_BYTES."""
+    """Return the results in the first RESULT_BYTES of a file."""
     rows = []
     with open(path, "rb") as file:
         for line in file.read(RESULT_BYTES).splitlines():
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError):  # a line that is still being written
+            except (ValueError, RecursionError):  # the line is still being written
                 continue
             if isinstance(row, dict) and "metric" in row and "value" in row:
                 rows.append({name: row.get(name) for name in RESULT_FIELDS})
@@ -413,8 +439,10 @@ def _lies_in(samples: Any, folder: Path) -> bool:
 
 
 def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
-    """Return the starts of a run, in order, from its config.json; those of early versions of OpenDiT have only flags.
-    Raises ValueError for a damaged file."""
+    """Return the starts of a run, in order, from its config.json. Raises ValueError for a damaged file.
+
+    A start that was written by an early version of OpenDiT has only flags.
+    """
     if (path := catalog.file(run, "config.json")) is None:
         return []
     content = read_file(path, RUN_CONFIG)
@@ -423,6 +451,6 @@ def starts(catalog: Catalog, run: str) -> list[dict[str, Any]]:
 
 
 def changed_flags(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the flags whose values differ between two starts, such as "--lr 0.0001 -> 0.001"."""
+    """Return a text for each flag that differs between two starts, such as "--lr 0.0001 -> 0.001"."""
     old, new = (flags if isinstance(flags := start.get("flags"), dict) else {} for start in (before, after))
     return [f"--{name} {old.get(name)} -> {new.get(name)}" for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -1,17 +1,20 @@
-"""Close connections that are open without asking for anything, so that they keep nobody else out."""
+"""Close connections that send no request, so that idle connections can't block other users."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST_SILENT = 128  # connections at a time that have not sent a request
-REQUEST_S = 10  # from the opening of a connection, or its last answer, to the end of a request's headers
+MOST_SILENT = 128  # maximum number of open connections that wait for a request
+REQUEST_S = 10  # seconds from the opening or the last answer to the end of a request's headers
 
 
 class PatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, where a connection that sends no request is closed after a time, and the one that has been
-    silent for the longest also when there are too many. uvicorn itself waits for the first request forever."""
+    """HTTP/1.1 protocol of uvicorn that closes silent connections.
+
+    A connection that sends no request is closed after ``REQUEST_S``. If more than ``MOST_SILENT`` connections are
+    silent, the one that has been silent longest is closed. uvicorn itself waits for the first request forever.
+    """
 
     _silence: asyncio.TimerHandle | None = None
 
@@ -32,7 +35,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        """Begin to wait, unless a request is being answered. One that comes byte by byte gets no more time."""
+        """Start the timer, unless a request is being answered. A slow request gets no extra time."""
         if self.transport.is_closing() or (self.cycle is not None and not self.cycle.response_complete):
             return self._stop_waiting()
         if self._silence is not None:
@@ -41,7 +44,7 @@ class PatientProtocol(H11Protocol):
         silent = [each for each in self.connections if isinstance(each, PatientProtocol) and each._silence is not None]
         if len(silent) > MOST_SILENT:
             longest = min(silent, key=lambda each: each._silence.when() if each._silence else 0)
-            longest._stop_waiting()  # it is lost a little later, and must not be found once more
+            longest._stop_waiting()  # its loss is reported later; until then it must not be chosen again
             longest.transport.abort()
 
     def _stop_waiting(self) -> None:

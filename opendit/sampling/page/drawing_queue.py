@@ -1,6 +1,6 @@
-"""Draw what browsers ask for, one request after another, with the one model that is in memory.
+"""Draw the requests of browsers one after another, with one model in memory.
 
-:class:`Page` is the state that the page's tabs share. It submits requests to the :class:`DrawingQueue` and follows
+:class:`Page` is the state that all tabs of the page share. It submits requests to the :class:`DrawingQueue` and reports
 their progress.
 """
 
@@ -28,8 +28,8 @@ from opendit.sampling.page.sample_store import SampleStore
 from opendit.sampling.page.training_queue import TrainingQueue
 from opendit.sampling.pipeline import DrawSettings, Pipeline
 
-MOST_WAITING = 16  # requests
-POLL_S = 0.1  # between two looks at the progress of a drawing
+MOST_WAITING = 16  # maximum number of waiting requests
+POLL_S = 0.1  # seconds between two checks of a drawing's progress
 
 
 class TooManyRequests(Exception):
@@ -38,8 +38,14 @@ class TooManyRequests(Exception):
 
 @dataclass(frozen=True)
 class DrawingRequest:
-    """A request to draw: weights, classes or captions (or a number of samples without them), settings, and the picture
-    that clips begin with."""
+    """A request to draw samples.
+
+    Attributes:
+        weights: the weights.
+        what: classes or captions, one per sample; or a number of samples without class or caption.
+        settings: the sampling settings.
+        image: the picture that clips begin with.
+    """
 
     weights: WeightsChoice
     what: int | tuple[int | str, ...]
@@ -54,7 +60,7 @@ class DrawingRequest:
 
 @dataclass(frozen=True)
 class LabelledRequest:
-    """A request, with the label of each of its samples and the settings to write into the samples' files."""
+    """A request with a label for every sample and the settings to write into the samples' files."""
 
     request: DrawingRequest
     labels: list[str]
@@ -66,10 +72,10 @@ class PendingDrawing:
 
     Attributes:
         stage: "waiting", "loading", "drawing" or "done".
-        progress: share of the sampling steps that are done, from 0 to 1.
-        notes: remarks about the weights, once they are loaded.
-        samples: pictures or clips as ``Pipeline`` returns them, when it is done.
-        error: why it failed. The message of a CancelledError, ValueError or OSError is for people.
+        progress: fraction of the sampling steps that are done, from 0 to 1.
+        notes: remarks about the weights; empty until the weights are loaded.
+        samples: pictures or clips, as ``Pipeline`` returns them; empty until the request is done.
+        error: the error if the request failed. CancelledError, ValueError and OSError have a message for the user.
     """
 
     def __init__(self, request: DrawingRequest, ended: Callable[["PendingDrawing"], None]):
@@ -85,11 +91,11 @@ class PendingDrawing:
         return self._done.is_set()
 
     def cancel(self) -> None:
-        """End it now. A step that is being computed still runs to its end."""
+        """End the request now. A step that is being computed still runs to its end."""
         self.end(error=CancelledError())
 
     def end(self, samples: list[Any] | None = None, error: BaseException | None = None) -> None:
-        """End it with samples or with an error, unless it has ended already."""
+        """End the request with samples or with an error, unless it has ended already."""
         with self._lock:
             if self.done:
                 return
@@ -108,15 +114,15 @@ class PendingDrawing:
 
 
 class DrawingQueue:
-    """Draw requests in the order in which they arrive; a context manager.
+    """Draws requests in the order in which they arrive. As a context manager, the queue closes on exit.
 
-    Only one model is in memory. A request for other weights frees it before its own model is loaded, because both may
-    not fit.
+    Only one model is in memory. Before a request loads other weights, the queue frees the current model, because both
+    models may not fit.
 
     Args:
-        load: ``load(choice)`` returns the pipeline of these weights.
-        batch_size: samples at a time.
-        most_waiting: requests that may wait.
+        load: ``load(choice)`` returns the pipeline for the chosen weights.
+        batch_size: number of samples to draw at a time.
+        most_waiting: maximum number of waiting requests.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class DrawingQueue:
     ):
         self._load, self._batch_size, self._most = load, batch_size, most_waiting
         self._pipe: Pipeline | None = None
-        self._choice: WeightsChoice | None = None  # weights of ``_pipe``; None if the pipeline must not be reused
+        self._choice: WeightsChoice | None = None  # the weights in ``_pipe``; None if the pipeline must not be reused
         self._waiting: deque[PendingDrawing] = deque()
         self._drawn: PendingDrawing | None = None
         self._changed, self._closed = threading.Condition(), False
@@ -148,7 +154,7 @@ class DrawingQueue:
         return pending
 
     def before(self, pending: PendingDrawing) -> int:
-        """Return how many requests wait before this one."""
+        """Return how many requests will be drawn before ``pending``."""
         with self._changed:
             return self._waiting.index(pending) if pending in self._waiting else 0
 
@@ -174,13 +180,13 @@ class DrawingQueue:
             except Exception as error:
                 if not is_for_people(error):
                     traceback.print_exc(file=sys.stderr)
-                    self._choice = None  # it may have run out of memory: the next request loads the model again
+                    self._choice = None  # the GPU may be out of memory, so the next request loads the model again
                 pending.end(error=error)
-            self._drawn = pending = None  # whose samples would stay in memory until the next request
+            self._drawn = pending = None  # otherwise the samples would stay in memory until the next request
         self._free()
 
     def _next(self) -> PendingDrawing | None:
-        """Wait for a request; None when the queue is closed."""
+        """Wait for a request and return it; return None when the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._waiting)
             if self._closed:
@@ -203,7 +209,7 @@ class DrawingQueue:
             done += 1
             pending.progress = done / (batches * request.settings.steps)
 
-        if pending.done:  # cancelled while the model was loaded
+        if pending.done:  # the request was cancelled while the model was loaded
             raise CancelledError
         pending.stage = "drawing"
         what = request.what if isinstance(request.what, int) else list(request.what)
@@ -225,12 +231,12 @@ class DrawingQueue:
 
 
 def is_for_people(error: BaseException) -> bool:
-    """Return True if the message of an error is meant for the user, and the error is not a bug in the program."""
+    """Return True if the message of an error is for the user; any other error is a bug in the program."""
     return isinstance(error, CancelledError | ValueError | OSError)
 
 
 def without_traceback(error: BaseException) -> BaseException:
-    """Remove an error's frames, which would keep the model and its activations in memory."""
+    """Remove the traceback of an error, because it would keep the model and its activations in memory."""
     cause: BaseException | None = error
     while cause is not None:
         cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -239,13 +245,16 @@ def without_traceback(error: BaseException) -> BaseException:
 
 @dataclass
 class Page:
-    """The state of a server.
+    """The state of a server, shared by all tabs.
 
     Args:
-        cards: by name, of checkpoints without metadata.
-        most_samples: of one request.
-        evaluations: the folder of ``opendit evaluate``'s results.jsonl.
-        training: runs that are started from the page; None if it must not start any.
+        catalog: lists the runs and checkpoints.
+        queue: draws the requests.
+        store: keeps the drawn samples.
+        cards: name -> card of a checkpoint without metadata.
+        most_samples: maximum number of samples of one request.
+        evaluations: folder with the results.jsonl of ``opendit evaluate``.
+        training: queue of the runs that users start from the page; None if the page must not start runs.
     """
 
     catalog: Catalog
@@ -259,16 +268,16 @@ class Page:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def card(self, choice: WeightsChoice) -> ModelCard:
-        """Return the card of weights. Raises ValueError or OSError, with a line for the user, if they can't be read."""
+        """Return the card of the chosen weights. Raises ValueError or OSError, with a line for the user, on failure."""
         card = self.cards.get(choice.name) or self.catalog.card(choice)
         if card is None:
             raise ValueError(f"{choice.name} does not say which model it holds; see python -m opendit.export")
         return card
 
     async def draw(self, session: str, asked: list[LabelledRequest]) -> AsyncIterator[str | list[PendingDrawing]]:
-        """Yield the progress as HTML, and finally all requests with their samples, or a message if one fails.
+        """Draw requests. Yield the progress as HTML, and in the end the finished requests, or a message on failure.
 
-        session: the browser's; :meth:`cancel` finds its requests by it.
+        session: identifies the browser, so that :meth:`cancel` can find its requests.
         """
         waiting: list[PendingDrawing] = []
         try:
@@ -292,7 +301,7 @@ class Page:
                     if isinstance(error, CancelledError)
                     else views.error(views.error_line(error))
                 )
-        finally:  # also if the browser has left
+        finally:  # this also runs if the browser has disconnected
             for pending in waiting:
                 pending.cancel()
             with self._lock:
@@ -301,7 +310,7 @@ class Page:
                     del self._pending[session]
 
     def cancel(self, session: str) -> int:
-        """Cancel all requests of a browser; return their number."""
+        """Cancel all requests of a browser. Return the number of requests."""
         with self._lock:
             waiting = list(self._pending.get(session, ()))
         for pending in waiting:

@@ -1,4 +1,4 @@
-"""Turn the fields that a browser sends into a request to draw, checked here or by the ``Pipeline``."""
+"""Convert the fields that a browser sends into a drawing request. This module or the ``Pipeline`` checks them."""
 
 import base64
 import math
@@ -19,19 +19,19 @@ from opendit.sampling.pipeline import MOST_GUIDANCE, MOST_SEED, MOST_STEPS, Draw
 MOST_TEXT = 20_000  # characters of all captions together
 MOST_CAPTION = 2_000
 MOST_LORAS = 8
-MOST_PICTURE, PICTURE_S = 800_000, 5.0  # characters of a picture, which the browser makes smaller; seconds to decode it
+MOST_PICTURE, PICTURE_S = 800_000, 5.0  # characters of a picture after the browser has reduced it; seconds to decode it
 CACHES = (
     "taylor:2",
     "taylor:3",
     "taylor:4",
     "first_block:0.06",
     "first_block:0.1",
-)  # docs/sampling.md has all
+)  # docs/sampling.md lists all caches
 
 
 @dataclass(frozen=True)
 class SettingsForm:
-    """Fields that choose the weights and how to draw."""
+    """Fields that choose the weights and the sampling settings."""
 
     source: Any
     checkpoint: Any
@@ -46,15 +46,23 @@ class SettingsForm:
     lora_weights: Any = ""
 
     def choice(self, catalog: Catalog) -> WeightsChoice:
-        """Return the chosen weights. Raises ValueError for names that are not listed."""
+        """Return the chosen weights. Raises ValueError for a name that the catalog does not list."""
         choice = catalog.weights(text_of(self.source), text_of(self.checkpoint), text_of(self.average))
         return catalog.with_loras(choice, _loras(self.loras, self.lora_weights))
 
 
 @dataclass(frozen=True)
 class WhatForm:
-    """Fields that choose what to draw: class numbers, or captions one a line; the count and the seed; the picture that
-    clips begin with, as a data URL."""
+    """Fields that choose what to draw.
+
+    Attributes:
+        classes: class numbers.
+        captions: captions, one per line.
+        negative: a caption to guide away from.
+        count: number of samples.
+        seed: the seed.
+        picture: the picture that clips begin with, as a data URL.
+    """
 
     classes: Any
     captions: Any
@@ -67,7 +75,7 @@ class WhatForm:
 def read_forms(
     what: WhatForm, how: SettingsForm, choice: WeightsChoice, card: ModelCard, most_samples: int
 ) -> LabelledRequest:
-    """Return the request that two forms make. Raises ValueError, with a line for the user, if a field is invalid."""
+    """Return the request that the two forms describe. Raises ValueError, with a line for the user, for a bad field."""
     count = number_in("count", what.count, 1, most_samples, whole=True)
     seed = number_in("seed", what.seed, 0, MOST_SEED, whole=True)
     steps = number_in("steps", how.steps, 1, MOST_STEPS, whole=True)
@@ -83,7 +91,7 @@ def read_forms(
     if not card.guided:
         guidance = 1.0
     if guidance == 1:
-        interval, negative, every = None, None, 1  # they do nothing without guidance
+        interval, negative, every = None, None, 1  # these settings have no effect without guidance
     if card.captions:
         items: list[Any] = _captions(what.captions)
         labels = items
@@ -124,7 +132,7 @@ def read_forms(
 
 
 def same_conditions(first: ModelCard, second: ModelCard, what: WhatForm) -> None:
-    """Raise ValueError unless two models have the same classes, or both take captions, of those that are chosen."""
+    """Raise ValueError unless both models take captions, or have the same names for the chosen classes."""
     if first.captions != second.captions:
         raise ValueError("one of the two models takes captions and the other classes: nothing to compare by")
     for number in [] if first.captions else _classes(what.classes, first):
@@ -138,7 +146,7 @@ def another_seed() -> int:
 
 
 def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
-    """Return the LoRAs' names and weights, which are 1 if none is written."""
+    """Return the names and weights of the LoRAs. Without any weights, every weight is 1."""
     names = names if isinstance(names, list) else []
     words = text_of(weights).replace(",", " ").split()
     if len(names) > MOST_LORAS or (words and len(words) != len(names)):
@@ -153,7 +161,7 @@ def _loras(names: Any, weights: Any) -> list[tuple[str, float]]:
 
 
 def _picture(url: Any) -> Image.Image | None:
-    """Return the picture that a browser sends as a data URL; None for none."""
+    """Return the picture that a browser sends as a data URL; None if there is no picture."""
     kind, _, content = (text_of(url) if url is not None else "").partition(";base64,")
     if not kind:
         return None
@@ -195,7 +203,7 @@ def text_of(value: Any) -> str:
 
 
 def _interval(written: Any) -> tuple[float, float] | None:
-    """Parse two noise levels, such as "0.3 5" or "0.3 inf"; None for an empty text."""
+    """Parse two noise levels, such as "0.3 5" or "0.3 inf". Return None for an empty text."""
     words = text_of(written).replace(",", " ").split()
     if not words:
         return None

@@ -1,4 +1,4 @@
-"""The pictures and clips that the page shows, as files with their settings inside, in a temporary folder."""
+"""Store the page's pictures and clips as files in a temporary folder. Every file contains its settings."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ from opendit.common.safe_files import remove, remove_tree, replacing
 from opendit.data.video_file import write_mp4
 from opendit.sampling.output_files import VideoClip, file_name
 
-KEY = "opendit"  # of the settings in a PNG; in an MP4 they are the comment
+KEY = "opendit"  # key of the settings in a PNG; in an MP4 the settings are the comment
 MOST_BYTES = 512 * MIB
-PREFIX, LOCK = "opendit-page-", "in_use.lock"  # of the folder, and in it
+PREFIX, LOCK = "opendit-page-", "in_use.lock"  # prefix of the folder's name, and name of the lock file in the folder
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
@@ -33,8 +33,14 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 class StoredSample:
     """A stored sample.
 
-    token: end of its address on the page. name: of the file when it is downloaded. label: its class or caption.
-    settings: as they are written in the file. size: height and width in pixels.
+    Attributes:
+        token: last part of the sample's address on the page.
+        name: file name for downloads.
+        label: class or caption.
+        settings: the settings that the file contains.
+        size: height and width in pixels.
+        is_clip: True for a clip, False for a picture.
+        bytes: size of the file.
     """
 
     token: str
@@ -47,15 +53,17 @@ class StoredSample:
 
 
 class SampleStore:
-    """Stores samples in a temporary folder, deleting the oldest ones when it is full; a context manager. It begins by
-    deleting the folders of pages that were killed.
+    """Stores samples in a temporary folder and deletes the oldest samples when the folder is full.
 
-    most_bytes: of all files together. The samples that were added last are always kept.
+    The constructor also deletes the folders of pages that were killed. As a context manager, the store deletes its own
+    folder on exit.
+
+    most_bytes: maximum size of all files together. The most recent batch is always kept.
     """
 
     def __init__(self, most_bytes: int = MOST_BYTES):
         delete_abandoned()
-        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # of mode 0700
+        self._folder, self._most = Path(tempfile.mkdtemp(prefix=PREFIX)), most_bytes  # a folder of mode 0700
         self._in_use = _hold(self._folder / LOCK)
         self._batches: OrderedDict[str, list[StoredSample]] = OrderedDict()
         self._samples: dict[str, StoredSample] = {}
@@ -69,9 +77,10 @@ class SampleStore:
         os.close(self._in_use)
 
     def add(self, samples: list[Any], labels: list[str], settings: dict[str, Any]) -> tuple[str, list[StoredSample]]:
-        """Write samples that a ``Pipeline`` has returned; return a token for the batch, and the stored samples.
+        """Write the samples that a ``Pipeline`` has returned. Return a token for the batch, and the stored samples.
 
-        settings: written into every file, with its "label" and "number". Raises OSError, and then keeps none of them.
+        settings: settings to write into every file, together with the sample's "label" and "number". Raises OSError;
+        then none of the samples is kept.
         """
         stored: list[StoredSample] = []
         try:
@@ -92,13 +101,13 @@ class SampleStore:
         return batch, stored
 
     def find(self, token: str) -> tuple[StoredSample, Path] | None:
-        """Return a sample and its file; None if it is unknown or has been deleted."""
+        """Return a sample and its file; None if the sample is unknown or has been deleted."""
         with self._lock:
             found = self._samples.get(token)
         return None if found is None else (found, self._path(found))
 
     def archive(self, batch: str) -> bytes | None:
-        """Return a ZIP of the samples of a batch; None if they have been deleted."""
+        """Return a ZIP archive of a batch's samples; None if the samples have been deleted."""
         with self._lock:
             stored, content = self._batches.get(batch), io.BytesIO()
             if stored is None:
@@ -130,13 +139,13 @@ class SampleStore:
 
 
 def delete_abandoned() -> None:
-    """Delete this user's folders of samples whose process has ended without doing so."""
+    """Delete this user's sample folders that were left by killed processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
                 continue
             file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:  # it has just been made, or has just gone
+        except OSError:  # another process has just created or just deleted the folder
             continue
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,14 +154,14 @@ def delete_abandoned() -> None:
 
 
 def _hold(path: Path) -> int:
-    """Return the descriptor of a new, locked file. The lock ends with the process, however that ends."""
+    """Return the descriptor of a new, locked file. The system releases the lock when the process ends or is killed."""
     beside = path.with_suffix(".new")
     file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
-    os.rename(beside, path)  # nobody sees it unlocked
+    os.rename(beside, path)  # no process can see the file unlocked
     return file
 
 
 def is_token(text: str) -> bool:
-    """Return True if a text has the form of a token."""
+    """Return True if ``text`` has the form of a token."""
     return _TOKEN.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""Serve the page: the guard that checks every request, the web application with Gradio's tabs, and the server."""
+"""Serve the page: the guard that checks every request, the web application with the tabs, and the server."""
 
 import asyncio
 import base64
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads it when it is imported
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # Gradio reads this variable when it is imported
 
 import gradio as gr  # noqa: E402
 import uvicorn  # noqa: E402
@@ -33,20 +33,20 @@ from opendit.sampling.page.training_queue import TrainingQueue  # noqa: E402
 from opendit.sampling.page.training_tab import train_tab  # noqa: E402
 from opendit.sampling.pipeline import Pipeline, load  # noqa: E402
 
-MOST_EVENTS = 64  # waiting for an answer, of all browsers; further ones are told to try again
-MOST_REQUESTS = 256  # that are answered at a time; a browser that shows the page has one open
-BODY_S = 30  # for the body of a request
-GOODBYE_S = 2  # for running answers when the page is told to stop
-FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # none is fetched from elsewhere
-# All requests that the page makes. Gradio answers more (uploads, files, a proxy, calls of other programs); these are
-# refused.
+MOST_EVENTS = 64  # maximum number of waiting events of all browsers; further events are refused
+MOST_REQUESTS = 256  # maximum number of running requests; every browser that shows the page keeps one open
+BODY_S = 30  # seconds for the body of a request to arrive
+GOODBYE_S = 2  # seconds that running answers get when the page stops
+FONT, FIXED = ["system-ui", "sans-serif"], ["ui-monospace", "monospace"]  # no font is downloaded
+# All requests that the page makes. Gradio also answers other requests (uploads, files, a proxy, calls of programs); the
+# guard refuses them.
 GET = re.compile(
     r"/|/config|/theme\.css|/manifest\.json|/favicon\.ico|/robots\.txt|/(assets|static|svelte)/[\w./@-]+"
     r"|/gradio_api/(queue/data|startup-events|heartbeat/\w+)|/drawn/[\w-]+(\.zip)?|/grid/[^/]+/\d+\.png"
 )
 POST = re.compile(r"/gradio_api/(queue/join|cancel|reset)/?")
-BODY_BYTES = 1024 * 1024  # of a request: the largest picture takes four fifths of it
-WRONG_PASSWORD_S = 1.0  # delay of the answer
+BODY_BYTES = 1024 * 1024  # maximum size of a request's body; the largest picture takes four fifths of it
+WRONG_PASSWORD_S = 1.0  # delay in seconds before a wrong password is refused
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' "
@@ -64,13 +64,13 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware that refuses requests which must not reach the page.
+    """ASGI middleware that refuses requests that must not reach the page.
 
     Args:
         app: the page.
-        password: required by HTTP's basic authentication, with any user name; None for none.
-        hosts: host names by which a browser may address the page; None for any. Restricting them to this machine's own
-            prevents DNS rebinding: another site whose name is made to resolve to this machine.
+        password: password for HTTP basic authentication, with any user name; None if no password is needed.
+        hosts: host names by which a browser may address the page; None for any name. Restricting the names to this
+            machine's own prevents DNS rebinding, where another site makes its name resolve to this machine.
     """
 
     def __init__(self, app: Any, password: str | None = None, hosts: tuple[str, ...] | None = LOCAL):
@@ -81,7 +81,7 @@ class Guard:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # no websockets: the connection is refused
+            return None  # the page uses no websockets, so refuse the connection
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         if refusal := self._refusal(scope["method"], scope["path"], headers):
             if refusal[0] == 401 and "authorization" in headers:
@@ -96,7 +96,7 @@ class Guard:
             self._running -= 1
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-        """Return (status, text) for a request that is refused."""
+        """Return (status, text) if the request must be refused, else None."""
         host = headers.get("host", "")
         if self._hosts is not None and _name_of(host) not in self._hosts:
             return 403, "this page answers to its own machine's name only"
@@ -133,7 +133,7 @@ class Guard:
 
 
 def _name_of(host: str) -> str:
-    """Return the host name: "localhost" from "localhost:7860", "::1" from "[::1]:7860"."""
+    """Return the host name without port: "localhost" for "localhost:7860", "::1" for "[::1]:7860"."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -141,13 +141,15 @@ def _name_of(host: str) -> str:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """End a body that is too long, whatever length it declared, or that takes too long to arrive, as if the browser had
-    disconnected."""
+    """Wrap ``receive`` to report a disconnection if a body is too long or arrives too slowly.
+
+    The declared length of the body is ignored.
+    """
     seen, complete, latest = 0, False, asyncio.get_running_loop().time() + BODY_S
 
     async def limited() -> dict[str, Any]:
         nonlocal seen, complete
-        if complete:  # must not wait by itself: Gradio polls it to see if a browser has gone
+        if complete:  # no timeout here, because Gradio polls this to notice a disconnection
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), latest - asyncio.get_running_loop().time())
@@ -183,7 +185,7 @@ async def _answer(send: Send, status: int, text: str) -> None:
 
 
 def build(page: Page) -> gr.Blocks:
-    """Create the page with its tabs."""
+    """Create the page with all tabs."""
     with gr.Blocks(title="OpenDiT", analytics_enabled=False, delete_cache=(600, 600)) as blocks:
         folder = views.escaped(page.catalog.outputs)
         gr.HTML(f'<div id="title"><h1>OpenDiT</h1><p>{folder}</p></div>', **HTML)
@@ -222,7 +224,7 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
             raise HTTPException(404)
         sample, path = found
         kind = "video/mp4" if sample.is_clip else "image/png"
-        # RFC 5987's form of a file name, as a caption may be in any script.
+        # The file name is in the form of RFC 5987, because a caption may contain any script.
         place = f"inline; filename*=UTF-8''{quote(sample.name, safe='')}"
         return FileResponse(path, media_type=kind, headers={"Content-Disposition": place})
 
@@ -260,13 +262,13 @@ def application(page: Page, password: str | None, hosts: tuple[str, ...] | None 
 
 
 class Loader:
-    """Loads weights with the flags that the page was started with."""
+    """Loads weights with the command-line flags of the page."""
 
     def __init__(self, options: dict[str, Any]):
         self._options = options
 
     def __call__(self, choice: WeightsChoice) -> Pipeline:
-        """Return the pipeline of weights. Raises ValueError or OSError, with a line for the user."""
+        """Return the pipeline for the chosen weights. Raises ValueError or OSError, with a line for the user."""
         options, arguments = self._options, {}
         file = find_weights(choice.path, choice.which)
         info = read_info(file)
@@ -290,15 +292,17 @@ class Loader:
 
 @contextlib.contextmanager
 def opened(options: dict[str, Any]):
-    """Yield the :class:`Page` of these flags, and close it on exit. Raises ValueError or OSError for a ``--ckpt`` that
-    can't be read."""
+    """Create the :class:`Page` for these flags and close it on exit.
+
+    Raises ValueError or OSError if a ``--ckpt`` can't be read.
+    """
     extra, lora = _named(options["ckpt"]), _named(options["lora"])
     catalog, loader = Catalog(Path(options["outputs"]).expanduser(), extra, lora), Loader(options)
     cards = {}
     for name in extra:
         choice = catalog.weights(name, catalog.checkpoints(name)[0], "ema")
         if catalog.card(choice) is None:
-            pipe = loader(choice)  # formats of Meta and diffusers have no metadata of ours: load them to know the model
+            pipe = loader(choice)  # files of Meta and diffusers lack our metadata, so load the model
             cards[name] = ModelCard.of(pipe.config, pipe.weights, pipe.objective)
             del pipe
 
@@ -313,7 +317,10 @@ def opened(options: dict[str, Any]):
 
 
 def _named(paths: list[str]) -> dict[str, Path]:
-    """Return paths by their last names, which a browser shows; of those with the same name, by their whole paths."""
+    """Return name -> path for paths of the command line.
+
+    The name is the last part of the path, or the whole path if an earlier path has the same last part.
+    """
     found: dict[str, Path] = {}
     for path in (Path(name).expanduser() for name in paths):
         found[path.name if path.name not in found else str(path)] = path
@@ -321,7 +328,7 @@ def _named(paths: list[str]) -> dict[str, Path]:
 
 
 class PageServer(uvicorn.Server):
-    """Serves until SIGINT, SIGTERM or SIGHUP, if it runs in the main thread."""
+    """uvicorn server that ends on SIGINT, SIGTERM or SIGHUP if it runs in the main thread."""
 
     def __init__(self, app: Guard):
         super().__init__(
@@ -335,19 +342,21 @@ class PageServer(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for connection in list(self.server_state.connections):  # some stay open as long as a browser shows the page
+        for connection in list(self.server_state.connections):  # a browser keeps one open while it shows the page
             connection.transport.close()
         await super().shutdown(sockets)
 
 
 def serve(options: dict[str, Any], listening: socket.socket, hosts: tuple[str, ...] | None) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, and delete the samples then. hosts: see :class:`Guard`. Raises as
-    :func:`opened`."""
+    """Serve until SIGINT, SIGTERM or SIGHUP, then delete the samples.
+
+    hosts: see :class:`Guard`. Raises as :func:`opened`.
+    """
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)  # uvicorn stops at one, and then sends it once more
+    signal.signal(signal.SIGTERM, leave)  # uvicorn stops at SIGTERM and then raises the signal again
     signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     with opened(options) as page:
         server = PageServer(application(page, options["password"], hosts))

@@ -1,4 +1,5 @@
-"""The page's three tabs in Gradio, and the fields by which two of them choose weights and what to draw."""
+"""Three tabs of the page in Gradio: Sample, Runs and Compare. Sample and Compare share the fields for choosing
+weights and what to draw."""
 
 import asyncio
 import itertools
@@ -27,17 +28,17 @@ from opendit.sampling.page.forms import (
 )
 from opendit.sampling.pipeline import MOST_STEPS
 
-# Options of all events, which are not part of a public API, and of all HTML, which has no scripts and only our styles.
+# Options of all events (they are not part of a public API) and of all HTML (it has no scripts and only our styles).
 PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 HTML: dict[str, Any] = {"js_on_load": None, "apply_default_css": False}
-FIRST_CLASSES = 10  # preselected when a model is chosen
-FIRST_RUNS = 8  # the newest runs, whose curves are shown before any is chosen
+FIRST_CLASSES = 10  # number of classes that are selected when a user chooses a model
+FIRST_RUNS = 8  # number of newest runs whose curves are shown until a user chooses runs
 REFRESH_S = 10
 EXACT = (
     "<b>exact</b> evaluates the whole network, and guidance, at every step: the samples that sample.py draws. "
     "What leaves blocks or guidance out is faster, and draws other samples: Compare shows by how much."
 )
-# A picture is read and made smaller by the browser; nothing is uploaded as a file.
+# The browser reads the picture and reduces it; no file is uploaded.
 PICTURE_HTML = (
     '<label>Clips begin with a picture <input type="file" accept="image/*"></label>'
     '${value ? `<img class="begins" alt="the first frame" src="${value}">` : ""}'
@@ -66,7 +67,7 @@ COLORS = ["#4f46e5", "#ea580c", "#059669", "#db2777", "#0891b2", "#a16207", "#7c
 
 @dataclass
 class WeightsPicker:
-    """Fields that choose weights, created where they should appear."""
+    """Fields that choose weights. The fields appear where the picker is created."""
 
     page: Page
     steps: int = 50
@@ -90,7 +91,7 @@ class WeightsPicker:
         self.card = gr.HTML("", **HTML)
 
     def settings(self) -> None:
-        """Create the fields that choose how to draw, where they should appear."""
+        """Create the fields for the sampling settings. The fields appear where this is called."""
         with gr.Group():
             with gr.Row():
                 self.sampler = gr.Dropdown([], label="Sampler", interactive=True, min_width=110)
@@ -124,12 +125,12 @@ class WeightsPicker:
         return [self.source, self.checkpoint, self.average]
 
     def refresh_sources(self, source: Any) -> Any:
-        """Return the current list of sources, with the same choice if it is still there."""
+        """Return an update of the list of sources, which keeps the choice ``source`` if it still exists."""
         sources = self.page.catalog.sources()
         return gr.Dropdown(sources, value=source if source in sources else sources[0] if sources else None)
 
     def follow(self, source: Any, checkpoint: Any, average: Any) -> tuple[list[Any], ModelCard | None]:
-        """Return updates of the fields ``followed`` for the chosen weights, and the model's card."""
+        """Return updates of the fields in :attr:`followed` for the chosen weights, and the model's card."""
         catalog = self.page.catalog
         if source is None:
             train = "" if self.page.training is None else "; the tab Train makes one"
@@ -145,7 +146,7 @@ class WeightsPicker:
         fields = [gr.skip(), gr.Dropdown(steps, value=checkpoint), gr.Dropdown(averages, value=average)]
         try:
             card = self.page.card(catalog.weights(source, checkpoint, average))
-        except (ValueError, OSError) as error:  # a damaged checkpoint; another one can be chosen
+        except (ValueError, OSError) as error:  # the checkpoint is damaged; the user can choose another
             return [*fields, views.error(views.error_line(error)), gr.skip()], None
         return [*fields, views.card(card), gr.Dropdown(list(card.samplers), value=card.samplers[0])], card
 
@@ -156,7 +157,7 @@ class WeightsPicker:
 
 @dataclass
 class WhatPicker:
-    """Fields that choose what to draw, and the seed."""
+    """Fields that choose what to draw and the seed."""
 
     page: Page
     count: int = 10
@@ -200,7 +201,7 @@ class WhatPicker:
         return [self.classes, self.captions, self.negative, self.picture]
 
     def follow(self, card: ModelCard | None, chosen: Any) -> list[Any]:
-        """Return updates of the fields ``followed`` for another model."""
+        """Return updates of the fields in :attr:`followed` for a newly chosen model."""
         if card is None:
             return [gr.skip()] * 4
         choices = [(_class_label(number, name), number) for number, name in enumerate(card.classes)]
@@ -220,8 +221,10 @@ def _class_label(number: int, name: str) -> str:
 
 
 def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Sample: draw pictures or clips from one checkpoint. tab: where it is; when a user comes back to
-    it, it lists the runs again."""
+    """Create the tab Sample, which draws pictures or clips from one checkpoint.
+
+    tab: the tab to fill. Whenever a user selects it, the list of runs is updated.
+    """
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             weights = WeightsPicker(page)
@@ -279,7 +282,7 @@ def sample_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
 
 
 def runs_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Runs: curves of several runs together; grids, flags and starts of one."""
+    """Create the tab Runs, which shows curves of several runs in one plot, and grids, flags and starts of one run."""
     catalog = page.catalog
     with gr.Row():
         shown = gr.Dropdown([], multiselect=True, label="Curves of", interactive=True, scale=6)
@@ -350,7 +353,7 @@ def runs_tab(page: Page, blocks: gr.Blocks) -> None:
 
 
 def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
-    """Return a plot of these runs' curves for each of ``METRICS``, and their legend."""
+    """Return one plot of the runs' curves for each of ``METRICS``, and the legend of all plots."""
     colors = dict(zip(runs, itertools.cycle(COLORS), strict=False))
     try:
         found = curves(catalog, runs)
@@ -360,7 +363,7 @@ def plots(catalog: Catalog, runs: list[str]) -> tuple[list[str], str]:
 
 
 def starts_table(starts: list[dict[str, Any]]) -> str:
-    """Render the starts of a run as a table, the newest first."""
+    """Render the starts of a run as a table, newest first."""
     rows = []
     for number, start in enumerate(starts):
         before = starts[number - 1] if number else None
@@ -381,7 +384,7 @@ def starts_table(starts: list[dict[str, Any]]) -> str:
 
 
 def results_table(figures: list[dict[str, Any]]) -> str:
-    """Render the results of evaluations as a table; empty if there are none."""
+    """Render the results of evaluations as a table. Return an empty text if there are no results."""
     rows = []
     for row in figures:
         interval = row["interval"] if isinstance(row["interval"], list) else []
@@ -402,10 +405,10 @@ def results_table(figures: list[dict[str, Any]]) -> str:
 
 
 def _number(value: Any) -> str:
-    """Write a number with four digits, and anything else as it is."""
+    """Format a number with four digits, and any other value by ``str``."""
     try:
         return f"{value:.4g}" if isinstance(value, int | float) else str(value)
-    except OverflowError:  # a whole number beyond floating point's
+    except OverflowError:  # an integer outside the range of floats
         return str(value)
 
 
@@ -414,7 +417,7 @@ def _label(grids: list[str], number: int) -> str:
 
 
 def compare_tab(page: Page, blocks: gr.Blocks) -> None:
-    """Create the tab Compare: two checkpoints, or two settings, from the same seed."""
+    """Create the tab Compare, which draws from two checkpoints, or with two settings, from the same seed."""
     with gr.Row():
         with gr.Column(min_width=280):
             gr.HTML('<div class="card"><b>A</b></div>', **HTML)
@@ -495,6 +498,6 @@ def compare_tab(page: Page, blocks: gr.Blocks) -> None:
 
 
 def difference(first: Any, second: Any) -> str:
-    """Return a text with the difference between two samples; empty if their sizes differ."""
+    """Return a text with the mean difference between two samples; an empty text if their sizes differ."""
     a, b = (np.asarray(one.frames if isinstance(one, VideoClip) else one).astype(np.int16) for one in (first, second))
     return f" differ by {np.abs(a - b).mean():.1f} of 255 a pixel" if a.shape == b.shape else ""

@@ -1,4 +1,4 @@
-"""Turn the fields of the tab Train into the flags of train.py, checked here before any program sees them."""
+"""Convert the fields of the tab Train into flags of train.py, and check them before any program is started."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ TABLES = (".csv", ".jsonl", ".parquet")
 SPEED_UPS = {"mixed_precision": "bf16", "enable_flashattn": True, "enable_layernorm_kernel": True}
 SPEED_UPS |= {"enable_modulate_kernel": True}
 MOST_CHOICES, MOST_ENTRIES, MOST_PATH = 200, 5_000, 1_000
-# Of a run that training starts from: how its network and its latents are made.
+# Flags that a new run copies from the run whose weights it starts from: they define the network and the latents.
 KEPT = ("model", "vae", "image_size", "use_video", "num_frames", "frame_interval", "text_encoder", "max_text_tokens")
 KEPT += ("cross_attention", "objective", *(setting.flag for kind in KINDS.values() for setting in kind.settings))
-BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # not a path, which may be anywhere
+BUILT_IN = {"vae": ("none", "ema", "mse"), "text_encoder": ("bytes", "clip", "t5")}  # other values are paths
 
 
 @dataclass(frozen=True)
 class TrainingForm:
-    """The fields, as a browser sends them. Numbers are text, which may be empty: then the recipe says."""
+    """The fields as a browser sends them. Numbers are text; an empty text means the recipe's value."""
 
     base: Any
     data: Any
@@ -53,9 +53,9 @@ class TrainingForm:
 def read_training_form(
     form: TrainingForm, catalog: Catalog, root: Path, has_gpu: bool = False
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return a title, flags with their values for ``train.py --config``, and further ones of a plan.
+    """Return a title, the flags for ``train.py --config``, and extra flags for a plan.
 
-    has_gpu: without a recipe the recommended speed-ups are on, as by the shell scripts.
+    has_gpu: if True and no recipe is chosen, turn on the speed-ups that the shell scripts use.
 
     Raises:
         ValueError: a field is invalid, or a path is not below ``root``; one line for the user.
@@ -95,7 +95,7 @@ def read_training_form(
     if "batch_size" in flags and "--global_batch_size" in words:
         flags["global_batch_size"] = flags["batch_size"]
     if "max_steps" in flags:
-        flags["epochs"] = 10**6  # the steps say when it ends
+        flags["epochs"] = 10**6  # max_steps ends the run
         flags["log_every"] = max(1, min(50, flags["max_steps"] // 50))  # so that a short run has a curve
     if "num_frames" in flags:
         flags["use_video"] = True
@@ -107,12 +107,15 @@ def read_training_form(
 
 
 def recipes() -> list[str]:
-    """Return the names of the recipes for data."""
+    """Return the names of the recipes that train on data."""
     return [name for name in RECIPES if not name.startswith("mock_")]
 
 
 def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
-    """Return the flags of a run that a run from its weights needs as well. Raises ValueError for a damaged run."""
+    """Return the flags that a new run must copy from the run whose weights it starts from.
+
+    Raises ValueError if the run is damaged.
+    """
     found = starts(catalog, run)
     flags = found[-1].get("flags") if found else None
     if not isinstance(flags, dict):
@@ -134,10 +137,10 @@ def kept_flags(catalog: Catalog, run: str) -> dict[str, Any]:
 def below(root: Path, written: str, what: str) -> Path:
     """Return a path below ``root`` with all links resolved.
 
-    written: relative to ``root``, or absolute. what: the field, for messages.
+    written: path relative to ``root``, or absolute. what: name of the field, for messages.
 
     Raises:
-        ValueError: it isn't there, or leads out of ``root``, or has characters that flags read as something else.
+        ValueError: the path doesn't exist, leads out of ``root``, or has a character with a meaning in --data_path.
     """
     if not written or len(written) > MOST_PATH or not written.isprintable():
         raise ValueError(f"{what}: choose a folder below {root}")
@@ -153,7 +156,7 @@ def below(root: Path, written: str, what: str) -> Path:
 
 
 def data_choices(root: Path, skipped: tuple[str, ...]) -> list[str]:
-    """Return folders and tables below ``root`` that may be data, relative to it."""
+    """Return the folders and tables below ``root`` that may be data, as paths relative to ``root``."""
     return [
         DIGITS,
         *_listed(root, skipped, lambda path: path.is_dir() or path.suffix in (".csv", ".jsonl", ".parquet")),
@@ -161,7 +164,7 @@ def data_choices(root: Path, skipped: tuple[str, ...]) -> list[str]:
 
 
 def base_choices(root: Path, skipped: tuple[str, ...], catalog: Catalog) -> list[str]:
-    """Return what training may start from: the runs with checkpoints, and folders of models below ``root``."""
+    """Return the choices for a base: runs with checkpoints, and folders of models below ``root``."""
     runs = [name for name in catalog.runs() if catalog.has_checkpoint(name)]
     return [NOTHING, *runs, *_listed(root, skipped, lambda path: (path / "model_index.json").is_file())]
 
@@ -181,7 +184,7 @@ def _listed(root: Path, skipped: tuple[str, ...], wanted: Any) -> list[str]:
 
 
 def _walk(folder: Path, skipped: tuple[str, ...], depth: int) -> Iterator[Path]:
-    """Yield what is in a folder and, ``depth`` deep, in its folders."""
+    """Yield the entries of a folder and of its subfolders, down to ``depth`` levels."""
     try:
         inside = sorted(path for path in folder.iterdir() if not path.name.startswith((".", "__")))
     except OSError:
@@ -195,7 +198,7 @@ def _walk(folder: Path, skipped: tuple[str, ...], depth: int) -> Iterator[Path]:
 
 
 def _number(text: str) -> float | None:
-    """Return the number that a text is; None for any other text."""
+    """Parse a number. Return None if ``text`` is not a number."""
     try:
         return float(text[:40])
     except ValueError:

@@ -1,8 +1,13 @@
-"""Runs of train.py that the page starts, as files below the folder of ``--allow_train``, so that they outlive the page.
+"""Start runs of train.py from the page. The runs continue when the page ends.
 
-ROOT/page_runs/0001/ holds ``job.json`` (:class:`Job`), ``config.yaml`` (the flags, as ``train.py --config`` reads
-them), ``output.txt`` (what the program has printed) and ``run`` (the run's folder, which train.py writes there once it
-trains). A page that is started again reads them, finds what still runs, and goes on with what waits.
+The state of every run is in files below ROOT, the folder of ``--allow_train``. ROOT/page_runs/0001/ contains:
+
+- ``job.json``: the :class:`Job`
+- ``config.yaml``: the flags, for ``train.py --config``
+- ``output.txt``: the output of the program
+- ``run``: the path of the run's folder; train.py writes this file when training begins
+
+When a page is started again, it reads these files, finds the runs that are still running, and starts the waiting runs.
 """
 
 import contextlib
@@ -30,22 +35,28 @@ from opendit.sampling.page.catalog import Catalog
 
 FOLDER = "page_runs"
 JOB, CONFIG, OUTPUT, RUN = "job.json", "config.yaml", "output.txt", "run"
-MOST_WAITING = 32  # jobs in the queue
-MOST_SHOWN = 200  # jobs, the newest
-TICK_S = 1.0  # between two looks at what runs
-PROGRAM_S = 300  # for a plan, or a look at data
-TAIL_BYTES = 16 * 1024  # of a program's output
-# As in opendit/training/run_end.py, which is in a room above this one.
+MOST_WAITING = 32  # maximum number of waiting jobs
+MOST_SHOWN = 200  # number of newest jobs that are listed
+TICK_S = 1.0  # seconds between two checks of the running jobs
+PROGRAM_S = 300  # time limit in seconds of a plan or of a look at data
+TAIL_BYTES = 16 * 1024  # size of the end of a program's output that is shown
+# The same as in opendit/training/run_end.py, which this package must not import.
 RUN_FOLDER_FILE = "OPENDIT_RUN_FOLDER_FILE"
 ENDINGS = {"done": "done", "failed": "failed", "hours_up": "stopped", "stopped": "stopped"}
 
 
 class Job(JsonObject):
-    """A run that was asked for.
+    """A run that a user has requested.
 
-    title: for people. state: "waiting", "started" or "dropped" (from the queue). pid, started, boot: the process, the
-    time when it started, in ticks since boot, and which boot; together they name one process for ever. began: the
-    clock's time of the last start. gpu: the one that it runs on; None for the CPU. stopped: the user has stopped it.
+    Attributes:
+        title: title for users.
+        state: "waiting", "started" or "dropped" (from the queue).
+        pid: number of the process.
+        started: start time of the process, in ticks since boot.
+        boot: identifies the boot. pid, started and boot together identify a process uniquely.
+        began: clock time of the last start.
+        gpu: the GPU that the process uses; None for the CPU.
+        stopped: True if the user has stopped the run.
     """
 
     title: Word
@@ -66,14 +77,16 @@ class Busy(Exception):
 
 
 class TrainingQueue:
-    """Starts one run a GPU, and further ones when those have ended; a context manager.
+    """Queue of training runs. At most one run per GPU is running; the others wait.
+
+    As a context manager, the queue closes on exit, and the running runs continue.
 
     Args:
         root: the folder of ``--allow_train``.
         catalog: lists the runs.
         gpus: names of the GPUs for CUDA_VISIBLE_DEVICES; (None,) for the CPU.
 
-    Raises ValueError if another page has the folder, and OSError.
+    Raises ValueError if another page uses the folder, and OSError.
     """
 
     def __init__(self, root: Path, catalog: Catalog, gpus: Sequence[str | None] | None = None):
@@ -94,7 +107,7 @@ class TrainingQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End this page's part; runs go on."""
+        """Close the queue. The running runs continue."""
         self._ended.set()
         self._thread.join()
         if (program := self._program) is not None:
@@ -108,26 +121,28 @@ class TrainingQueue:
     # ------------------------------------------------------------------------------------------ what a user does
 
     def add(self, title: str, config: dict[str, Any]) -> str:
-        """Put a run into the queue; return the job's name. Raises Busy if the queue is full, and OSError."""
+        """Add a run to the queue and return the job's name. Raises Busy if the queue is full, and OSError."""
         with self._lock:
             if sum(job.state == "waiting" for job in self._jobs.values()) >= MOST_WAITING:
                 raise Busy(f"{MOST_WAITING} runs wait already: drop one of them first")
             name = f"{max(map(int, self._jobs), default=0) + 1:04d}"
-            while (self._folder / name).exists():  # of a job that can't be read
+            while (self._folder / name).exists():  # the folder of a job that can't be read
                 name = f"{int(name) + 1:04d}"
             self._write_config(name, config)
             self._keep(name, Job(title=title[:64], state="waiting"))
         return name
 
     def stop(self, name: str) -> str:
-        """Stop a run as a queue does, by SIGTERM, at which it saves and ends, or drop it from the queue. Return what
-        was done."""
+        """Stop a run, and return a text that says what was done.
+
+        A running run gets SIGTERM, and then saves and ends. A waiting run is dropped from the queue.
+        """
         with self._lock:
             job = self._job(name)
             if job.state == "waiting":
                 self._keep(name, job.model_copy(update={"state": "dropped"}))
                 return "dropped from the queue"
-            if job.stopped and alive(job):  # a second signal would end it before it has saved
+            if job.stopped and alive(job):  # a second signal would end the run before it has saved
                 raise ValueError(f"{name} is stopping already: it saves and ends; kill {job.pid} ends it at once")
             if not send(job, signal.SIGTERM):
                 raise ValueError(f"{name} does not run")
@@ -135,8 +150,10 @@ class TrainingQueue:
         return "it saves and ends"
 
     def go_on(self, name: str) -> None:
-        """Queue an ended run again. It resumes from its newest checkpoint, or starts over if it
-        has none. Raises ValueError if it runs or waits, and OSError."""
+        """Queue an ended run again, so that it resumes from its newest checkpoint or, without one, starts over.
+
+        Raises ValueError if the run is running, waiting or done, and OSError.
+        """
         with self._lock:
             job = self._job(name)
             if (now := self.status(name)) in ("running", "stopping", "waiting", "done"):
@@ -145,14 +162,16 @@ class TrainingQueue:
             config.pop("load", None)
             if (run := self.run_of(name)) is not None and self._catalog.has_checkpoint(run):
                 config["load"] = str(self._catalog.run(run).resolve())
-                if not trains_lora(config):  # whose base is not in the run
+                if not trains_lora(config):  # a LoRA run does not contain its base, so it keeps the flag
                     config.pop("pretrained", None)
             self._write_config(name, config)
             self._keep(name, job.model_copy(update={"state": "waiting", "stopped": False}))
 
     def program(self, words: Sequence[str]) -> tuple[int, str]:
-        """Run a program of OpenDiT to its end; return its exit code and the end of its output. Raises Busy if another
-        one runs, and ValueError if it takes too long."""
+        """Run a program of OpenDiT to its end. Return its exit code and the end of its output.
+
+        Raises Busy if another program is running, and ValueError if the program takes longer than ``PROGRAM_S``.
+        """
         if not self._program_lock.acquire(blocking=False):
             raise Busy("another plan is being made: try again in a moment")
         try:
@@ -171,7 +190,7 @@ class TrainingQueue:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield a path below the folder for a program's files, and delete it on exit."""
+        """Yield the path of a folder for a program's files, and delete the folder on exit."""
         folder = self._folder / f"look-{os.getpid()}-{threading.get_ident()}"
         try:
             yield folder
@@ -179,7 +198,7 @@ class TrainingQueue:
             remove_tree(folder, root=self.root)
 
     def plan_config(self, config: dict[str, Any]) -> Path:
-        """Write a configuration for a plan; return its file."""
+        """Write a configuration for a plan, and return the path of its file."""
         path = self._folder / "plan.yaml"
         write_whole(path, _yaml(config), root=self.root)
         return path
@@ -187,7 +206,7 @@ class TrainingQueue:
     # ------------------------------------------------------------------------------------------ what a user sees
 
     def names(self) -> list[str]:
-        """Return the names of the jobs, the newest first."""
+        """Return the names of the jobs, newest first."""
         with self._lock:
             return sorted(self._jobs, reverse=True)[:MOST_SHOWN]
 
@@ -210,7 +229,7 @@ class TrainingQueue:
         return "stopped" if job.stopped else "failed"
 
     def run_of(self, name: str) -> str | None:
-        """Return the name of the job's run, once it trains; None before."""
+        """Return the name of the job's run; None if training has not begun."""
         try:
             content = read_bounded(self._folder / self._known(name) / RUN, 4096).decode()
         except (OSError, ValueError):
@@ -226,7 +245,7 @@ class TrainingQueue:
         return found
 
     def output(self, name: str) -> str:
-        """Return the end of what the job's program has printed."""
+        """Return the end of the output of the job's program."""
         return tail(self._folder / self._known(name) / OUTPUT, self.root)
 
     # ------------------------------------------------------------------------------------------ files
@@ -245,7 +264,7 @@ class TrainingQueue:
         found = {}
         for folder in self._folder.iterdir():
             if folder.name.isascii() and folder.name.isdecimal() and not folder.is_symlink():
-                with contextlib.suppress(OSError, ValueError):  # a damaged one is not shown
+                with contextlib.suppress(OSError, ValueError):  # a damaged job is not shown
                     found[folder.name] = Job(**read_file(folder / JOB, JOB_FILE))
         return found
 
@@ -258,7 +277,7 @@ class TrainingQueue:
 
     @contextlib.contextmanager
     def _appending(self, name: str, empty: bool = False) -> Iterator[int]:
-        """Yield the descriptor of a file for what a program prints."""
+        """Yield the descriptor of a file that is open for appending a program's output."""
         if empty:
             remove(self._folder / name, root=self.root)
         file = open_to_append(self._folder / name, root=self.root, make=True)
@@ -283,31 +302,31 @@ class TrainingQueue:
         for name, gpu in zip(waiting, [gpu for gpu in self._gpus if gpu not in taken], strict=False):
             job = self._jobs[name].model_copy(update={"state": "started", "gpu": gpu, "began": time.time(), "pid": 0})
             try:
-                self._keep(name, job)  # first: a page that ends in these lines must not start it twice
+                self._keep(name, job)  # written before the start, so that no page starts the run twice
                 folder = self._folder / name
                 more = {RUN_FOLDER_FILE: str(folder / RUN)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
                 with self._appending(f"{name}/{OUTPUT}") as output:
                     child = _start(["train", "--config", str(folder / CONFIG)], output, **more)
                 self._children.append(child)
-                # It has not been waited for, so its number is still its own.
+                # The child has not been waited for, so no other process can have its number yet.
                 of_process = {"pid": child.pid, "started": start_time(child.pid) or 0, "boot": boot()}
                 self._keep(name, job.model_copy(update=of_process))
-            except OSError as error:  # a full disk: the row says "failed"
+            except OSError as error:  # for example a full disk; the job's status is then "failed"
                 self._jobs[name] = job
                 print(f"{name}: {error}", file=sys.stderr)
 
 
 def alive(job: Job) -> bool:
-    """Return True if the job's own process runs, not another one that has got its number since."""
+    """Return True if the job's process is running. Another process that has reused its number does not count."""
     return job.pid > 0 and job.started > 0 and job.boot == boot() and start_time(job.pid) == job.started
 
 
 def send(job: Job, number: int) -> bool:
-    """Send a signal to the job's process, and to no other; return False if it is gone."""
+    """Send a signal to the job's process, and to no other process. Return False if the process has ended."""
     if job.pid <= 0:
         return False
     try:
-        process = os.pidfd_open(job.pid)  # from here on it names one process, whatever becomes of the number
+        process = os.pidfd_open(job.pid)  # the descriptor refers to one process, even if the number is reused
     except OSError:
         return False
     try:
@@ -322,13 +341,13 @@ def send(job: Job, number: int) -> bool:
 
 
 def trains_lora(config: dict[str, Any]) -> bool:
-    """Return True if flags of train.py, or their recipe, train a LoRA."""
+    """Return True if the flags of train.py, or the recipe among them, train a LoRA."""
     recipe = RECIPES.get(str(config.get("recipe")))
     return "lora" in config or recipe is not None and "--lora" in recipe.flags
 
 
 def find_gpus() -> Sequence[str | None]:
-    """Return the names of the GPUs that this process may use; (None,) without any."""
+    """Return the names of the GPUs that this process may use; (None,) if there are none."""
     if not torch.cuda.is_available():
         return (None,)
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -336,7 +355,7 @@ def find_gpus() -> Sequence[str | None]:
 
 
 def tail(path: Path, root: Path) -> str:
-    """Return the end of a text file below ``root``; empty if there is none."""
+    """Return the end of a text file below ``root``; an empty text if there is no such file."""
     try:
         if not path.resolve(strict=True).is_relative_to(root) or not path.is_file():
             return ""
@@ -348,7 +367,7 @@ def tail(path: Path, root: Path) -> str:
 
 
 def _start(words: Sequence[str], output: int, **more: str) -> subprocess.Popen[bytes]:
-    """Start a program of OpenDiT in a session of its own, which signals to the page do not reach."""
+    """Start a program of OpenDiT in a new session, so that signals to the page do not reach it."""
     return subprocess.Popen(
         [sys.executable, "-m", "opendit", *words],
         stdin=subprocess.DEVNULL,
@@ -360,7 +379,7 @@ def _start(words: Sequence[str], output: int, **more: str) -> subprocess.Popen[b
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:
-    """End a program and all that it has started."""
+    """Kill a program and all processes that it has started."""
     with contextlib.suppress(OSError):
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The tab Train: says what is trained on what, plans it, starts it, and shows what runs."""
+"""The tab Train: choose a model and data, plan and start runs, and show the started runs."""
 
 import io
 import json
@@ -35,13 +35,13 @@ from opendit.sampling.page.training_form import (
 from opendit.sampling.page.training_queue import FOLDER, Busy, TrainingQueue, tail
 
 REFRESH_S = 3
-LOOKED, SHOWN = 200, 24  # rows that a look opens, and pictures that it shows
-LOOK_BYTES = 16 << 20  # of its contact sheet
+LOOKED, SHOWN = 200, 24  # number of rows that a look at data opens, and of pictures that it shows
+LOOK_BYTES = 16 << 20  # maximum size of the contact sheet of a look
 ERRORS = (ValueError, OSError, Busy)
 
 
 def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
-    """Create the tab Train. tab: where it is; it is refreshed from when a user first looks at it."""
+    """Create the tab Train. tab: the tab to fill; refreshing starts when a user first selects it."""
     queue, catalog = page.training, page.catalog
     assert queue is not None, "the page was started without --allow_train"
     root, skipped = queue.root, (FOLDER, catalog.outputs.name)
@@ -104,7 +104,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
         drawn = ([own] if own else []) + [run for run in others if run != own]
         try:
             grids = catalog.grids(own) if own else []
-        except ERRORS:  # a run was deleted while it was read
+        except ERRORS:  # a run was deleted while it was being read
             grids = []
         curves, named = plots(catalog, drawn)
         return [
@@ -155,7 +155,7 @@ def train_tab(page: Page, blocks: gr.Blocks, tab: gr.Tab) -> None:
         return changed
 
     def again(chosen_base: Any, chosen_data: Any) -> list[Any]:
-        """Look for new folders and runs."""
+        """Update the lists of folders and runs."""
         return [
             gr.Timer(REFRESH_S, active=True),
             gr.Dropdown(base_choices(root, skipped, catalog), value=chosen_base),
@@ -189,7 +189,7 @@ def _choice(choices: tuple[str, ...], label: str) -> gr.Dropdown:
 
 
 def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
-    """Return what ``train.py --dry_run`` says of these flags: its memory and hours, and a table of the rest."""
+    """Run ``train.py --dry_run`` with these flags. Return a line with memory and hours, and a table of the rest."""
     code, text = queue.program(["train", "--config", str(queue.plan_config(flags)), "--dry_run"])
     lines = text.splitlines()
     if code:
@@ -203,7 +203,7 @@ def planned(queue: TrainingQueue, flags: dict[str, Any]) -> list[str]:
 
 
 def looked(queue: TrainingQueue, source: str, size: Any) -> list[str]:
-    """Return what ``preprocess.py look`` says of data, and its contact sheet."""
+    """Run ``preprocess.py look`` on data. Return its report and its contact sheet."""
     more = ["--image_size", size] if isinstance(size, str) and size.isascii() and size.isdecimal() else []
     with queue.scratch() as folder:
         words = ["preprocess", "look", source, "--output", str(folder), "--samples", str(LOOKED)]
@@ -224,7 +224,7 @@ def _jpeg(path: Path) -> bytes:
 
 
 def last_line(text: str) -> str:
-    """Return the message of the last error that a program has printed, or else its last line."""
+    """Return the last error message in a program's output, or else its last line."""
     lines = [line for line in text.splitlines() if line.strip()]
     errors = [rest for head, _, rest in (line.partition(": ") for line in lines) if head == "error"]
     return (errors or lines or ["it printed nothing"])[-1]
@@ -234,7 +234,7 @@ def last_line(text: str) -> str:
 
 
 def jobs_table(queue: TrainingQueue, catalog: Catalog, names: list[str]) -> str:
-    """Render the runs that were started here, the newest first."""
+    """Render a table of the runs that were started from the page, newest first."""
     rows = []
     for name in names:
         run = queue.run_of(name)
@@ -247,7 +247,7 @@ def jobs_table(queue: TrainingQueue, catalog: Catalog, names: list[str]) -> str:
 
 
 def state_of(queue: TrainingQueue, catalog: Catalog, name: str) -> str:
-    """Render one run's state in a line."""
+    """Render the state of a run in one line."""
     status, run = queue.status(name), queue.run_of(name)
     if status == "failed":
         return views.error(f"{name} has failed: {last_line(queue.output(name))}")
@@ -271,12 +271,12 @@ def _figure(entry: dict[str, Any], key: str) -> str:
 
 
 def newest_entry(queue: TrainingQueue, catalog: Catalog, run: str | None) -> dict[str, Any]:
-    """Return the last whole line of a run's log; empty without one."""
+    """Return the last complete entry of a run's log; {} if there is none."""
     log = None if run is None else catalog.file(run, "log.jsonl")
     for line in reversed(tail(log, queue.root).splitlines() if log else []):
         try:
             entry = json.loads(line)
-        except (ValueError, RecursionError):  # it is still being written
+        except (ValueError, RecursionError):  # the line is still being written
             continue
         return entry if isinstance(entry, dict) else {}
     return {}

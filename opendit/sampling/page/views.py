@@ -1,4 +1,4 @@
-"""Render the page's HTML. All text from a browser, a checkpoint or a folder goes through :func:`escaped`."""
+"""Render the page's HTML. All text from browsers, checkpoints and folders is escaped by :func:`escaped`."""
 
 import base64
 import html
@@ -11,11 +11,11 @@ from urllib.parse import quote
 from opendit.sampling.page.catalog import ModelCard
 from opendit.sampling.page.sample_store import StoredSample
 
-SHOWN = 132  # pixels: smaller samples are magnified to about this side
+SHOWN = 132  # pixels; smaller samples are magnified to about this side
 LONGEST_VALUE = 500
-PAGE_ROWS, MOST_PAGES = 100, 20  # of a table
+PAGE_ROWS, MOST_PAGES = 100, 20  # rows on a page of a table, and maximum number of pages
 LOG_LINES = 40
-LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # of a plot, in its own units, and how many numbers an axis has
+LEFT, TOP, WIDTH, HEIGHT, TICKS = 62, 8, 500, 190, 5  # sizes of a plot in units of its SVG; number of labels on an axis
 
 CSS = """
 :root { --muted: #6b7280; } .dark { --muted: #9ca3af; }
@@ -75,7 +75,7 @@ CSS = """
 
 
 def escaped(value: Any) -> str:
-    """Escape a text for HTML, between tags or in an attribute; very long texts are cut."""
+    """Escape a text for HTML, between tags or in an attribute. Texts over LONGEST_VALUE characters are cut."""
     text = str(value)
     text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
     return html.escape(text.encode("utf-8", "replace").decode(), quote=True)
@@ -100,7 +100,7 @@ def error(text: str) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error as one line for users."""
+    """Return the message of an error as one line for users."""
     if isinstance(error, ValueError | OSError):
         return str(error)
     first = str(error).strip().split("\n")[0][:300]
@@ -114,7 +114,7 @@ def progress(text: str, share: float) -> str:
 
 
 def sample(stored: StoredSample, columns: int = 1) -> str:
-    """Render a picture, or a clip that plays, with its label and a link to download it."""
+    """Render a picture or a playing clip, with its label and a download link."""
     height, width = stored.size
     zoom = max(1, math.ceil(SHOWN / max(height, 1)) if height < SHOWN else 1)
     height, width = height * zoom, width * zoom
@@ -150,7 +150,7 @@ def pairs(first: list[StoredSample], second: list[StoredSample], differences: li
 
 
 def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str]) -> str:
-    """Render curves as a picture. points: (step, value, run). colors: of the runs."""
+    """Render curves as an SVG. points: (step, value, run). colors: run -> color."""
     if not points:
         return f'<div class="plot"><h4>{escaped(title)}</h4><p>no values yet</p></div>'
     steps, values = [point[0] for point in points], [point[1] for point in points]
@@ -178,7 +178,7 @@ def plot(title: str, points: list[tuple[int, float, str]], colors: dict[str, str
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale between two numbers, and round ones on it."""
+    """An axis from ``low`` to ``high``, with round numbers as ticks."""
 
     low: float
     high: float
@@ -189,8 +189,8 @@ class Axis:
 
 
 def _axis(low: float, high: float) -> Axis:
-    """Return an axis on which both numbers are."""
-    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # one value: it is in the middle
+    """Return an axis that contains both numbers."""
+    if not high - low > max(abs(low), abs(high), 1e-290) * 1e-9:  # for a single value, put it in the middle
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     rough = (high / TICKS - low / TICKS) or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
@@ -201,7 +201,7 @@ def _axis(low: float, high: float) -> Axis:
 
 
 def legend(colors: dict[str, str]) -> str:
-    """Render the legend that gives each run's colour."""
+    """Render a legend with the color of every run."""
     runs = (f'<span><i style="background:{escaped(color)}"></i>{escaped(run)}</span>' for run, color in colors.items())
     return f'<div class="legend">{"".join(runs)}</div>'
 
@@ -214,7 +214,7 @@ def grid(run: str, name: str | None) -> str:
 
 
 def log(text: str, lines: int = LOG_LINES) -> str:
-    """Render the end of what a program has printed; of a line that it has written over, the last state."""
+    """Render the last lines of a program's output. A line that was overwritten with "\\r" shows its last text."""
     shown = "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n")[-lines:])
     text = html.escape(shown.strip("\n").encode("utf-8", "replace").decode())
     return f'<div class="log"><pre>{text}</pre></div>' if text else ""
@@ -226,7 +226,7 @@ def sheet(jpeg: bytes) -> str:
 
 
 def table(rows: list[list[str]], heads: list[str]) -> str:
-    """Render a table. Of a long one further pages are folded, and what is beyond ``MOST_PAGES`` is left out."""
+    """Render a table. All pages but the first are folded, and rows after ``MOST_PAGES`` pages are left out."""
     pages = [rows[first : first + PAGE_ROWS] for first in range(0, len(rows), PAGE_ROWS)] or [[]]
     shown = [_page(pages[0], heads)]
     for number, page in enumerate(pages[1:MOST_PAGES], start=1):
