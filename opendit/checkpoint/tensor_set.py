@@ -11,8 +11,8 @@ Files are memory-mapped, so only requested tensors are read.
     model-shard-00000-of-00004.safetensors    the shards of this set that rank 0 of 4 has written
 
 An index of shards holds the canonical shape and the dtype of each tensor, and the cuts of each of its shards by file. A
-cut is a list [dim, start, stop, start, stop, ...], which selects these ranges along dim. The dim null means the flattened
-tensor. Cuts are listed from outer to inner, and each cut applies to the result of the previous one
+cut is a list [dim, start, stop, start, stop, ...], which selects these ranges along dim. The dim null means the
+flattened tensor. Cuts are listed from outer to inner, and each cut applies to the result of the previous one
 (opendit/parallel/layout.py). In its file, a shard has the name of its tensor.
 """
 
