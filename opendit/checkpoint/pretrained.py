@@ -118,8 +118,8 @@ def read_newest(path: str | Path, which: str = "ema", notes: list[str] | None = 
         mesh: the ranks, which must all call this function. They divide the verification and get the same result.
 
     Raises:
-        FileNotFoundError, ValueError: the weights are missing, damaged or unreadable, or no checkpoint is intact. Raised
-            on every rank.
+        FileNotFoundError, ValueError: the weights are missing, damaged or unreadable, or no checkpoint is intact.
+            Raised on every rank.
     """
     return use_newest(path, which, notes, ControlGroup(mesh), lambda weights: weights)
 
@@ -196,7 +196,7 @@ def read_weights(path: Path, group: ControlGroup | None = None) -> Weights:
 
 
 def _use_intact(path: Path, group: ControlGroup, use: Callable[[Weights], T]) -> T:
-    """Call :func:`_use`. Raise ValueError for damaged weights; the message names the newest intact earlier checkpoint."""
+    """Call :func:`_use`. Raise ValueError for damaged weights, and name the newest intact earlier checkpoint."""
     problem, made = _use(path, group, use)
     if problem is None:
         return cast(T, made)  # None only if there is a problem
@@ -286,7 +286,7 @@ def refuse_unless_finite(weights: Weights, part: int = 0, parts: int = 1) -> Wei
 
 
 def other_tables(config: DiTConfig, state: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return name -> largest absolute difference for each position table in ``state`` that differs from the computed one.
+    """Return name -> largest absolute difference for the position tables in ``state`` that differ from computed ones.
 
     Tables that are missing or have another size are not compared.
     """
@@ -358,8 +358,8 @@ def load_state(
 ) -> None:
     """Load weights into a model, whose names and shapes must be exactly those of the weights.
 
-    A parameter on the meta device gets memory on ``device``, in ``dtype``. Buffers are fixed tables. They must be in the
-    file, but keep their computed values (see ``DiTConfig.tables``).
+    A parameter on the meta device gets memory on ``device``, in ``dtype``. Buffers are fixed tables. The file must have
+    the buffers, but the model keeps its computed values (see ``DiTConfig.tables``).
 
     Args:
         layout: for a model that holds parts of its parameters, the layout of these parts. Only the parts are read.
@@ -379,8 +379,8 @@ def load_state(
             if not tensor.is_meta:
                 tensor.copy_(stored)
                 continue
-            # The device casts the values, after a transfer in the stored dtype. On the CPU, the parameter must be a copy,
-            # because another program could change the memory of the mapped file.
+            # The device casts the values, after a transfer in the stored dtype. On the CPU, the parameter must be a
+            # copy, because another program could change the memory of the mapped file.
             there = stored.to(device)
             made = there.to(dtype, copy=there is stored)
             owner, _, attribute = name.rpartition(".")
