@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from opendit.checkpoint.power_averages import exponent_of
 from opendit.parallel.engines import Engine
 
-# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs have the rate WARMUP. Runs that an
-# earlier version began with --ema_warmup keep the rate FIRST_WARMUP, which gives (1 + n) / (10 + n). The rate 0 means
+# With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs have the rate WARMUP. Runs that
+# an earlier version began with --ema_warmup keep the rate FIRST_WARMUP, which gives (1 + n) / (10 + n). The rate 0 means
 # no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
@@ -132,10 +132,10 @@ class EMA:
         """Give ``model`` one average's weights, in its own dtype, inside the context.
 
         Afterwards the model has its own weights again, bit for bit. Collective: call this on every rank, with None on
-        ranks that only help to gather. With tensor parallelism, ``model`` is this rank's part of the model. The replaced
-        weights are kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device needs memory
-        for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be the training
-        module.
+        ranks that only help to gather. With tensor parallelism, ``model`` is this rank's part of the model. The
+        replaced weights are kept in host memory (2 bytes x parameters in half precision, 4 in fp32), and the device
+        needs memory for one more full parameter. If every rank holds all weights (``engine.whole``), ``model`` may be
+        the training module.
         """
         own: dict[str, Tensor] = {}
         try:
