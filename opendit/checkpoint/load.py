@@ -137,7 +137,11 @@ def find_checkpoint(load: str, outputs: str, model: str, mesh: Mesh) -> Checkpoi
 
 
 def _candidates(load: str, outputs: str, model: str) -> tuple[list[Path], bool, str | None]:
-    """Return the folders to try for --load in order, True if only one folder may be used, and an error message or None."""
+    """Find the folders that --load may name.
+
+    Returns:
+        The folders in the order to try them, True if only the first may be used, and an error message or None.
+    """
     looked_for = "a run folder, a step_* folder or latest"
     try:
         path = newest_run(outputs, model) if load == "latest" else Path(os.path.abspath(load))
@@ -210,9 +214,9 @@ def _another_version(folder: Path) -> str | None:
 def load_checkpoint(checkpoint: Checkpoint, engine: Engine, ema: EMA) -> None:
     """Load a checkpoint into the engine and the averages. Collective.
 
-    Each rank reads only verified files, and only the slices that the rank holds. The number of ranks and the plugin that
-    wrote the checkpoint do not matter. An average whose decay is not in the checkpoint starts from the checkpoint's
-    first average.
+    Each rank reads only verified files, and only the slices that the rank holds. The number of ranks and the plugin
+    that wrote the checkpoint do not matter. An average whose decay is not in the checkpoint starts from the
+    checkpoint's first average.
 
     Raises:
         Unloadable: the checkpoint does not hold the tensors that the engine needs. Raised on every rank.
