@@ -15,8 +15,8 @@ class DeviceReader:
     """Reader of shards into a device's memory in their stored dtype, so that the device can do a cast.
 
     Shards are read in pieces. All threads of torch copy a piece from the mapped file into a page-locked buffer. The
-    buffer is then copied to the device while the next piece is read. So a rank needs only BUFFERS * BUFFER_BYTES of host
-    memory.
+    buffer is then copied to the device while the next piece is read. So a rank needs only BUFFERS * BUFFER_BYTES of
+    host memory.
 
     A reader is a ``Values`` callable, from which an engine can set its masters.
 
