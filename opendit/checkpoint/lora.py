@@ -140,7 +140,8 @@ def as_one(products: Sequence[PlacedLowRank], shape: tuple[int, ...], scaled: bo
 class Merged(Mapping[str, Tensor]):
     """Base weights with LoRA products added, and with fully trained layers replaced.
 
-    A weight is computed on access. The products of all LoRAs are added in fp32, and the sum is cast to the base's dtype.
+    A weight is computed on access. The products of all LoRAs are added in fp32, then the sum is cast to the base's
+    dtype.
 
     Args:
         base: base weights by OpenDiT's names.
@@ -217,7 +218,7 @@ def of_run(weights: Weights, weight: float = 1.0) -> tuple[Products, dict[str, T
     return products, {name: value for name, value in state.items() if not name.endswith((A, B))}
 
 
-# ------------------------------------------------------------------------------------------ from files of other programs
+# ------------------------------------------------------------------------------------------ from other programs
 
 
 def original_layers(family: Family, shapes: Shapes) -> dict[str, tuple[str, ...]]:
