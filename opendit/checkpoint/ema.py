@@ -10,8 +10,8 @@ from opendit.checkpoint.power_averages import exponent_of
 from opendit.parallel.engines import Engine
 
 # With a warm-up, the decay after n updates is at most 1 - rate / (n + DELAY). New runs have the rate WARMUP. Runs that
-# an earlier version began with --ema_warmup keep the rate FIRST_WARMUP, which gives (1 + n) / (10 + n). The rate 0 means
-# no warm-up.
+# an earlier version began with --ema_warmup keep the rate FIRST_WARMUP, which gives (1 + n) / (10 + n). The rate 0
+# means no warm-up.
 DELAY = 10
 WARMUP, FIRST_WARMUP = 10, 9
 
