@@ -168,7 +168,7 @@ def expert_of(folder: Path) -> str | None:
 
 
 def network_of(folder: str | Path, config: DiTConfig | None) -> Path:
-    """Return the folder of a configuration's network: ``folder``, or the expert's folder in a pipeline of two networks."""
+    """Return the folder of a configuration's network: ``folder``, or in a two-network pipeline the expert's folder."""
     expert = config.expert if isinstance(config, PublicConfig) else None
     inside = Path(folder) / next((name for name, which in EXPERTS.items() if which == expert), ".")
     return inside if expert_of(inside) == expert else Path(folder)
@@ -317,7 +317,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            if family.shift == "empirical" and objective.shift_tokens is not None:  # or it says another, fixed one
+            if family.shift == "empirical" and objective.shift_tokens is not None:  # otherwise the file has a fixed shift
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
     expert = expert_of(opened.transformer) if opened.alone else None
