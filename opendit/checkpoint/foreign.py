@@ -28,7 +28,7 @@ from opendit.models.zoo import empty_model, model_config
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _STRINGS = ("SHORT_BINUNICODE", "BINUNICODE", "UNICODE", "BINUNICODE8")  # pickle opcodes that push strings
-_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules that pickled weights may name
+_HARMLESS = ("collections", "torch", "torch._utils", "torch.storage", "argparse")  # modules in pickled weights
 _SEARCHED = 16 << 20  # number of bytes of a pickle that are searched for calls
 LABELS, IMAGENET_CLASSES = "y_embedder.embedding_table.weight", 1000
 
