@@ -108,7 +108,7 @@ class FolderLock:
             if not made:
                 owner = _owner(file, wait=not flocked)
                 self.note = self._gone(owner, file, flocked)
-                if not flocked or os.fstat(file).st_nlink > 1:  # never write to a hard-linked file, which may lie elsewhere
+                if not flocked or os.fstat(file).st_nlink > 1:  # never write to a hard-linked file
                     self._remove(file)
                     return False
             os.ftruncate(file, 0)
