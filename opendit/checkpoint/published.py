@@ -317,7 +317,7 @@ def read_published(folder: str | Path) -> Weights:
                 )
             except ValueError as error:
                 raise ValueError(f"{schedule}: {error}".replace(f"{schedule}: {schedule}", str(schedule))) from error
-            if family.shift == "empirical" and objective.shift_tokens is not None:  # otherwise the file has a fixed shift
+            if family.shift == "empirical" and objective.shift_tokens is not None:  # else its shift is fixed
                 objective = FlowObjective(empirical_tokens=0)
             info |= {"objective": objective.to_dict(), "sampler": sampler}
     expert = expert_of(opened.transformer) if opened.alone else None
