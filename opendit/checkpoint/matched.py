@@ -77,7 +77,7 @@ class Reading:
         return math.prod(self.shape)
 
     def view(self) -> Tensor | None:
-        """Return the shard as a view of a stored tensor if it is one run of this tensor with the same dtype; else None."""
+        """Return a view of a stored tensor if the shard is one run of this tensor in the same dtype; else None."""
         if not self.numel or len(self._runs.start) != 1:
             return None
         for tensor, runs in self._stored:
@@ -111,8 +111,8 @@ class MatchedTensors(TensorSet):
         constants: names of source tensors that this set does not use; or, as a mapping, tensors to add to this set.
 
     Raises:
-        ValueError: a tensor is missing in ``shapes`` or in the source, has no match or two, or does not fit. The message
-            is one line.
+        ValueError: a tensor is missing in ``shapes`` or in the source, has no match or two, or does not fit. The
+            message is one line.
     """
 
     def __init__(
