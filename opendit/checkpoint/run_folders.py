@@ -143,8 +143,8 @@ def checkpoints_in(run: Path) -> list[Path]:
 def named_checkpoint(folder: Path) -> Path:
     """Return the checkpoint that a run's ``latest`` or ``best`` names. Return any other folder unchanged.
 
-    ``latest`` and ``best`` are symbolic links, or files that contain a name. A link's target is read as a name; the link
-    is never followed. Raises ValueError, with one line, if the name is not ``step_*``, so not a folder in the same
+    ``latest`` and ``best`` are symbolic links, or files that contain a name. A link is never followed; its target is
+    read as a name. Raises ValueError, with one line, if the name is not ``step_*``, the name of a folder in the same
     folder.
     """
     path = Path(os.path.abspath(folder))
@@ -208,14 +208,14 @@ def point_to(latest: Path, final: Path) -> None:
         raise
 
 
-# ------------------------------------------------------------------------------------------ allowed folders of its files
+# ------------------------------------------------------------------------------------------ allowed locations
 
 
 def root_of(folder: Path) -> Path:
     """Return the folder that the files of a checkpoint must lie in.
 
-    This is the run's folder, or the checkpoint's own folder if it belongs to no run. If ``checkpoints`` is a link out of
-    the run, which a user may create to store checkpoints on another disk, it is the target of this link.
+    This is the run's folder, or the checkpoint's own folder if it belongs to no run. If ``checkpoints`` is a link out
+    of the run, which a user may create to store checkpoints on another disk, it is the target of this link.
     """
     folder = _in_run(folder)
     if folder.parent.name != CHECKPOINTS:
