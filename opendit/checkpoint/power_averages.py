@@ -101,7 +101,8 @@ def snapshots_of(run: Path, steps: Sequence[int]) -> list[tuple[Profile, Path]]:
 def reconstruct(path: Path, width: float) -> Path:
     """Reconstruct the power average with this width at a checkpoint, from all averages stored until then.
 
-    The result is written to the run's folder ``averages``, unless an existing file is at least as new as the checkpoint.
+    The result is written to the run's folder ``averages``. An existing file that is at least as new as the checkpoint
+    is used instead.
 
     Args:
         path: a run's or checkpoint's folder that ``find_weights`` accepts.
