@@ -1,8 +1,8 @@
 """Compute features of samples: several networks on the same pixels, distributed over ranks, cached in parts on disk.
 
-The rank that draws a sample also computes its features, so no picture is written to disk. The rows of features are kept
-in OUTPUT/features/HASH, where HASH covers every setting that affects the features. A killed evaluation resumes from this
-folder, and the next evaluation of the same samples reads the features from there.
+The rank that draws a sample also computes its features, so no picture is written to disk. The rows of features are
+kept in OUTPUT/features/HASH, where HASH covers every setting that affects the features. A killed evaluation resumes
+from this folder, and the next evaluation of the same samples reads the features from there.
 """
 
 import logging
@@ -44,7 +44,7 @@ class Extractor:
     """Networks of an evaluation as one function from pixels to features.
 
     Args:
-        pictures: network for pictures or for the frames of clips. Gives "pool", and for pictures "spatial" and "logits".
+        pictures: network for pictures or frames of clips. Gives "pool", and for pictures "spatial" and "logits".
         clips: network for clips. Gives "clip"; for moving digits also "digit", "nearest" and "moved".
         captions: CLIP, for the CLIP score. Gives "caption".
         motion: True to measure "motion", the mean difference between frames.
@@ -324,10 +324,10 @@ class Sink:
         self._waiting: deque[tuple[list[int], Tensor, torch.cuda.Event | None]] = deque()
         self._stream = torch.cuda.Stream(extractor.device) if extractor.device.type == "cuda" else None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # which loaded the networks
+            self._stream.wait_stream(torch.cuda.current_stream(extractor.device))  # this one loaded the networks
 
     def deliver(self, index: Tensor, pixels: np.ndarray) -> None:
-        """Accept uint8 pixels of the samples with the numbers ``index`` (B,). The caller may reuse the memory afterwards."""
+        """Accept uint8 pixels of the samples numbered ``index`` (B,). The caller may reuse the memory afterwards."""
         numbers = index.tolist()
         if not any(map(self._assembly.wants, numbers)):
             return
