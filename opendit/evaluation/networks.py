@@ -412,7 +412,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def load_model(folder: Path, name: str) -> Any:
-    """Load a frozen float32 model of transformers' class ``name``. Raises ValueError if the folder has no such model."""
+    """Load a frozen float32 model of transformers' class ``name``. Raises ValueError if the folder has none."""
     try:
         model = transformers_model(folder, name, FOLDER_WEIGHTS)
     except Exception as error:
