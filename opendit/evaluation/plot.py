@@ -50,8 +50,8 @@ class PlotLine:
 
     Attributes:
         name: text of the legend.
-        points: (x, y, low, high), sorted by x, or by guidance for precision against recall. Without an interval, low and
-            high are None.
+        points: (x, y, low, high), sorted by x, or by guidance for precision against recall. Without an interval, low
+            and high are None.
         words: text next to each point.
         run: name of the run. All lines of a run have the same colour.
     """
@@ -165,7 +165,7 @@ def _sampled(row: Measurement) -> str:
 
 
 XValue = Callable[[Measurement], float | None]
-# (title, name of the x axis, scale of the x axis, function that returns x, functions that return parts of a line's name)
+# (title, name of the x axis, scale of the x axis, function for x, functions for the parts of a line's name)
 AXES: tuple[tuple[str, str, str, XValue, tuple[Callable[[Measurement], str], ...]], ...] = (
     ("training", "training step", "linear", _training_step, (_sampled, _guided)),
     ("sampling steps", "sampling steps", "log", lambda row: row.steps, (_at, lambda row: row.sampler or "", _guided)),
