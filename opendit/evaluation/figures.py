@@ -330,7 +330,7 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def _mean(values: Tensor) -> tuple[float, None, tuple[float, float] | None, str | None]:
-    """Return (mean, None, interval, name of the interval's method), the first fields of :class:`Figure` after metric."""
+    """Return (mean, None, interval, name of the interval's method), the fields of :class:`Figure` after metric."""
     mean = float(values.mean())
     if len(values) < 2:
         return mean, None, None, None
