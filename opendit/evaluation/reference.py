@@ -97,7 +97,7 @@ def _reference_of(
     mesh: Mesh,
     gaussians: dict[str, Gaussian],
 ) -> Reference:
-    """Compute the features of samples, and return a reference with these features and the known statistics. Collective."""
+    """Compute the features of samples, and return a reference with them and the known statistics. Collective."""
     found = extract_media(media, extractor, output, mesh)
     return Reference(media.name, media.sha256, media.count, gaussians, found.arrays, extractor.settings())
 
