@@ -54,7 +54,7 @@ def script(shell: str) -> str:
             if takes.choices is None and (
                 takes.unit in FILES or action.metavar in ("ROOT", "CSV", "DIR", "RUN", "DATA")
             ):
-                setattr(action, "complete", shtab.FILE)  # noqa: B010 (an attribute for shtab that argparse does not define)
+                setattr(action, "complete", shtab.FILE)  # noqa: B010 (shtab's attribute, not argparse's)
         if parser.commands:
             nested = to.add_parser(name, help=about, add_help=False).add_subparsers()
             for inner, of in parser.commands.items():
@@ -63,7 +63,7 @@ def script(shell: str) -> str:
             to.add_parser(name, help=about, parents=[parser], add_help=False)
 
     for command, about in COMMANDS.items():
-        add(commands, command, about, copy.deepcopy(parser_of(command)))  # a copy, because add() changes the cached parser
+        add(commands, command, about, copy.deepcopy(parser_of(command)))  # add() would change a cached parser
     return shtab.complete(whole, shell)
 
 
