@@ -76,7 +76,7 @@ class Moments:
         self.count = total
 
     def gaussian(self) -> Gaussian:
-        """Return the Gaussian with the unbiased covariance (as numpy.cov). Raises ValueError for fewer than 2 vectors."""
+        """Return the Gaussian with the unbiased covariance of numpy.cov. Raises ValueError for fewer than 2 vectors."""
         if self.count < 2:
             raise ValueError(f"{self.count} samples have no covariance; at least 2 are needed")
         return Gaussian(self.mean, self.scatter / (self.count - 1), self.count)
