@@ -182,7 +182,7 @@ def _ask_for_all_digits(sampling: SamplingRun) -> None:
 
 
 def name_of(weights: Path) -> str:
-    """Return a name for weights: RUN/STEP for a checkpoint (000-DiT-XL-2/step_0400000), else the last part of the path."""
+    """Return a name for weights: RUN/STEP (000-DiT-XL-2/step_0400000) for a checkpoint, else the path's last part."""
     parts = weights.parts
     if "checkpoints" in parts[1:-1]:
         place = len(parts) - 1 - parts[::-1].index("checkpoints")
