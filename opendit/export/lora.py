@@ -1,6 +1,6 @@
 """Write the LoRA of a public model as one file, with the names of diffusers, ComfyUI, or kohya's trainers.
 
-diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B includes alpha / rank, and no alphas are stored
+diffusers  transformer.LAYER.lora_A.weight             diffusers' layers; B includes alpha / rank, without alphas
 comfyui    diffusion_model.LAYER.lora_down.weight      the authors' or diffusers' layers, which ComfyUI needs per family
 kohya      lora_unet_LAYER_WITH_UNDERSCORES.lora_down.weight      the authors' layers
 """
@@ -49,8 +49,8 @@ def export_lora(
         which: the set of weights of a checkpoint.
 
     Raises:
-        ValueError, FileNotFoundError: a file is missing, or ``ckpt`` is not a LoRA of a public model. The message is one
-            line.
+        ValueError, FileNotFoundError: a file is missing, or ``ckpt`` is not a LoRA of a public model. The message is
+            one line.
         OSError: the file can't be written.
     """
     weights = read_newest(ckpt, which)
@@ -103,8 +103,8 @@ def _named(products: Products, opened: PublishedFolder, form: str) -> dict[str, 
 def _metadata(lora: Lora, opened: PublishedFolder, form: str, title: str) -> dict[str, str]:
     """Return the metadata of the file.
 
-    ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's model specification and of kohya's trainers.
-    No key is called rank or alpha, because a reader might apply such a value a second time.
+    ComfyUI, AUTOMATIC1111 and model managers show the keys of StabilityAI's model specification and of kohya's
+    trainers. No key is called rank or alpha, because a reader might apply such a value a second time.
     """
     family, alpha = opened.family, f"{lora.alpha:g}"
     variant = family.variant(opened.index)
