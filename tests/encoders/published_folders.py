@@ -287,7 +287,7 @@ INDEX: dict[str, dict[str, Any]] = {
     "wan_a14b": {"boundary_ratio": 0.875, "expand_timesteps": False, **SECOND},
 }
 for _table in (COMPONENTS, PIPELINES, TRANSFORMERS, SCHEDULERS):
-    _table |= dict.fromkeys(INDEX, _table["wan"])  # variants with another autoencoder, two networks, or an input picture
+    _table |= dict.fromkeys(INDEX, _table["wan"])  # with another autoencoder, two networks, or an input picture
 for _name, _more in {"wan_i2v": {"image_dim": CLIP_WIDTH, "added_kv_proj_dim": 24}, "wan_i2v_a14b": {}}.items():
     _class, _values = TRANSFORMERS["wan"]
     TRANSFORMERS[_name] = _class, {**_values, "in_channels": 4 + 2 * LATENT_CHANNELS, **_more}
@@ -356,7 +356,7 @@ def write_t5(folder: Path, tokenizer: str, encoder: str, kind: str = "T5") -> No
     config = config_class(vocab_size=len(pieces), feed_forward_proj="gated-gelu", **sizes)
     randomise(model_class(config), 2).save_pretrained(folder / encoder)
     path = folder / encoder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))  # like the published files
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))  # as published
 
 
 def write_sd3_text(folder: Path) -> None:
@@ -424,7 +424,7 @@ def write_flux2_klein_text(folder: Path) -> None:
 
 
 def write_flux2_text(folder: Path) -> None:
-    """Write FLUX.2's text and picture processor, and its encoder, a Mistral 3 with 31 layers and a small vision part."""
+    """Write FLUX.2's processor and its encoder, a Mistral 3 with 31 layers and a small vision part."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         Mistral3Config,
@@ -476,7 +476,7 @@ def write_vision(folder: Path) -> None:
 
 
 def write_lumina2_text(folder: Path) -> None:
-    """Write Lumina 2's tokenizer, which pads on the left by default, and its text encoder, a Gemma2 with three layers."""
+    """Write Lumina 2's tokenizer, which pads on the left by default, and text encoder, a Gemma2 with three layers."""
     from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
 
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
