@@ -46,7 +46,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import cases  # noqa: E402
 import reading  # noqa: E402
 
-# ------------------------------------------------------------------------------------------ writing the pattern in place
+# ------------------------------------------------------------------------------------------ writing the pattern
 
 
 def header_of(path: Path) -> tuple[int, dict]:
@@ -66,7 +66,7 @@ def cut(values: np.ndarray, cuts: list) -> np.ndarray:
 
 
 def fill_file(path: Path, kind: str, step: int = 0) -> None:
-    """Replace the values of a safetensors file, except for fixed tables, by the pattern of the set ``kind`` at ``step``."""
+    """Replace the values of a safetensors file, except for fixed tables, by the pattern of set ``kind`` at ``step``."""
     start, header = header_of(path)
     content = bytearray(path.read_bytes())
     said = header.pop("__metadata__", {})
