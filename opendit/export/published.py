@@ -94,7 +94,7 @@ def _check_output(output: Path, read: tuple[Path, ...]) -> None:
 
 
 def _take_place(new: Path, output: Path, old: Path) -> None:
-    """Rename the folder ``new`` to ``output``. First rename an existing ``output`` to ``old``, and remove it at the end."""
+    """Rename the folder ``new`` to ``output``. An existing ``output`` becomes ``old``, which is removed at the end."""
     if not output.exists() or not os.listdir(output):
         return rename(new, output)
     rename(output, old)
