@@ -119,9 +119,9 @@ LENGTHS = (1, 7, 255, 256, 257)
 WIDTHS = (64, 72, 384, 1000, 1152, 3072)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Bounds of ||result - reference|| / ||reference||. The float64 reference gets the rounded inputs. In half precision, the
-# error comes from rounding the result (unit roundoff 2^-9 and 2^-12 on a GPU, with a smaller root mean square; the
-# interpreter truncates bf16, which doubles the error). In the joined operation, the rounding of h also affects y.
+# Bounds of ||result - reference|| / ||reference||. The float64 reference gets the rounded inputs. In half precision,
+# the error is due to rounding the result (unit roundoff 2^-9 and 2^-12 on a GPU, with a smaller root mean square;
+# the interpreter truncates bf16, which doubles the error). In the joined operation, the rounding of h also affects y.
 BOUNDS = {torch.bfloat16: 6e-3, torch.float16: 6e-4, torch.float32: 2e-6}
 # Bounds of the largest single error divided by the largest reference, because the norm could hide one wrong element.
 LARGEST = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
@@ -262,7 +262,8 @@ def check_split_heads(
     bias = None if bias_dtype is None else random(3 * heads * head_dim).to(bias_dtype).requires_grad_()
     leaves = [qkv] if bias is None else [qkv, bias]
     shape = (batch, length, heads, head_dim) if tokens_first else (batch, heads, length, head_dim)
-    # The three means differ, so that mixed-up sums are detected. They are small, so that fp16 holds sums of 32,768 rows.
+    # The three means differ, so that mixed-up sums are detected. The means are small, because fp16 must hold sums of
+    # 32,768 rows.
     grads = [(random(shape) + offset).to(dtype) for offset in (-0.5, 0.25, 1.0)]
     grads = [grad.transpose(1, 2) for grad in grads] if tokens_first else grads
     outputs = split_heads(qkv, heads, bias)
