@@ -159,7 +159,7 @@ def qwen_image(dtype: torch.dtype, **values: Any) -> Oracle:
     randomise(module)
     module.to(dtype)
     time = module.time_text_embed.time_proj
-    thousand, time.scale = (time.scale, 1) if dtype == torch.float32 else (1, time.scale)  # diffusers rounds once more in fp32
+    thousand, time.scale = (time.scale, 1) if dtype == torch.float32 else (1, time.scale)  # it rounds once more
 
     def theirs(x: Tensor, t: Tensor, y: TextCondition) -> Tensor:
         shapes = [[(1, x.shape[2] // 2, x.shape[3] // 2)]] * len(x)
