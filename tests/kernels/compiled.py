@@ -1,8 +1,8 @@
 """Compile the kernels without a GPU, by ``python -m tests.kernels.compiled [80]``, and print one JSON list.
 
 The interpreter runs a kernel's Python code, so it can't detect that Triton's compiler refuses a kernel, or that a
-kernel spills registers. Here every launch is only compiled and never run. The target is compute capability 9.0, or with the
-argument 80, compute capability 8.0 for the bf16 kernels of cards before Hopper. This program needs a separate process,
+kernel spills registers. Here every launch is only compiled and never run. The target is compute capability 9.0. With
+the argument 80, the target is 8.0, for the bf16 kernels of cards before Hopper. This program needs a separate process,
 because the replacement of Triton's driver can't be undone.
 """
 
