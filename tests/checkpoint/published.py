@@ -24,7 +24,7 @@ def layout(config: Mapping[str, Any]) -> dict[str, int]:
 def names(spec: dict[str, int]) -> tuple[Match, ...]:
     double, single = range(spec["double"]), range(spec["double"], spec["double"] + spec["single"])
     return (
-        Match(("x_embedder.weight",), ("patch_embedding.weight",)),  # a matrix here, a convolution in the published file
+        Match(("x_embedder.weight",), ("patch_embedding.weight",)),  # a matrix, and a convolution
         *(
             Match((f"blocks.*.qkv.{end}",), tuple(f"transformer_blocks.*.to_{x}.{end}" for x in "qkv"), blocks=double)
             for end in ("weight", "bias")
