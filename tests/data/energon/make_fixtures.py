@@ -155,7 +155,7 @@ splits:
 
 
 def seen_by_energon() -> dict:
-    """Return {name: {split: [{share, samples: [[key, SHA-256 of the pixels, caption or class]]}]}} as Energon reads it."""
+    """Read with Energon: {name: {split: [{share, samples: [[key, SHA-256 of the pixels, caption or class]]}]}}."""
     from megatron.energon import WorkerConfig, get_loader
     from megatron.energon.dataset_config import get_dataset_from_config
     from megatron.energon.epathlib import EPath
