@@ -24,7 +24,7 @@ class Samples:
         return [model(x.unsqueeze(0), self.t[i : i + 1], self.y[i : i + 1]).squeeze(0) for i, x in parts]
 
     def packed(self, model: DiT, padding: int = 0, garbage: float = 0.0) -> list[Tensor]:
-        """Return the predictions for all samples in one pack. The pack ends with ``padding`` tokens of value ``garbage``."""
+        """Return the predictions for all samples in one pack. It ends with ``padding`` tokens of value ``garbage``."""
         segments = self.segments(model.config, padding)
         patches = pack_patches(self.latents, model.config.patch, segments.tokens)
         patches[segments.filled :] = garbage
