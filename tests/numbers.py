@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the maximum, or NaN if any value is NaN, because Python's max ignores a NaN that is not the first value."""
+    """Return the maximum, or NaN if any value is NaN. Python's max ignores a NaN that is not the first value."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
