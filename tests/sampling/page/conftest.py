@@ -82,7 +82,7 @@ class Visit:
 
     def open(self, tab: str = "Sample"):
         self.page.goto(self.address)
-        self.page.locator(".card, .error").locator("visible=true").first.wait_for()  # .error, because the newest run is broken
+        self.page.locator(".card, .error").locator("visible=true").first.wait_for()  # the newest run is broken
         if tab != "Sample":
             self.page.get_by_role("tab", name=tab).click()
         return self.page
