@@ -92,7 +92,7 @@ def network(family: str) -> PublicDiT:
     """Return a family's network in fp32 on the CPU."""
     torch.manual_seed(0)
     model = PublicDiT(public_config(family, VALUES[family], SIZES[family]))
-    randomise(model, std=0.05 if family == "z_image" else 0.1)  # large enough for captions to matter, small enough for rounding
+    randomise(model, std=0.05 if family == "z_image" else 0.1)  # captions matter, and rounding little
     return model.eval().requires_grad_(False)
 
 
