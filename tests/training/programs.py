@@ -26,7 +26,7 @@ LONG = [*ARGV, "--max_steps", "1000000", "--ckpt_every", "0"]
 
 
 def program(argv: list[str], environment: dict[str, str], log: str, fault: Callable[[], None] | None) -> None:
-    """Run a rank in this process, with stdout and stderr in the file ``log``. First call ``fault``, which breaks something."""
+    """Call ``fault``, which breaks something, and run a rank in this process. Output goes to the file ``log``."""
     os.environ.update(environment)
     # The default start method of a program from a shell (up to Python 3.13). In this process it would be forkserver.
     multiprocessing.set_start_method(os.environ.get("START_METHOD", "fork"), force=True)
