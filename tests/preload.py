@@ -1,4 +1,4 @@
-"""Imports for ranks, which are forked from a process that has imported this module (tests/ranks.py)."""
+"""Import everything that ranks need. Ranks are forked from a process that has imported this module (tests/ranks.py)."""
 
 import atexit
 import gc
