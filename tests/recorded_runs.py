@@ -1,13 +1,13 @@
 """Record the results of short runs, so that a test can show that a redesign does not change them.
 
-    python -m tests.recorded_runs              # records all anew; tests/test_recorded_runs.py compares
+    python -m tests.recorded_runs              # records all runs; tests/test_recorded_runs.py compares
     python -m tests.recorded_runs MovieGen     # only MovieGen, whose meaning was changed on purpose
 
-A run is train.py's own, on random latents, in fp32 on a CPU. Of every run are kept: the loss and the gradient's norm of
-8 steps, the gradient's norm of every parameter in the first step, and what its checkpoint holds. Gradients are read
-from the checkpoint of the first step, where Adam's mean of the gradients is (1 - beta1) times the gradient: so nothing
-here depends on how the program is built. Of every objective and sampler the latents that a model with fixed weights
-draws are kept.
+train.py makes each run on random latents, in fp32 on a CPU. The record of a run has the loss and the gradient norm of 8
+steps, the gradient norm of every parameter in the first step, and the contents of the checkpoint. The gradients come
+from the checkpoint of the first step, where Adam's first moment is (1 - beta1) times the gradient. So the record does not
+depend on the structure of the program. For every objective and sampler, the record also has the latents that a model
+with fixed weights draws.
 """
 
 import json
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "EC-DiT": f"--model EC-DiT-Ti/2 {PICTURES} --num_classes 10",
 }
 OBJECTIVES = {"ddpm": "", "flow": "--objective flow --flow_shift 3", "edm": "--objective edm"}
-FOR = {"sp 2": ("DiT", "vDiT"), "recompute": ("DiT", "vDiT")}  # the others can't be trained that way
+FOR = {"sp 2": ("DiT", "vDiT"), "recompute": ("DiT", "vDiT")}  # the other architectures do not support these variants
 VARIANTS = {
     "accumulation": "--grad_accumulation 2 --batch_size 2",
     "recompute": "--recompute half",
