@@ -1,4 +1,6 @@
-"""Read and write named tensors on disk, in one of three forms:
+"""Read and write named tensors on disk.
+
+A set of tensors has one of three forms:
 
 - one safetensors file,
 - several safetensors files with whole tensors and an index (``*.safetensors.index.json``, as transformers and diffusers
