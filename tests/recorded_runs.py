@@ -6,8 +6,8 @@
 train.py makes each run on random latents, in fp32 on a CPU. The record of a run has the loss and the gradient norm of 8
 steps, the gradient norm of every parameter in the first step, and the contents of the checkpoint. The gradients come
 from the checkpoint of the first step, where Adam's first moment is (1 - beta1) times the gradient. So the record does
-not depend on the structure of the program. For every objective and sampler, the record also has the latents that a model
-with fixed weights draws.
+not depend on the structure of the program. For every objective and sampler, the record also has the latents that a
+model with fixed weights draws.
 """
 
 import json
